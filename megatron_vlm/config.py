@@ -1,0 +1,123 @@
+"""The one configuration: frozen dataclasses, filled by Hydra from `configs/` and `key=value`."""
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_vlm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which checkpoint, computed how, and which of its parts learn."""
+
+    path: str = MISSING  # folder of a Hugging Face Qwen3-VL checkpoint
+    backend: str = "torch"  # core attention and layers: torch (SDPA) | te (Transformer Engine)
+    recompute: str = "none"  # decoder activations: none | selective (attention) | full
+    recompute_vision: bool = False  # recompute each block of the vision tower
+    share_images: bool = True  # TP ranks share out the images instead of each encoding all
+    freeze_vision: bool = False  # the vision tower without its mergers
+    freeze_merger: bool = False  # the projector and the DeepStack projectors
+    freeze_language: bool = False  # embedding, decoder and head
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of parallelism; data parallelism is what is left of the world size."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    cp: int = 1  # only 1: see constraints.py
+    sequence_parallel: bool = False  # only false: see constraints.py
+    layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
+    distributed_optimizer: bool = True  # shard optimizer state over the DP ranks
+    overlap_grad_reduce: bool = False  # reduce gradients while the last backward still runs
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW."""
+
+    lr: float = 1e-5
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # not applied to norms and biases
+    clip_grad: float = 1.0  # global norm; 0 turns clipping off
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a batch becomes a step."""
+
+    micro_batch_size: int = 1  # rows in one micro-batch
+    precision: str = "auto"  # auto (bf16 on cuda, fp32 on cpu) | fp32 | bf16
+    seed: int = 0
+    packing: bool = False  # only false: see constraints.py
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it. Never changed after `load_config`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    platform: str = "auto"  # auto | cuda | cpu
+    timeout_minutes: float = 10.0  # a collective that waits longer than this ends the job
+
+
+def config_dir() -> Path:
+    """The folder of YAML files: inside the wheel, or beside the package in a checkout."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def load_config(overrides: list[str], config_name: str = "train") -> Config:
+    """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
+            composed = compose(config_name, overrides=overrides)
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
+    """Every key of the configuration in dotted form."""
+    keys = []
+    for item in fields(node):
+        keys.append(prefix + item.name)
+        if is_dataclass(item.type):
+            keys += known_keys(item.type, f"{prefix}{item.name}.")
+    return keys
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    """Hydra's message, and for a key that does not exist the nearest one that does."""
+    keys = known_keys()
+    for override in overrides:
+        key = re.split("=", override.lstrip("+~"), maxsplit=1)[0]
+        if key in keys or override.startswith("~"):
+            continue
+        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{key!r} is not a configuration key{hint}"
+    text = str(error.__cause__ or error).splitlines()
+    full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
+    return f"{full_key or 'configuration'}: {text[0]}"

@@ -1,0 +1,17 @@
+"""The errors a user can cause. Each message has the field, the numbers and the remedy."""
+
+
+class MegatronVLMError(ValueError):
+    """Root of the family: catch this to catch everything a user can put right."""
+
+
+class ConfigError(MegatronVLMError):
+    """A configuration that cannot work, found before any weight is read."""
+
+
+class DataError(MegatronVLMError):
+    """A row or a batch that the model cannot take; names the row."""
+
+
+class CheckpointError(MegatronVLMError):
+    """A checkpoint whose tensors are not the ones this model needs; lists them."""

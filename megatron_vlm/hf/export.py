@@ -1,0 +1,178 @@
+"""Weights out: the checkpoint that came in, with new values. The files do not depend on the
+layout that trained them."""
+
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.names import Entry
+from megatron_vlm.hf.source import Source
+
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_MAX_SHARD_BYTES = 5 * 10**9
+
+
+def gather_tensors(
+    model: torch.nn.Module,
+    table: Sequence[Entry],
+    value_of: Callable[[torch.nn.Parameter], Tensor] = lambda param: param.data,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Every tensor in the checkpoint's names, one at a time: on rank (tp 0, pp 0) of each data
+    parallel replica its value on the host, on the others None. A collective: all ranks iterate."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    tp_rank, tp = dist.get_rank(tp_group), dist.get_world_size(tp_group)
+    params = dict(model.named_parameters())
+    for entry in table:
+        if entry.is_copy:
+            continue
+        tensors: list[Tensor] = []
+        if stage == entry.stage:
+            value = value_of(params[entry.ours]).detach().contiguous()
+            parts = [torch.empty_like(value) for _ in range(tp)]
+            dist.all_gather(parts, value, group=tp_group)
+            tensors = entry.layout.save(parts) if tp_rank == 0 else []
+        if entry.stage != 0 and tp_rank == 0 and stage in (0, entry.stage):
+            tensors = _send_to_first(tensors, len(entry.theirs), entry.stage, stage, pp_group)
+        for index, name in enumerate(entry.theirs):
+            yield name, tensors[index].cpu() if stage == 0 and tp_rank == 0 else None
+
+
+def _send_to_first(
+    tensors: list[Tensor], count: int, source: int, stage: int, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Move an entry's tensors from the stage that holds them to stage 0."""
+    ranks = dist.get_process_group_ranks(group)
+    if stage == source:
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        dist.send_object_list([shapes], ranks[0], group=group)
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), ranks[0], group=group)
+        return tensors
+    received: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[]]
+    dist.recv_object_list(received, ranks[source], group=group)
+    device = torch.cuda.current_device()
+    result = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in received[0]]
+    assert len(result) == count
+    for tensor in result:
+        dist.recv(tensor, ranks[source], group=group)
+    return result
+
+
+def export_hf(
+    model: torch.nn.Module,
+    source: Source,
+    table: Sequence[Entry],
+    out: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face checkpoint folder: shards and index, and every other file of the source
+    (config, tokenizer, image processor, chat template) as it was. Tensors keep their dtype.
+
+    Written under a temporary name beside `out` and renamed when complete. All ranks take part.
+    """
+    out = Path(out)
+    writes = dist.get_rank() == 0
+    if writes and out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out} is not empty; choose a new folder for the export")
+    if parallel_state.get_data_parallel_rank() == 0:
+        temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+        writer = _ShardWriter(source, table, temporary, max_shard_bytes) if writes else None
+        for name, tensor in gather_tensors(model, table):
+            if writer is not None:
+                assert tensor is not None
+                writer.add(name, tensor)
+        if writer is not None:
+            writer.finish()
+            if out.exists():
+                out.rmdir()
+            temporary.rename(out)
+    dist.barrier()
+
+
+class _ShardWriter:
+    """Takes tensors as they come and writes each shard as soon as its last tensor is there.
+
+    Which tensor goes to which shard follows from names and sizes alone.
+    """
+
+    def __init__(self, source: Source, table: Sequence[Entry], folder: Path, max_bytes: int):
+        self.source = source
+        self.folder = folder
+        self.folder.mkdir(parents=True)
+        self.shard_of, self.total_bytes = plan_shards(source, table, max_bytes)
+        self.left = Counter(self.shard_of.values())
+        self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        for each in _names_of(name, self.source):
+            dtype = _DTYPES[self.source.tensors[each].dtype]
+            shard = self.shard_of[each]
+            self.held[shard][each] = tensor.to(dtype, copy=True).contiguous()
+            self.left[shard] -= 1
+            if not self.left[shard]:
+                tensors = self.held.pop(shard)
+                ordered = {key: tensors[key] for key in sorted(tensors)}
+                save_file(ordered, self.folder / shard, metadata={"format": "pt"})
+
+    def finish(self) -> None:
+        assert not self.held, f"tensors never arrived for {sorted(self.held)}"
+        if len(self.left) > 1:
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": dict(sorted(self.shard_of.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (self.folder / "model.safetensors.index.json").write_text(text)
+        for file in self.source.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+                shutil.copyfile(file, self.folder / file.name)
+
+
+def _names_of(name: str, source: Source) -> list[str]:
+    """The names under which a tensor is stored: a tied embedding also as the head, where the
+    source does so."""
+    is_embedding = name == "model.language_model.embed_tokens.weight"
+    if is_embedding and source.config.tie_word_embeddings and "lm_head.weight" in source.tensors:
+        return [name, "lm_head.weight"]
+    return [name]
+
+
+def plan_shards(
+    source: Source, table: Sequence[Entry], max_bytes: int
+) -> tuple[dict[str, str], int]:
+    """Tensors in the order of the table, cut into shards of at most max_bytes, so that a shard is
+    complete and written before the next one fills."""
+    names = [name for entry in table if not entry.is_copy for name in entry.theirs]
+    number, filled, total, numbers = 0, 0, 0, {}
+    for name in (stored for name in names for stored in _names_of(name, source)):
+        info = source.tensors[name]
+        size = prod(info.shape) * _DTYPES[info.dtype].itemsize
+        if filled and filled + size > max_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+        total += size
+    count = number + 1
+    if count == 1:
+        return dict.fromkeys(numbers, "model.safetensors"), total
+    shard = {name: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for name, n in numbers.items()}
+    return shard, total

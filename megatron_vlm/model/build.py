@@ -1,0 +1,116 @@
+"""From a checkpoint's config.json to one pipeline stage: the TransformerConfig and the model."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
+
+from megatron_vlm.config import Config
+from megatron_vlm.constraints import check_built
+from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.platform import Platform
+
+
+def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
+    """The dtype of weights and activations; gradients and optimizer state are always fp32."""
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return named.get(cfg.train.precision, platform.default_dtype)
+
+
+def transformer_config(
+    cfg: Config, hf_config: PretrainedConfig, dims: ParallelDims, platform: Platform
+) -> TransformerConfig:
+    """Megatron's view of the decoder. What it decides beyond sizes is commented."""
+    text = hf_config.text_config
+    dtype = compute_dtype(cfg, platform)
+    recompute: dict[str, Any] = {}
+    if cfg.model.recompute == "full":
+        recompute = dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    elif cfg.model.recompute == "selective":
+        recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    return TransformerConfig(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        ffn_hidden_size=text.intermediate_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=text.head_dim,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=text.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        mrope_section=text.rope_parameters["mrope_section"],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        expert_model_parallel_size=dims.ep,
+        pipeline_model_parallel_layout=dims.megatron_layout() if dims.pp > 1 else None,
+        # Micro-batches keep their own length, and DeepStack features lengthen what is sent.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths checks it, MoE or not
+        # The loss is summed; the gradient is divided once by the global count of tokens.
+        calculate_per_token_loss=True,
+        # Every weight comes from the checkpoint: nothing is drawn at random.
+        perform_initialization=False,
+        use_cpu_initialization=not platform.is_cuda,
+        batch_p2p_comm=platform.is_cuda,  # gloo has no batched send and receive of Megatron's kind
+        # These fusions need CUDA kernels of Apex or Transformer Engine.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=platform.is_cuda,
+        bias_dropout_fusion=platform.is_cuda,
+        **recompute,
+    )
+
+
+def build_model(
+    cfg: Config, hf_config: PretrainedConfig, dims: ParallelDims, platform: Platform
+) -> Qwen3VLGPTModel:
+    """This rank's stage, weights unset, frozen parts frozen, on the device in its dtype."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    config = transformer_config(cfg, hf_config, dims, platform)
+    model = Qwen3VLGPTModel(
+        config,
+        hf_config,
+        padded_vocab=dims.padded_vocab(hf_config.text_config.vocab_size),
+        num_layers=dims.layers_per_stage[stage],
+        first=stage == 0,
+        last=stage == dims.pp - 1,
+        backend=cfg.model.backend,
+        share_images=cfg.model.share_images,
+        recompute_vision=cfg.model.recompute_vision,
+        device=platform.device,
+    )
+    check_built(model.config)
+    for param in model.parameters():
+        # Parameters only: rotary frequencies are buffers and must stay in fp32.
+        param.data = param.data.to(platform.device, config.params_dtype)
+    freeze(model, cfg)
+    return model
+
+
+def part_of(name: str) -> str:
+    """Which freezable part a parameter of our model belongs to."""
+    if not name.startswith("vision_model."):
+        return "language"
+    return "merger" if "merger" in name else "vision"
+
+
+def freeze(model: torch.nn.Module, cfg: Config) -> None:
+    """Turn gradients off in the parts that model.freeze_* names."""
+    for name, param in model.named_parameters():
+        if getattr(cfg.model, f"freeze_{part_of(name)}"):
+            param.requires_grad_(False)

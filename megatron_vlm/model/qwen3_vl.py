@@ -1,0 +1,184 @@
+"""Qwen3-VL as a Megatron GPTModel: embed, see, scatter, decode, predict.
+
+Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, V visual features,
+K DeepStack features still to be added, N supervised positions, 3 the axes time, height, width.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_vlm.data.batch import IGNORE
+from megatron_vlm.data.positions import VisionTokens, check_placeholders
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.loss import target_log_probs
+from megatron_vlm.model.rope import InterleavedMRoPE
+from megatron_vlm.model.spec import block_spec
+from megatron_vlm.model.vision import build_vision_tower, encode, touch
+
+
+class Qwen3VLGPTModel(GPTModel):
+    """One pipeline stage. The vision tower sits on stage 0 alone.
+
+    Between stages travels cat([hidden, DeepStack features not yet added]) along the sequence, so
+    any stage may hold the first decoder layers and stage 0 may hold none.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf_config: PretrainedConfig,
+        *,
+        padded_vocab: int,
+        num_layers: int,
+        first: bool,
+        last: bool,
+        backend: str,
+        share_images: bool,
+        recompute_vision: bool,
+        device: torch.device,
+    ):
+        text = hf_config.text_config
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(backend, num_layers),
+            vocab_size=padded_vocab,
+            max_sequence_length=text.max_position_embeddings,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            position_embedding_type="mrope",
+            rotary_base=text.rope_parameters["rope_theta"],
+            scatter_embedding_sequence_parallel=False,
+        )
+        self.real_vocab = text.vocab_size
+        self.tokens = VisionTokens(
+            hf_config.image_token_id,
+            hf_config.video_token_id,
+            hf_config.vision_config.spatial_merge_size,
+        )
+        self.share_images = share_images
+        self.rotary_pos_emb = InterleavedMRoPE(
+            config.kv_channels, self.rotary_base, config.mrope_section, device
+        )
+        if first:
+            self.vision_model = build_vision_tower(
+                hf_config.vision_config, device, recompute_vision
+            )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Megatron's schedules hand over what the stage before sent."""
+        self.stage_input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """A stage's output: for the next stage; on the last stage log-probs [N] of the supervised
+        positions (labels given; labels[b, s] is what position s predicts), or logits [B, S, V].
+
+        Rows are right padded, so there is no mask: attention_mask must be None.
+        """
+        if packed_seq_params is not None:
+            raise ConfigError("packed_seq_params: sequence packing is not supported; pass None")
+        if attention_mask is not None:
+            raise ConfigError("attention_mask: rows are right padded and causal; pass None")
+        if self.pre_process:
+            hidden_SBH = self.embedding(input_ids=input_ids, position_ids=None)
+            hidden_SBH, features_KSBH = self._see(
+                hidden_SBH,
+                input_ids,
+                (pixel_values, image_grid_thw),
+                (pixel_values_videos, video_grid_thw),
+            )
+        else:
+            hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
+            self.decoder.set_input_tensor(hidden_SBH)
+        output = super().forward(
+            input_ids,
+            position_ids,
+            None,
+            decoder_input=hidden_SBH if self.pre_process else None,
+            labels=labels,
+            extra_block_kwargs={"context": features_KSBH},
+            **kwargs,
+        )
+        return output if self.post_process else self._join_stages(output, features_KSBH)
+
+    def _see(
+        self,
+        hidden_SBH: Tensor,
+        ids_BS: Tensor,
+        images: tuple[Tensor | None, Tensor | None],
+        videos: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Encode images and videos in one pass and put their features in their tokens' places."""
+        grids = [None if grid is None else grid.cpu() for _, grid in (images, videos)]
+        check_placeholders(ids_BS.cpu(), *grids, self.tokens)
+        given = [(pixels, grid) for pixels, grid in (images, videos) if pixels is not None]
+        if not given:
+            return touch(hidden_SBH, self.vision_model), None
+        # Images first, then videos: their tokens are looked up in the same order.
+        places_V = torch.cat(
+            [_places(ids_BS == token) for token in (self.tokens.image_id, self.tokens.video_id)]
+        )
+        visual = encode(
+            self.vision_model,
+            torch.cat([pixels for pixels, _ in given]),
+            torch.cat([grid for _, grid in given if grid is not None]),
+            self.pg_collection.tp if self.share_images else None,
+        ).to(hidden_SBH.dtype)
+        flat = hidden_SBH.flatten(0, 1).index_copy(0, places_V, visual[0])
+        features = hidden_SBH.new_zeros(len(visual) - 1, *flat.shape)
+        features = features.index_copy(1, places_V, visual[1:])
+        return flat.view_as(hidden_SBH), features.unflatten(1, hidden_SBH.shape[:2])
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **_: Any) -> Tensor:  # type: ignore[override]
+        """The head, on supervised positions only: the others carry no loss."""
+        if not self.post_process:
+            return hidden_states
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        if labels is None:
+            logits_SBV, _ = self.output_layer(hidden_states, weight=weight)
+            return logits_SBV.transpose(0, 1)
+        supervised_BS = labels != IGNORE
+        hidden_NH = hidden_states.transpose(0, 1)[supervised_BS]
+        logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
+        return target_log_probs(
+            logits_N1V[:, 0], labels[supervised_BS], self.real_vocab, self.pg_collection.tp
+        )
+
+    def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
+        """What the next stage gets: the hidden states, then the features its layers will add."""
+        layers = len(self.decoder.layers)
+        if features_KSBH is None or len(features_KSBH) <= layers:
+            return hidden_SBH
+        return torch.cat([hidden_SBH, features_KSBH[layers:].flatten(0, 1)])
+
+
+def _split_stages(joined: Tensor, seq_len: int) -> tuple[Tensor, Tensor | None]:
+    """Undo `_join_stages`: the number of features is what the length says."""
+    hidden_SBH, rest = joined[:seq_len], joined[seq_len:]
+    return hidden_SBH, rest.unflatten(0, (-1, seq_len)) if len(rest) else None
+
+
+def _places(mask_BS: Tensor) -> Tensor:
+    """Places in the flattened [S * B] order of the true ones, row by row."""
+    row, column = mask_BS.nonzero(as_tuple=True)
+    return column * len(mask_BS) + row

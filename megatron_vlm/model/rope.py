@@ -1,0 +1,31 @@
+"""Interleaved M-RoPE. Megatron's own `mrope` lays the three axes out in chunks; Qwen3-VL
+interleaves them (t, h, w, t, h, w, ...), which a loose parity test would not notice.
+
+Shapes: S tokens, B rows, D head size, 3 the axes time, height, width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class InterleavedMRoPE(nn.Module):
+    """Angles [S, B, 1, D] from position ids [3, B, S]: what Megatron's attention rotates by."""
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, theta: float, section: list[int], device: torch.device):
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        axis = torch.zeros(head_dim // 2, dtype=torch.long)
+        for dim in (1, 2):  # height, width; time keeps the rest
+            axis[dim : section[dim] * 3 : 3] = dim
+        self.axis = axis.to(device)
+        self.register_buffer("inv_freq", (1.0 / theta**exponents).to(device), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, position_ids_3BS: Tensor, *_: Any, **__: Any) -> Tensor:
+        positions_SBF = position_ids_3BS.float().permute(2, 1, 0)[..., self.axis]
+        angles_SBF = positions_SBF * self.inv_freq
+        return torch.cat([angles_SBF, angles_SBF], dim=-1)[:, :, None, :]

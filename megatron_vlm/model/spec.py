@@ -1,0 +1,89 @@
+"""The decoder layer as Megatron's ModuleSpec: which class fills each place, for each backend."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.attention import SDPACoreAttention
+
+
+class DeepStackLayer(TransformerLayer):
+    """A decoder layer that adds the first of the DeepStack features it is handed to its output
+    and hands on the rest.
+
+    The features travel as `context_KSBH`: the block passes it from layer to layer, and full
+    recompute as an explicit argument, so their gradient survives a reentrant checkpoint.
+    """
+
+    def forward(
+        self, *args: Any, context: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden_SBH, _ = super().forward(*args, context=None, **kwargs)
+        if context is None:
+            return hidden_SBH, None
+        return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
+
+
+def torch_layer_spec() -> ModuleSpec:
+    """Megatron's parallel linears around torch's attention and RMSNorm."""
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=SDPACoreAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=WrappedTorchNorm,
+        k_layernorm=WrappedTorchNorm,
+    )
+    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=DeepStackLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def te_layer_spec() -> ModuleSpec:
+    """Megatron's Transformer Engine layer, with DeepStack."""
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "model.backend=te needs Transformer Engine, which does not import here "
+            f"({error}); pip install 'megatron_vlm[te]' on a CUDA machine, or set "
+            "model.backend=torch"
+        ) from error
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    return replace(spec, module=DeepStackLayer)
+
+
+def block_spec(backend: str, num_layers: int) -> TransformerBlockSubmodules:
+    """The decoder layers of one stage and the norm that follows the last of all."""
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules([te_layer_spec()] * num_layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules([torch_layer_spec()] * num_layers, layer_norm=WrappedTorchNorm)

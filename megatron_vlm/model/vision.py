@@ -1,0 +1,181 @@
+"""The vision tower: Hugging Face's module, its images shared out over the TP ranks.
+
+Shapes: I images (or videos), P patches of all images, C values of a patch, V visual features of
+all images, v those of this rank's images, H width of the decoder, K DeepStack features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+
+class LinearPatchEmbed(nn.Module):
+    """The patch embedding as one GEMM: the Conv3d's kernel equals its stride, and convolution
+    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay."""
+
+    def __init__(self, proj: nn.Conv3d):
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, patches_PC: Tensor) -> Tensor:
+        return F.linear(patches_PC, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def build_vision_tower(
+    config: PretrainedConfig, device: torch.device, recompute: bool
+) -> Qwen3VLVisionModel:
+    """The tower with unset weights (load_hf fills them)."""
+    config._attn_implementation = "sdpa"
+    with no_init_weights(), device:
+        tower = Qwen3VLVisionModel(config)
+    tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
+    if recompute:
+        # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,
+        # and the DeepStack mergers would silently stop learning.
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    return tower
+
+
+def assign_images(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Which images each rank encodes: costliest first, each to the rank with least to do."""
+    load = [0.0] * ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for image in sorted(range(len(costs)), key=lambda image: -costs[image]):
+        rank = load.index(min(load))
+        shares[rank].append(image)
+        load[rank] += costs[image]
+    return shares
+
+
+def image_cost(grid_thw: Sequence[int], width: int) -> float:
+    """Relative work of one image: per patch the linear layers (~12 width^2) and attention over
+    the patches of its frame (~2 patches x width)."""
+    t, h, w = grid_thw
+    return t * h * w * (6 * width + h * w)
+
+
+@dataclass(frozen=True)
+class ImageShare:
+    """Who encodes what, and how the gathered features go back into the order of the images."""
+
+    mine: list[int]
+    rows_per_rank: list[int]
+    order_V: Tensor  # gathered row of each feature
+
+    @staticmethod
+    def plan(grid_I3: Tensor, merge: int, width: int, rank: int, ranks: int) -> "ImageShare":
+        grids = grid_I3.tolist()
+        shares = assign_images([image_cost(grid, width) for grid in grids], ranks)
+        sizes = [t * h * w // merge**2 for t, h, w in grids]
+        rows = [sum(sizes[image] for image in share) for share in shares]
+        widest = max(rows)
+        spans: dict[int, Tensor] = {}
+        for owner, share in enumerate(shares):
+            cursor = owner * widest  # all_gather moves equal blocks: each is padded to the widest
+            for image in share:
+                spans[image] = torch.arange(cursor, cursor + sizes[image])
+                cursor += sizes[image]
+        order_V = torch.cat([spans[image] for image in range(len(grids))])
+        return ImageShare(shares[rank], rows, order_V)
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """All ranks' features, in image order. Backward takes this rank's rows and nothing else: the
+    decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
+    partial weight gradients are summed over TP once per step (see grads.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, local_vH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:
+        widest = max(share.rows_per_rank)
+        padded = local_vH.new_zeros(widest, local_vH.shape[1])
+        padded[: len(local_vH)] = local_vH
+        gathered = local_vH.new_empty(widest * dist.get_world_size(group), local_vH.shape[1])
+        dist.all_gather_into_tensor(gathered, padded, group=group)
+        order_V = share.order_V.to(local_vH.device)
+        ctx.save_for_backward(order_V)
+        ctx.span = (dist.get_rank(group) * widest, len(local_vH))
+        ctx.num_gathered = len(gathered)
+        return gathered[order_V]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad_VH,) = grads
+        (order_V,) = ctx.saved_tensors
+        gathered = grad_VH.new_zeros(ctx.num_gathered, grad_VH.shape[1])
+        gathered[order_V] = grad_VH
+        start, count = ctx.span
+        return gathered[start : start + count], None, None
+
+
+class _Touch(torch.autograd.Function):
+    """The identity on a tensor, with a zero gradient for every parameter given.
+
+    A micro-batch without images must still mark the tower's parameters as ready, or an overlapped
+    gradient reduction never starts and the data parallel ranks wait for each other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.params = params
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = [torch.zeros_like(p) if p.requires_grad else None for p in ctx.params]
+        return (grads[0], *zeros)
+
+
+def touch(x: Tensor, tower: nn.Module) -> Tensor:
+    """x, with the tower's trainable parameters in its graph."""
+    params = [p for p in tower.parameters() if p.requires_grad]
+    if not params or not torch.is_grad_enabled():
+        return x
+    return _Touch.apply(x, *params)
+
+
+def encode(
+    tower: Qwen3VLVisionModel,
+    patches_PC: Tensor,
+    grid_I3: Tensor,
+    share_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Features [1 + K, V, H] of all images: the merged ones, then one set for each DeepStack layer.
+
+    With `share_group` each of its ranks encodes a share of the images.
+    """
+    patches_PC = patches_PC.to(tower.dtype)
+    if share_group is None or dist.get_world_size(share_group) == 1:
+        return _run_tower(tower, patches_PC, grid_I3)
+    config = tower.config
+    grid_I3 = grid_I3.cpu()
+    share = ImageShare.plan(
+        grid_I3,
+        config.spatial_merge_size,
+        config.hidden_size,
+        dist.get_rank(share_group),
+        dist.get_world_size(share_group),
+    )
+    width = config.out_hidden_size
+    levels = 1 + len(config.deepstack_visual_indexes)
+    if share.mine:
+        by_image = patches_PC.split(grid_I3.prod(-1).tolist())
+        mine_PC = torch.cat([by_image[image] for image in share.mine])
+        local = _run_tower(tower, mine_PC, grid_I3[share.mine].to(patches_PC.device))
+        local_vH = local.permute(1, 0, 2).flatten(1)
+    else:
+        local_vH = touch(patches_PC.new_zeros(0, levels * width), tower)
+    features_VH = _GatherFeatures.apply(local_vH, share, share_group)
+    return features_VH.unflatten(1, (levels, width)).permute(1, 0, 2)
+
+
+def _run_tower(tower: Qwen3VLVisionModel, patches_PC: Tensor, grid_I3: Tensor) -> Tensor:
+    out = tower(patches_PC, grid_thw=grid_I3)
+    return torch.stack([out.pooler_output, *out.deepstack_features])

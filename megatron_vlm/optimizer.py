@@ -1,0 +1,80 @@
+"""Gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from megatron_vlm.config import Config
+from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+
+
+def wrap_data_parallel(cfg: Config, model: Qwen3VLGPTModel) -> DistributedDataParallel:
+    """Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP ranks."""
+    ddp = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+            use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        ),
+        module=model,
+    )
+    # Megatron's schedules find these hooks on the model's config.
+    model.config.finalize_model_grads_func = finalize_grads
+    if cfg.parallel.overlap_grad_reduce:
+        model.config.no_sync_func = ddp.no_sync
+    return ddp
+
+
+def finalize_grads(
+    chunks: list[DistributedDataParallel],
+    num_tokens: Tensor | None = None,
+    **kwargs: object,
+) -> None:
+    """Megatron's reductions and the division by the global token count, then the sum over TP of
+    the tower's gradients where each TP rank encoded its own images only."""
+    megatron_finalize(chunks, num_tokens, **kwargs)
+    model: Qwen3VLGPTModel = chunks[0].module
+    group = parallel_state.get_tensor_model_parallel_group()
+    if not (model.pre_process and model.share_images) or dist.get_world_size(group) == 1:
+        return
+    works = [
+        dist.all_reduce(param.main_grad, group=group, async_op=True)
+        for param in model.vision_model.parameters()
+        if param.requires_grad
+    ]
+    for work in works:
+        work.wait()
+
+
+def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
+    """AdamW with fp32 main weights, its state sharded over DP by parallel.distributed_optimizer."""
+    optim = cfg.optim
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=ddp.config.bf16,
+        params_dtype=ddp.config.params_dtype,
+        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+
+
+def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Every group learns at this rate from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def trainable(module: torch.nn.Module) -> int:
+    """Number of values that learn."""
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)

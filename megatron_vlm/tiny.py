@@ -1,0 +1,224 @@
+"""A complete random Qwen3-VL checkpoint, small enough for a laptop: weights, config, a tokenizer
+trained on the spot, the ChatML template and the image processor. The oracle of our tests."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig
+from transformers import Qwen3VLForConditionalGeneration as Qwen3VL
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from megatron_vlm.errors import ConfigError
+
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}
+{{- message.content }}
+{%- else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'video' or 'video' in part %}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- elif 'text' in part %}
+{{- part.text }}
+{%- endif %}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+_CORPUS = """system user assistant You are a helpful assistant. What is the name of the subject in
+this photo? The subject in this photo is: What colour is the circle, the square, the triangle? How
+many shapes are there? Where is the red one: left, right, above, below? one two three four five six
+seven eight nine ten red green blue yellow black white orange purple. Describe this image. It shows
+a picture of a large, small, round thing. Answer with a single word. yes no 0123456789"""
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """Sizes of a tiny model. Odd on purpose where a mistake would hide behind round numbers."""
+
+    layers: int = 4
+    hidden: int = 64
+    intermediate: int = 176
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 24  # not hidden / heads
+    vocab: int = 512
+    vision_depth: int = 3
+    vision_hidden: int = 32
+    vision_heads: int = 2
+    vision_intermediate: int = 80
+    deepstack: int = 3
+    patch_size: int = 16
+    tied: bool = False
+    seed: int = 0
+
+
+def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float32") -> None:
+    """Write the checkpoint folder. The same spec gives the same bytes."""
+    out = Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; choose a new folder for the tiny checkpoint")
+    tokenizer = train_tokenizer(spec.vocab)
+    config = tiny_config(spec, tokenizer)
+    config.dtype = dtype
+    torch.manual_seed(spec.seed)
+    model = Qwen3VL(config)
+    _spread(model, spec.seed)
+    model = model.to(getattr(torch, dtype))
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.text_config.bos_token_id,
+        eos_token_id=config.text_config.eos_token_id,
+        pad_token_id=config.text_config.pad_token_id,
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    write_processor(out, spec)
+
+
+def _spread(model: torch.nn.Module, seed: int) -> None:
+    """Fresh models have zero biases and unit norms, behind which a swapped tensor could hide."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn(param.shape, generator=generator))
+
+
+def tiny_config(spec: TinySpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
+    """The same fields as the config.json of a released Qwen3-VL."""
+    token = tokenizer.convert_tokens_to_ids
+    # A released model splits 64 frequencies as 24, 20, 20: here 6, 3, 3 of 12.
+    part = spec.head_dim // 8
+    section = [spec.head_dim // 2 - 2 * part, part, part]
+    depth, count = spec.vision_depth, spec.deepstack
+    return Qwen3VLConfig(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        tie_word_embeddings=spec.tied,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        text_config=dict(
+            vocab_size=spec.vocab,
+            hidden_size=spec.hidden,
+            intermediate_size=spec.intermediate,
+            num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads,
+            num_key_value_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            max_position_embeddings=32768,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 5_000_000.0,
+                "mrope_section": section,
+                "mrope_interleaved": True,
+            },
+            tie_word_embeddings=spec.tied,
+            bos_token_id=token("<|endoftext|>"),
+            eos_token_id=token("<|im_end|>"),
+            pad_token_id=token("<|endoftext|>"),
+        ),
+        vision_config=dict(
+            depth=depth,
+            hidden_size=spec.vision_hidden,
+            intermediate_size=spec.vision_intermediate,
+            num_heads=spec.vision_heads,
+            out_hidden_size=spec.hidden,
+            patch_size=spec.patch_size,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+            num_position_embeddings=64,
+            deepstack_visual_indexes=[(i + 1) * depth // (count + 1) for i in range(count)]
+            if depth > count
+            else list(range(min(depth, count))),
+        ),
+    )
+
+
+def train_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE like Qwen's, trained on a few sentences, special tokens last."""
+    size = vocab - len(SPECIAL_TOKENS)
+    if size < 256:
+        raise ConfigError(
+            f"vocab={vocab} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens; "
+            f"choose at least {256 + len(SPECIAL_TOKENS)}"
+        )
+    core = Tokenizer(models.BPE())
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        [_CORPUS],
+        trainers.BpeTrainer(
+            vocab_size=size,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=32768,
+    )
+
+
+def write_processor(out: Path, spec: TinySpec) -> None:
+    """preprocessor_config.json and its video twin, as the released checkpoints have them."""
+    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=spec.patch_size,
+        temporal_patch_size=2,
+        merge_size=2,
+        size=size,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+    )
+    processor.save_pretrained(out)
+    path = out / "preprocessor_config.json"
+    config = json.loads(path.read_text())
+    config["image_processor_type"] = "Qwen2VLImageProcessorFast"  # the released name
+    config["processor_class"] = "Qwen3VLProcessor"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    video = {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": spec.patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": size,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    text = json.dumps(video, indent=2, sort_keys=True) + "\n"
+    (out / "video_preprocessor_config.json").write_text(text)

@@ -1,0 +1,181 @@
+"""MegatronWorker: one rank's model, its training step, and its place in the whole.
+
+SPMD: every rank makes one and makes the same calls. Rows go to a data parallel replica: all ranks
+of one replica pass the same rows, replicas pass different ones.
+"""
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_vlm.config import Config
+from megatron_vlm.constraints import check_built, check_config
+from megatron_vlm.data.batch import MicroBatch, Row, micro_batches
+from megatron_vlm.hf.export import export_hf
+from megatron_vlm.hf.load import check_tensors, load_hf, vision_shapes
+from megatron_vlm.hf.names import name_table
+from megatron_vlm.hf.source import Source
+from megatron_vlm.loss import collect, loss_of
+from megatron_vlm.model.build import build_model
+from megatron_vlm.optimizer import build_optimizer, set_lr, wrap_data_parallel
+from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.platform import Platform, pick_platform
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Of the global batch, the same on every rank; log_probs are this replica's rows, on request."""
+
+    loss: float  # mean over the supervised tokens
+    num_tokens: int  # supervised
+    log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
+
+
+class MegatronWorker:
+    """Build it from a Config inside torchrun (or any launcher that sets torch's variables)."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.platform: Platform = pick_platform(cfg.platform)
+        self.source = Source(cfg.model.path)
+        hf_config = self.source.config
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_first = ParallelDims.create(
+            cfg.parallel, world_size, hf_config.text_config.num_hidden_layers
+        )
+        self.dims = check_first
+        check_config(cfg, hf_config, self.dims)
+        self.source.read_headers()
+        check_tensors(self.source)
+        _join_world(self.platform, cfg)
+        self.dims.init_groups(cfg.train.seed)
+        self.first = parallel_state.is_pipeline_first_stage()
+        self.last = parallel_state.is_pipeline_last_stage()
+        self.table = name_table(hf_config, cfg.model.backend, self.dims, vision_shapes(hf_config))
+        self.model = build_model(cfg, hf_config, self.dims, self.platform)
+        load_hf(self.model, self.source, self.table)
+        self.ddp = wrap_data_parallel(cfg, self.model)
+        self.optimizer = build_optimizer(cfg, self.ddp)
+        self.lr = cfg.optim.lr
+
+    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
+        where a token is not supervised. The same on every rank of the replica."""
+        batches = self._micro_batches(rows)
+        self.ddp.eval()
+        with torch.no_grad():
+            outputs = self._run_schedule(batches, forward_only=True)
+        self.ddp.train()
+        return self._per_row(batches, outputs)
+
+    def forward_backward(
+        self, rows: Sequence[Row], return_per_token_outputs: bool = False
+    ) -> StepMetrics:
+        """Gradients of the mean loss over the global batch, in place of any before.
+
+        `return_per_token_outputs` also copies each token's log-prob to the host of every rank.
+        """
+        batches = self._micro_batches(rows)
+        check_built(self.model.config)
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = self._run_schedule(batches, forward_only=False)
+        total = torch.zeros(2, dtype=torch.float64, device=self.platform.device)
+        if self.last:
+            total[0] = sum(output["loss_sum"].double() for output in outputs)
+            total[1] = sum(batch.num_supervised for batch in batches)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        self._broadcast_from_last(total)
+        loss_sum, count = total.tolist()
+        log_probs = None
+        if return_per_token_outputs:
+            log_probs = self._per_row(batches, [output["log_probs_N"] for output in outputs])
+        return StepMetrics(loss_sum / max(count, 1.0), int(count), log_probs)
+
+    def optim_step(self, lr: float | None = None) -> tuple[float, float]:
+        """Clip and apply the gradients; returns (gradient norm before clipping, learning rate)."""
+        self.lr = self.lr if lr is None else lr
+        set_lr(self.optimizer, self.lr)
+        _, grad_norm, _ = self.optimizer.step()
+        return float(grad_norm), self.lr
+
+    def export_hf(self, path: str) -> None:
+        """Write a Hugging Face checkpoint: what was loaded, with the weights of now."""
+        export_hf(self.model, self.source, self.table, path)
+
+    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        return micro_batches(rows, self.cfg.train.micro_batch_size, self.model.tokens)
+
+    def _run_schedule(self, batches: list[MicroBatch], forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches; outputs of the last stage, else []."""
+        run = get_forward_backward_func()
+        outputs: list[Any] = run(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(batches),
+            model=[self.ddp],
+            num_microbatches=len(batches),
+            # Not used: variable_seq_lengths sends each tensor's shape ahead of it.
+            seq_length=batches[0].ids_BS.shape[1],
+            micro_batch_size=batches[0].ids_BS.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return outputs
+
+    def _forward_step(self, data: Any, model: Any) -> tuple[Tensor, Any]:
+        batch = next(data).for_stage(self.first, self.last, self.platform.device)
+        output = model(
+            input_ids=batch.ids_BS,
+            position_ids=batch.position_ids_3BS,
+            attention_mask=None,
+            labels=batch.targets_BS if self.last else None,
+            pixel_values=batch.pixel_values_PC,
+            image_grid_thw=batch.image_grid_I3,
+            pixel_values_videos=batch.pixel_values_videos_PC,
+            video_grid_thw=batch.video_grid_I3,
+        )
+        return output, loss_of if torch.is_grad_enabled() else collect
+
+    def _per_row(self, batches: list[MicroBatch], outputs: list[Tensor]) -> list[Tensor]:
+        counts = [batch.num_supervised for batch in batches]
+        flat = torch.empty(sum(counts), device=self.platform.device)
+        if self.last:
+            flat.copy_(torch.cat(outputs))
+        self._broadcast_from_last(flat)
+        pieces = flat.cpu().split(counts)
+        return [
+            row
+            for batch, piece in zip(batches, pieces, strict=True)
+            for row in batch.log_probs_by_row(piece)
+        ]
+
+    def _broadcast_from_last(self, tensor: Tensor) -> None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(tensor, source, group=group)
+
+
+def _join_world(platform: Platform, cfg: Config) -> None:
+    """Join torch.distributed as torchrun's variables say; alone where there are none."""
+    if dist.is_initialized():
+        return
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(platform.dist_backend, store=store, rank=0, world_size=1)
+        return
+    assert set(alone) <= set(os.environ), f"a launcher must set all of {sorted(alone)}"
+    dist.init_process_group(
+        platform.dist_backend,
+        timeout=datetime.timedelta(minutes=cfg.timeout_minutes),
+        device_id=platform.device if platform.is_cuda else None,
+    )

@@ -1,0 +1,102 @@
+"""Batches for parity: rows of chosen length with images of chosen grids, all random and seeded."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.batch import IGNORE, Row
+from megatron_vlm.tiny import TinySpec, train_tokenizer
+
+PATCH_VALUES = 3 * 2 * 16 * 16
+
+
+@dataclass(frozen=True)
+class Ids:
+    image: int
+    video: int
+    start: int
+    end: int
+    text: int  # ids below this are ordinary
+
+
+def token_ids(vocab: int = 512) -> Ids:
+    tokenizer = train_tokenizer(vocab)
+    names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    return Ids(*tokenizer.convert_tokens_to_ids(list(names)), text=250)
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """A row: text around images (height, width in patches) and videos (frames, height, width)."""
+
+    text: int
+    images: tuple[tuple[int, int], ...] = ()
+    videos: tuple[tuple[int, int, int], ...] = ()
+    supervised: float = 0.4
+
+
+# 0 to 4 images a row, grids that are not square, a text-only micro-batch (rows 2 and 3 at a
+# micro-batch of two) between ones with images, and a video.
+MIXED = (
+    RowSpec(9, images=((4, 6),)),
+    RowSpec(21, images=((2, 2), (6, 4))),
+    RowSpec(13),
+    RowSpec(7),
+    RowSpec(11, images=((2, 8), (4, 4), (6, 2), (2, 2))),
+    RowSpec(17, videos=((2, 4, 6),), images=((4, 2),)),
+    RowSpec(10),
+    RowSpec(25, images=((8, 2),)),
+)
+ALL_TEXT = (RowSpec(12), RowSpec(5), RowSpec(9), RowSpec(14))
+# At DP2 the second replica's only micro-batch has no image.
+TEXT_ON_ONE_RANK = (
+    RowSpec(9, images=((4, 6),)),
+    RowSpec(8, images=((2, 4),)),
+    RowSpec(13),
+    RowSpec(7),
+)
+
+
+def make_rows(specs: tuple[RowSpec, ...], vocab: int = 512, seed: int = 0) -> list[Row]:
+    ids = token_ids(vocab)
+    generator = torch.Generator().manual_seed(seed)
+    return [_make_row(spec, ids, generator) for spec in specs]
+
+
+def _make_row(spec: RowSpec, ids: Ids, generator: torch.Generator) -> Row:
+    blocks = [[ids.start] + [ids.image] * (h * w // 4) + [ids.end] for h, w in spec.images]
+    for frames, h, w in spec.videos:
+        for _ in range(frames):
+            blocks.append([ids.start] + [ids.video] * (h * w // 4) + [ids.end])
+    text = torch.randint(0, ids.text, (spec.text,), generator=generator).tolist()
+    cuts = torch.randint(1, spec.text, (len(blocks),), generator=generator).sort().values.tolist()
+    tokens: list[int] = []
+    for start, end, block in zip([0, *cuts], [*cuts, spec.text], [*blocks, []], strict=True):
+        tokens += text[start:end] + block
+    ids_S = torch.tensor(tokens)
+    labels_S = ids_S.clone()
+    visual = torch.isin(ids_S, torch.tensor([ids.image, ids.video, ids.start, ids.end]))
+    unsupervised = torch.rand(len(tokens), generator=generator) >= spec.supervised
+    labels_S[visual | unsupervised] = IGNORE
+    labels_S[0] = IGNORE
+    labels_S[-1] = ids_S[-1]  # every row learns something
+    image_grid = torch.tensor([(1, h, w) for h, w in spec.images]).reshape(-1, 3)
+    video_grid = torch.tensor(spec.videos).reshape(-1, 3)
+
+    def pixels(grid: Tensor) -> Tensor | None:
+        count = int(grid.prod(-1).sum())
+        return torch.randn(count, PATCH_VALUES, generator=generator) if count else None
+
+    return Row(
+        ids_S,
+        labels_S,
+        pixels(image_grid),
+        image_grid if len(image_grid) else None,
+        pixels(video_grid),
+        video_grid if len(video_grid) else None,
+    )
+
+
+def default_spec() -> TinySpec:
+    return TinySpec()

@@ -1,0 +1,88 @@
+"""A pool of processes that stay: importing torch, megatron and transformers costs seconds.
+
+`Pool.run(fn, world, *args)` calls `fn(*args)` on ranks 0..world-1 of a fresh torch.distributed
+world and returns what rank 0 .. world-1 returned. `fn` is a module-level function.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+MAX_WORLD = 4
+CASE_TIMEOUT_S = 240
+
+
+def _serve(connection: Connection) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    # The stand-in is installed by the worker under test, as in a real run.
+    while (task := connection.recv()) is not None:
+        fn, rank, world, store, args = task
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        try:
+            backend = "nccl" if os.environ.get("MVLM_TEST_CUDA") else "gloo"
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=world
+            )
+            answer: tuple[bool, Any] = (True, fn(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        if answer[0]:
+            # A failed case may have left partners inside a collective: that pool is thrown away.
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+        connection.send(answer)
+
+
+class Pool:
+    """Processes are started as they are first needed, and replaced after a failure."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.members: list[tuple[Any, Connection]] = []
+
+    def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        while len(self.members) < world:
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self.members.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world):
+                store = os.path.join(folder, "store")
+                self.members[rank][1].send((fn, rank, world, store, args))
+            answers = self._collect(world)
+        return answers
+
+    def _collect(self, world: int) -> list[Any]:
+        waiting = {self.members[rank][1]: rank for rank in range(world)}
+        answers: list[Any] = [None] * world
+        while waiting:
+            ready = wait(list(waiting), timeout=CASE_TIMEOUT_S)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(waiting.values())} hang")
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[arg-type]
+                ok, answers[rank] = connection.recv()  # type: ignore[union-attr]
+                if not ok:
+                    self.close()
+                    raise RuntimeError(f"rank {rank} of {world} failed:\n{answers[rank]}")
+        return answers
+
+    def close(self) -> None:
+        for process, _ in self.members:
+            process.kill()
+        for process, _ in self.members:
+            process.join()
+        self.members.clear()

@@ -1,0 +1,62 @@
+"""The oracle: Hugging Face's own model on the same weights and rows, without any code of ours
+between the rows and its forward."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Qwen3VLForConditionalGeneration
+
+from megatron_vlm.data.batch import IGNORE, Row
+
+
+@dataclass(frozen=True)
+class Reference:
+    loss: float
+    log_probs: list[Tensor]
+    grads: dict[str, Tensor]
+
+
+def load_reference(path: str, dtype: torch.dtype = torch.float32) -> Qwen3VLForConditionalGeneration:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa"
+    )
+    return model.train()
+
+
+def row_log_probs(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
+    """Log-probs of a row's supervised tokens, under the tokens; zero elsewhere. One row at a time:
+    neither padding nor our collation takes part."""
+    config = model.config
+    types = torch.zeros_like(row.ids_S)
+    types[row.ids_S == config.image_token_id] = 1
+    types[row.ids_S == config.video_token_id] = 2
+    logits = model(
+        input_ids=row.ids_S[None],
+        mm_token_type_ids=types[None].int(),
+        pixel_values=row.pixel_values_PC,
+        image_grid_thw=row.image_grid_I3,
+        pixel_values_videos=row.pixel_values_videos_PC,
+        video_grid_thw=row.video_grid_I3,
+    ).logits[0]
+    log_probs = logits[:-1].float().log_softmax(-1)
+    picked = log_probs.gather(-1, row.ids_S[1:, None])[:, 0]
+    supervised = (row.labels_S[1:] != IGNORE).float()
+    return torch.cat([picked.new_zeros(1), picked * supervised])
+
+
+def run_reference(path: str, rows: list[Row], dtype: torch.dtype = torch.float32) -> Reference:
+    model = load_reference(path, dtype)
+    log_probs = []
+    count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
+    total = 0.0
+    for row in rows:
+        out = row_log_probs(model, row)
+        (-out.sum() / count).backward()
+        log_probs.append(out.detach())
+        total += float(-out.detach().double().sum())
+    grads = {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
+    }
+    return Reference(total / count, log_probs, grads)
