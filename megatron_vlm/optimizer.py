@@ -1,6 +1,5 @@
 """Gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -66,15 +65,15 @@ def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         params_dtype=ddp.config.params_dtype,
         use_distributed_optimizer=cfg.parallel.distributed_optimizer,
     )
-    return get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
+        # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
     """Every group learns at this rate from now on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def trainable(module: torch.nn.Module) -> int:
-    """Number of values that learn."""
-    return sum(param.numel() for param in module.parameters() if param.requires_grad)

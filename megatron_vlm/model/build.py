@@ -5,6 +5,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
@@ -95,11 +101,23 @@ def build_model(
         device=platform.device,
     )
     check_built(model.config)
+    _mark_tensor_parallel(model)
     for param in model.parameters():
         # Parameters only: rotary frequencies are buffers and must stay in fp32.
         param.data = param.data.to(platform.device, config.params_dtype)
     freeze(model, cfg)
     return model
+
+
+def _mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Say which weights are cut over TP. Megatron 0.16 does so only while it initialises weights;
+    unmarked, all but TP rank 0's part would be missing from the gradient norm."""
+    cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        dim = cut.get(type(module))
+        if dim is not None and module.weight is not None:
+            if not getattr(module.weight, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def part_of(name: str) -> str:

@@ -1,0 +1,35 @@
+"""Shared: the pool of processes, tiny checkpoints and the Hugging Face results, made once."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_vlm.platform import install_cpu_stand_in
+from megatron_vlm.tiny import TinySpec, write_tiny
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """tiny(layers=..., tied=...) -> the folder of such a checkpoint."""
+    root = tmp_path_factory.mktemp("tiny")
+
+    def make(dtype: str = "float32", **sizes: int) -> str:
+        path = root / "-".join([dtype, *(f"{key}{sizes[key]}" for key in sorted(sizes))])
+        if not path.exists():
+            write_tiny(path, TinySpec(**sizes), dtype)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def cpu_stand_in() -> None:
+    install_cpu_stand_in()

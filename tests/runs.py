@@ -1,0 +1,103 @@
+"""What the pooled processes run. Each function builds a MegatronWorker as a user's process would,
+and returns plain tensors by Hugging Face names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_vlm.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from megatron_vlm.data.batch import Row
+from megatron_vlm.hf.export import gather_tensors
+from megatron_vlm.worker import MegatronWorker
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the parity suite."""
+
+    world: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, path: str) -> Config:
+        return Config(
+            model=ModelConfig(path=path, **self.model),
+            parallel=ParallelConfig(**self.parallel),
+            optim=OptimConfig(**self.optim),
+            train=TrainConfig(**{"micro_batch_size": 2, **self.train}),
+            timeout_minutes=2,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    loss: float
+    num_tokens: int
+    log_probs: list[Tensor]  # of this replica's rows, from `forward`
+    train_log_probs: list[Tensor]  # the same from `forward_backward`
+    grads: dict[str, Tensor]  # complete on rank 0
+
+
+def my_rows(rows: list[Row]) -> list[Row]:
+    """This replica's rows: contiguous parts, as even as they come."""
+    rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return rows[rank * len(rows) // dp : (rank + 1) * len(rows) // dp]
+
+
+def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
+    """Every gradient in Hugging Face names. The distributed optimizer leaves each DP rank its
+    part of a bucket: put the parts together first."""
+    group = parallel_state.get_data_parallel_group()
+    if worker.cfg.parallel.distributed_optimizer and dist.get_world_size(group) > 1:
+        for buffer in worker.ddp.buffers:
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // dist.get_world_size(group)
+                part = bucket.grad_data.view(-1, size)[dist.get_rank(group)].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, part, group=group)
+
+    def grad(param: torch.nn.Parameter) -> Tensor:
+        return param.main_grad if param.requires_grad else torch.full_like(param, torch.nan)
+
+    named = gather_tensors(worker.model, worker.table, grad)
+    return {name: value.clone() for name, value in named if value is not None}
+
+
+def loss_and_grads(path: str, case: Case, rows: list[Row]) -> Outcome:
+    worker = MegatronWorker(case.config(path))
+    mine = my_rows(rows)
+    log_probs = worker.forward(mine)
+    if case.parallel.get("overlap_grad_reduce"):
+        # Megatron's DDP learns in a first step which gradients come; it overlaps from the second.
+        worker.forward_backward(mine)
+    metrics = worker.forward_backward(mine, return_per_token_outputs=True)
+    assert metrics.log_probs is not None
+    grads = collect_grads(worker)
+    return Outcome(metrics.loss, metrics.num_tokens, log_probs, metrics.log_probs, grads)
+
+
+def train(
+    path: str, case: Case, batches: list[list[Row]], export: str | None = None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and gradient norms of a step per batch; the weights after them, on rank 0."""
+    worker = MegatronWorker(case.config(path))
+    losses, norms = [], []
+    for rows in batches:
+        losses.append(worker.forward_backward(my_rows(rows)).loss)
+        norms.append(worker.optim_step()[0])
+    named = gather_tensors(worker.model, worker.table)
+    weights = {name: value.clone() for name, value in named if value is not None}
+    if export is not None:
+        worker.export_hf(export)
+    return losses, norms, weights
+
+
+def call(path: str, case: Case, action: Callable[[MegatronWorker], Any]) -> Any:
+    """Build a worker and hand it to a module-level function."""
+    return action(MegatronWorker(case.config(path)))
