@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megatron_vlm.errors import ConfigError
 
@@ -86,7 +86,7 @@ def config_dir() -> Path:
 
 def load_config(overrides: list[str], config_name: str = "train") -> Config:
     """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=_schema())
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
@@ -96,6 +96,16 @@ def load_config(overrides: list[str], config_name: str = "train") -> Config:
         raise ConfigError(_explain(error, overrides)) from error
     assert isinstance(config, Config)
     return config
+
+
+def _schema() -> DictConfig:
+    """The dataclasses as Hydra's schema. OmegaConf makes frozen ones read-only, but composing has
+    to fill them in; the objects that `load_config` returns are frozen again."""
+    schema = OmegaConf.structured(Config)
+    for node in (schema, *(schema._get_node(key) for key in schema)):
+        if isinstance(node, DictConfig):
+            OmegaConf.set_readonly(node, False)
+    return schema
 
 
 def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
@@ -118,6 +128,8 @@ def _explain(error: Exception, overrides: list[str]) -> str:
         near = difflib.get_close_matches(key, keys, n=1, cutoff=0.3)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{key!r} is not a configuration key{hint}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is not set; give it as {error.full_key}=VALUE"
     text = str(error.__cause__ or error).splitlines()
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     return f"{full_key or 'configuration'}: {text[0]}"

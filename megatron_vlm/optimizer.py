@@ -11,6 +11,12 @@ from megatron_vlm.config import Config
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 
 
+def shards_optimizer(cfg: Config) -> bool:
+    """Whether optimizer state is sharded: with one replica that would only copy it around."""
+    replicas = parallel_state.get_data_parallel_world_size()
+    return cfg.parallel.distributed_optimizer and replicas > 1
+
+
 def wrap_data_parallel(cfg: Config, model: Qwen3VLGPTModel) -> DistributedDataParallel:
     """Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP ranks."""
     ddp = DistributedDataParallel(
@@ -18,7 +24,7 @@ def wrap_data_parallel(cfg: Config, model: Qwen3VLGPTModel) -> DistributedDataPa
         ddp_config=DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-            use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+            use_distributed_optimizer=shards_optimizer(cfg),
         ),
         module=model,
     )
@@ -34,10 +40,13 @@ def finalize_grads(
     num_tokens: Tensor | None = None,
     **kwargs: object,
 ) -> None:
-    """Megatron's reductions and the division by the global token count, then the sum over TP of
-    the tower's gradients where each TP rank encoded its own images only."""
+    """Megatron's reductions and the division by the global token count, then the tower's part."""
     megatron_finalize(chunks, num_tokens, **kwargs)
-    model: Qwen3VLGPTModel = chunks[0].module
+    sum_shared_images(chunks[0].module)
+
+
+def sum_shared_images(model: Qwen3VLGPTModel) -> None:
+    """Sum the tower's gradients over TP, where each TP rank encoded its own images only."""
     group = parallel_state.get_tensor_model_parallel_group()
     if not (model.pre_process and model.share_images) or dist.get_world_size(group) == 1:
         return
@@ -63,13 +72,15 @@ def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         clip_grad=optim.clip_grad,
         bf16=ddp.config.bf16,
         params_dtype=ddp.config.params_dtype,
-        use_distributed_optimizer=cfg.parallel.distributed_optimizer,
+        use_distributed_optimizer=shards_optimizer(cfg),
     )
     optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
         # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+        if "foreach" in group:  # torch's AdamW, where neither TE nor Apex brings a fused one
+            group["fused"] = True
     return optimizer
 
 

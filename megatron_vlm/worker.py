@@ -32,7 +32,7 @@ from megatron_vlm.platform import Platform, pick_platform
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Of the global batch, the same on every rank; log_probs are this replica's rows, on request."""
+    """Of the global batch, the same on every rank; log_probs of this replica's rows, on request."""
 
     loss: float  # mean over the supervised tokens
     num_tokens: int  # supervised
@@ -48,10 +48,10 @@ class MegatronWorker:
         self.source = Source(cfg.model.path)
         hf_config = self.source.config
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        check_first = ParallelDims.create(
+        # Everything that can be refused is refused here, before a process group or a weight.
+        self.dims = ParallelDims.create(
             cfg.parallel, world_size, hf_config.text_config.num_hidden_layers
         )
-        self.dims = check_first
         check_config(cfg, hf_config, self.dims)
         self.source.read_headers()
         check_tensors(self.source)
@@ -168,12 +168,10 @@ def _join_world(platform: Platform, cfg: Config) -> None:
     """Join torch.distributed as torchrun's variables say; alone where there are none."""
     if dist.is_initialized():
         return
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
         store = dist.HashStore()
         dist.init_process_group(platform.dist_backend, store=store, rank=0, world_size=1)
         return
-    assert set(alone) <= set(os.environ), f"a launcher must set all of {sorted(alone)}"
     dist.init_process_group(
         platform.dist_backend,
         timeout=datetime.timedelta(minutes=cfg.timeout_minutes),

@@ -17,7 +17,9 @@ class Reference:
     grads: dict[str, Tensor]
 
 
-def load_reference(path: str, dtype: torch.dtype = torch.float32) -> Qwen3VLForConditionalGeneration:
+def load_reference(
+    path: str, dtype: torch.dtype = torch.float32
+) -> Qwen3VLForConditionalGeneration:
     model = Qwen3VLForConditionalGeneration.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa"
     )

@@ -47,7 +47,10 @@ class Outcome:
 
 def my_rows(rows: list[Row]) -> list[Row]:
     """This replica's rows: contiguous parts, as even as they come."""
-    rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, dp = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     return rows[rank * len(rows) // dp : (rank + 1) * len(rows) // dp]
 
 

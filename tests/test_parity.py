@@ -4,9 +4,8 @@
 from functools import cache
 
 import pytest
-import torch
 
-from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, RowSpec, make_rows
+from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.reference import Reference, run_reference
 from tests.runs import Case, Outcome, loss_and_grads
 

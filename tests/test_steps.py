@@ -77,7 +77,9 @@ def test_weights_after_three_steps(name, pool, tiny, reference, record_property)
     case, sizes = CASES[name]
     case = Case(case.world, case.model, case.parallel, dict(OPTIM))
     path = tiny(**sizes)
-    frozen = tuple(part for part in ("vision", "merger", "language") if f"freeze_{part}" in case.model)
+    frozen = tuple(
+        part for part in ("vision", "merger", "language") if f"freeze_{part}" in case.model
+    )
     want_norms, want = reference(path, frozen)
     _, norms, weights = pool.run(train, case.world, path, case, batches())[0]
     assert norms == pytest.approx(want_norms, rel=NORM_TOLERANCE)

@@ -163,7 +163,7 @@ def plan_shards(
     complete and written before the next one fills."""
     names = [name for entry in table if not entry.is_copy for name in entry.theirs]
     number, filled, total, numbers = 0, 0, 0, {}
-    for name in (stored for name in names for stored in _names_of(name, source)):
+    for name in [stored for each in names for stored in _names_of(each, source)]:
         info = source.tensors[name]
         size = prod(info.shape) * _DTYPES[info.dtype].itemsize
         if filled and filled + size > max_bytes:

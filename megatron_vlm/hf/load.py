@@ -66,7 +66,9 @@ def check_tensors(source: Source) -> None:
     }
     if any(lists.values()):
         text = "\n".join(
-            f"{len(names)} {kind}:\n  " + "\n  ".join(names) for kind, names in lists.items() if names
+            f"{len(names)} {kind}:\n  " + "\n  ".join(names)
+            for kind, names in lists.items()
+            if names
         )
         raise CheckpointError(f"{source.path} does not fit its config.json\n{text}")
 

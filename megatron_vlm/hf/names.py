@@ -104,7 +104,9 @@ def decoder_layer_entries(
     """The parameters of one decoder layer. TE fuses each norm into the linear that follows it."""
     hf, ours = f"model.language_model.layers.{layer}.", f"decoder.layers.{local}."
     fused = backend == "te"
-    input_norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    input_norm = (
+        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    )
     mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     ffn, head_dim = config.intermediate_size, config.head_dim

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ class Source:
         if not spans:
             return piece[:]
         return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
+
+    def num_values(self, name: str) -> int:
+        """How many numbers a tensor holds."""
+        return prod(self.tensors[name].shape)
 
     def close(self) -> None:
         """Let go of the mapped files."""

@@ -115,9 +115,11 @@ def _mark_tensor_parallel(model: torch.nn.Module) -> None:
     cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
         dim = cut.get(type(module))
-        if dim is not None and module.weight is not None:
-            if not getattr(module.weight, "tensor_model_parallel", False):
-                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        # A tied head on the embedding's stage has no weight of its own.
+        if dim is None or module.weight is None:
+            continue
+        if not hasattr(module.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def part_of(name: str) -> str:

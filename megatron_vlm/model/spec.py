@@ -86,4 +86,6 @@ def block_spec(backend: str, num_layers: int) -> TransformerBlockSubmodules:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules([te_layer_spec()] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules([torch_layer_spec()] * num_layers, layer_norm=WrappedTorchNorm)
+    return TransformerBlockSubmodules(
+        [torch_layer_spec()] * num_layers, layer_norm=WrappedTorchNorm
+    )

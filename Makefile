@@ -1,0 +1,42 @@
+# Two commands do everything, set-up included: make demo, make test.
+PYTHON ?= python3
+BIN := .venv/bin
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: setup demo test test-slow test-parity lint format bench clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"needs Python 3.11, this is {sys.version}"'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	rm -rf .demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=2 scripts/demo.py .demo
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+test-parity: setup
+	$(BIN)/python -m pytest tests/test_parity.py tests/test_steps.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python benchmarks/hf_ratio.py
+
+clean:
+	rm -rf .venv .demo .bench

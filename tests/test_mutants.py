@@ -1,0 +1,170 @@
+# .venv/bin/python -m pytest tests/test_mutants.py
+"""The parity suite can fail. Each mutant breaks the package the way other trainers were broken;
+the comparison of test_parity.py must then be far outside its tolerance."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.reference import run_reference
+from tests.runs import Case, Outcome, loss_and_grads
+from tests.test_parity import TOLERANCE, errors, layout
+
+
+@contextmanager
+def reentrant_list_of_features() -> Iterator[None]:
+    """The tower under one reentrant checkpoint that returns the DeepStack features in a list."""
+    import megatron_vlm.model.vision as vision
+
+    def run(tower, patches, grid):
+        def body(x):
+            out = tower(x, grid_thw=grid)
+            return out.pooler_output, out.deepstack_features
+
+        main, deepstack = checkpoint(body, patches.requires_grad_(), use_reentrant=True)
+        return torch.stack([main, *deepstack])
+
+    with mock.patch.object(vision, "_run_tower", run):
+        yield
+
+
+def scaled_feature_gradient(factor: float) -> Callable[[], Any]:
+    """The backward of the gathered features scaled, as replicate-and-reduce schemes do."""
+
+    @contextmanager
+    def mutant() -> Iterator[None]:
+        from megatron_vlm.model.vision import _GatherFeatures
+
+        right = _GatherFeatures.backward
+
+        def backward(ctx, grad):
+            first, *rest = right(ctx, grad)
+            return first * factor, *rest
+
+        with mock.patch.object(_GatherFeatures, "backward", staticmethod(backward)):
+            yield
+
+    return mutant
+
+
+@contextmanager
+def no_sum_over_tp() -> Iterator[None]:
+    """Each rank's tower learns from its own images only: the sum over TP is left out."""
+    import megatron_vlm.optimizer as optimizer
+
+    with mock.patch.object(optimizer, "sum_shared_images", lambda model: None):
+        yield
+
+
+@contextmanager
+def deepstack_dropped_between_stages() -> Iterator[None]:
+    """A stage short of layers forgets the features it could not add."""
+    from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+
+    with mock.patch.object(Qwen3VLGPTModel, "_join_stages", lambda self, hidden, features: hidden):
+        yield
+
+
+@contextmanager
+def chunked_mrope() -> Iterator[None]:
+    """Megatron's own layout of the three axes."""
+    from megatron_vlm.model.rope import InterleavedMRoPE
+
+    right = InterleavedMRoPE.__init__
+
+    def init(self, head_dim, theta, section, device):
+        right(self, head_dim, theta, section, device)
+        self.axis = torch.arange(3).repeat_interleave(torch.tensor(section))
+
+    with mock.patch.object(InterleavedMRoPE, "__init__", init):
+        yield
+
+
+@contextmanager
+def padding_in_softmax() -> Iterator[None]:
+    """The rows that round the vocabulary up take part in the softmax."""
+    import megatron_vlm.model.qwen3_vl as model
+
+    right = model.target_log_probs
+
+    def wrong(logits, targets, vocab, group):
+        return right(logits, targets, 10**9, group)
+
+    with mock.patch.object(model, "target_log_probs", wrong):
+        yield
+
+
+@contextmanager
+def no_touch() -> Iterator[None]:
+    """A micro-batch without images leaves the tower's parameters out of the graph."""
+    import megatron_vlm.model.qwen3_vl as model
+
+    with mock.patch.object(model, "touch", lambda x, tower: x):
+        yield
+
+
+@contextmanager
+def loss_per_micro_batch() -> Iterator[None]:
+    """The loss averaged in each micro-batch, then over micro-batches."""
+    import megatron_vlm.worker as worker
+
+    right = worker.loss_of
+
+    def wrong(log_probs):
+        loss, count, report = right(log_probs)
+        return loss / count, torch.ones_like(count), report
+
+    with mock.patch.object(worker, "loss_of", wrong):
+        yield
+
+
+MUTANTS: dict[str, tuple[Callable[[], Any], Case, dict[str, Any]]] = {
+    "features in a list": (reentrant_list_of_features, layout(), {}),
+    "gradient times TP": (scaled_feature_gradient(2.0), layout(tp=2), {}),
+    "gradient over TP": (scaled_feature_gradient(0.5), layout(tp=2), {}),
+    "no sum over TP": (no_sum_over_tp, layout(tp=2), {}),
+    "DeepStack dropped": (
+        deepstack_dropped_between_stages,
+        layout(pp=2, layers_per_stage=[1, 3]),
+        {},
+    ),
+    "chunked M-RoPE": (chunked_mrope, layout(), {}),
+    "padding in the softmax": (padding_in_softmax, layout(tp=2), {"vocab": 509}),
+    "loss per micro-batch": (loss_per_micro_batch, layout(), {}),
+}
+
+
+def broken(path: str, case: Case, rows: list, name: str) -> Outcome:
+    with MUTANTS[name][0]():
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_parity_notices(name, pool, tiny, record_property):
+    _, case, sizes = MUTANTS[name]
+    rows = make_rows(MIXED, sizes.get("vocab", 512))
+    path = tiny(**sizes)
+    outcomes = pool.run(broken, case.world, path, case, rows, name)
+    found = errors(outcomes, run_reference(path, rows), case)
+    worst = max(found.values())
+    record_property("worst", worst)
+    assert worst > 100 * TOLERANCE
+
+
+def touchless(path: str, case: Case, rows: list) -> Outcome:
+    with no_touch():
+        return loss_and_grads(path, case, rows)
+
+
+def test_parity_notices_an_untouched_tower(pool, tiny):
+    """Without `touch`, the tower's gradients never become ready on the replica without images.
+    Megatron's DDP says so there; the other replica waits, which is the hang users know."""
+    case = layout(dp=2, overlap_grad_reduce=True)
+    with pytest.raises(RuntimeError, match="per_param_grad_ready_counts"):
+        pool.run(touchless, 2, tiny(), case, make_rows(TEXT_ON_ONE_RANK))
