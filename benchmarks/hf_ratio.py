@@ -206,7 +206,9 @@ def write(figures: dict[str, float]) -> None:
     text = DOC.read_text() if DOC.exists() else f"{BEGIN}\n{END}\n"
     head, rest = text.split(BEGIN)
     tail = rest.split(END)[1]
-    where = f"{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    where = (
+        f"{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    )
     DOC.write_text(f"{head}{BEGIN}\n\nMeasured {where}.\n\n{table}\n\n{END}{tail}")
 
 

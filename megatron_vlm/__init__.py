@@ -4,8 +4,8 @@ import warnings
 
 __version__ = "0.1.0"
 
-# What megatron-core 0.16.1 says on import and while it builds, and torch of how it is called: nothing a user of this
-# package could act on. Other warnings pass.
+# What megatron-core 0.16.1 says on import and while it builds, and torch of how it is called:
+# nothing a user of this package could act on. Other warnings pass.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",

@@ -86,6 +86,7 @@ def config_dir() -> Path:
 
 def load_config(overrides: list[str], config_name: str = "train") -> Config:
     """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
+    _check_keys(overrides)
     ConfigStore.instance().store(name="schema", node=_schema())
     GlobalHydra.instance().clear()
     try:
@@ -93,7 +94,7 @@ def load_config(overrides: list[str], config_name: str = "train") -> Config:
             composed = compose(config_name, overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, overrides)) from error
+        raise ConfigError(_explain(error)) from error
     assert isinstance(config, Config)
     return config
 
@@ -118,18 +119,21 @@ def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def _explain(error: Exception, overrides: list[str]) -> str:
-    """Hydra's message, and for a key that does not exist the nearest one that does."""
+def _check_keys(overrides: list[str]) -> None:
+    """Refuse an override of a key that does not exist, with the nearest one that does."""
     keys = known_keys()
     for override in overrides:
         key = re.split("=", override.lstrip("+~"), maxsplit=1)[0]
-        if key in keys or override.startswith("~"):
-            continue
-        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{key!r} is not a configuration key{hint}"
+        if key not in keys and not key.startswith("hydra"):
+            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{key!r} is not a configuration key{hint}")
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's and OmegaConf's messages, without their layers."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is not set; give it as {error.full_key}=VALUE"
-    text = str(error.__cause__ or error).splitlines()
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    return f"{full_key or 'configuration'}: {text[0]}"
+    first_line = str(error.__cause__ or error).splitlines()[0]
+    return f"{full_key or 'configuration'}: {first_line}"

@@ -6,6 +6,7 @@ P patches of all images, C values of a patch, 3 the axes time, height, width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,19 +63,14 @@ class MicroBatch:
 
     def for_stage(self, first: bool, last: bool, device: torch.device) -> "MicroBatch":
         """The part that a stage needs, on its device: pixels on the first, targets on the last."""
-        drop = {
-            name: None
-            for name in (f.name for f in fields(self))
-            if not first and name in _VISUAL_FIELDS
-        }
-        kept = replace(self, **drop)
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            for f in fields(kept)
-            if isinstance(value := getattr(kept, f.name), Tensor)
-            and (last or f.name != "targets_BS")
-        }
-        return replace(kept, **moved)
+        changes: dict[str, Any] = {}
+        for name in (item.name for item in fields(self)):
+            value = getattr(self, name)
+            if name in _VISUAL_FIELDS and not first:
+                changes[name] = None
+            elif isinstance(value, Tensor) and (last or name != "targets_BS"):
+                changes[name] = value.to(device, non_blocking=True)
+        return replace(self, **changes)
 
     def log_probs_by_row(self, log_probs_N: Tensor) -> list[Tensor]:
         """Spread the log-probs of supervised positions over rows, under their own tokens [S]."""

@@ -101,7 +101,7 @@ def check_placeholders(
 ) -> None:
     """A whole micro-batch: its images in order against the placeholders of its rows."""
     queue = GridQueue(image_grid_I3, video_grid_I3, tokens)
-    for row, ids_S in enumerate(ids_BS):
+    for row, ids_S in enumerate(ids_BS.cpu()):
         queue.runs_of(ids_S, f"row {row} of the micro-batch")
     queue.check_used_up("micro-batch")
 

@@ -106,6 +106,7 @@ class Qwen3VLGPTModel(GPTModel):
                 (pixel_values_videos, video_grid_thw),
             )
         else:
+            assert self.stage_input is not None
             hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
             self.decoder.set_input_tensor(hidden_SBH)
         output = super().forward(
@@ -127,8 +128,7 @@ class Qwen3VLGPTModel(GPTModel):
         videos: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """Encode images and videos in one pass and put their features in their tokens' places."""
-        grids = [None if grid is None else grid.cpu() for _, grid in (images, videos)]
-        check_placeholders(ids_BS.cpu(), *grids, self.tokens)
+        check_placeholders(ids_BS, images[1], videos[1], self.tokens)
         given = [(pixels, grid) for pixels, grid in (images, videos) if pixels is not None]
         if not given:
             return touch(hidden_SBH, self.vision_model), None

@@ -1,0 +1,129 @@
+# .venv/bin/python -m pytest tests/test_constraints.py
+"""Each refusal, in the configuration and on the built model."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig, Qwen3VLMoeConfig
+
+from megatron_vlm.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_vlm.constraints import check_built, check_config
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.worker import MegatronWorker
+
+DIMS = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(4,))
+
+CONFIG_REFUSALS = {
+    "packing": (dict(train=TrainConfig(packing=True)), r"train\.packing=True: .*; set train"),
+    "cp": (dict(parallel=ParallelConfig(cp=2)), r"parallel\.cp=2: context parallelism .*; set"),
+    "sequence_parallel": (
+        dict(parallel=ParallelConfig(sequence_parallel=True)),
+        r"parallel\.sequence_parallel=True: .*; set parallel\.sequence_parallel=false",
+    ),
+    "ep": (dict(parallel=ParallelConfig(ep=2)), r"parallel\.ep=2: the model has no experts; set"),
+    "all frozen": (
+        dict(model=ModelConfig("x", freeze_vision=True, freeze_merger=True, freeze_language=True)),
+        r"nothing is left to train; unfreeze",
+    ),
+    "micro_batch_size": (dict(train=TrainConfig(micro_batch_size=0)), r"train\.micro_batch_size=0"),
+    "backend": (dict(model=ModelConfig("x", backend="jax")), r"backend='jax' is not one of torch"),
+    "recompute": (dict(model=ModelConfig("x", recompute="yes")), r"recompute='yes' is not one of"),
+    "precision": (
+        dict(train=TrainConfig(precision="fp16")),
+        r"precision='fp16' is not one of auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG_REFUSALS)
+def test_refused_in_the_configuration(name, tiny):
+    change, message = CONFIG_REFUSALS[name]
+    hf_config = AutoConfig.from_pretrained(tiny())
+    good = Config(model=ModelConfig("x"))
+    check_config(good, hf_config, DIMS)
+    with pytest.raises(ConfigError, match=message):
+        check_config(replace(good, **change), hf_config, DIMS)
+
+
+def test_moe_with_tp_is_refused_with_its_own_reason():
+    dims = replace(DIMS, tp=2)
+    cfg = Config(model=ModelConfig("x"), parallel=ParallelConfig(tp=2))
+    with pytest.raises(ConfigError, match=r"parallel\.tp=2: Megatron trains MoE with TP>1 only"):
+        check_config(cfg, Qwen3VLMoeConfig(), dims)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ConfigError, match=r"model_type='qwen3_vl_moe'; this version trains dense"):
+        check_config(Config(model=ModelConfig("x")), Qwen3VLMoeConfig(), DIMS)
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [(3, "num_attention_heads=4"), (4, "num_key_value_heads=2")],
+)
+def test_tp_must_divide_the_model(tp, message, tiny):
+    hf_config = AutoConfig.from_pretrained(tiny())
+    with pytest.raises(ConfigError, match=rf"parallel\.tp={tp} does not divide .* {message}"):
+        check_config(Config(model=ModelConfig("x")), hf_config, replace(DIMS, tp=tp))
+
+
+def test_too_few_layers_for_deepstack(tiny):
+    hf_config = AutoConfig.from_pretrained(tiny())
+    hf_config.text_config.num_hidden_layers = 2
+    with pytest.raises(ConfigError, match="feeds 3 DeepStack layers, but the decoder has 2"):
+        check_config(Config(model=ModelConfig("x")), hf_config, DIMS)
+
+
+def test_refused_before_any_weight_is_read(tiny, tmp_path):
+    """A folder with a config.json and no weights: the refusal comes first."""
+    AutoConfig.from_pretrained(tiny()).save_pretrained(tmp_path)
+    cfg = Config(model=ModelConfig(str(tmp_path)), train=TrainConfig(packing=True))
+    with pytest.raises(ConfigError, match=r"train\.packing"):
+        MegatronWorker(cfg)
+
+
+def built() -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+    )
+
+
+BUILT_REFUSALS = {
+    "sequence_parallel": dict(sequence_parallel=True),
+    "context_parallel_size": dict(context_parallel_size=2),
+    "num_moe_experts": dict(num_moe_experts=4, tensor_model_parallel_size=2),
+    "variable_seq_lengths": dict(variable_seq_lengths=False),
+    "calculate_per_token_loss": dict(calculate_per_token_loss=False),
+    "virtual_pipeline_model_parallel_size": dict(virtual_pipeline_model_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_REFUSALS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_refused_on_the_built_model(name):
+    config = built()
+    check_built(config)
+    for key, value in BUILT_REFUSALS[name].items():
+        setattr(config, key, value)
+    with pytest.raises(ConfigError, match=rf"TransformerConfig\.{name}=.*; something changed"):
+        check_built(config)
+
+
+def test_packed_rows_and_masks_are_refused_by_the_model():
+    """The built model's own forward, whatever the configuration said."""
+    model = SimpleNamespace(pre_process=True)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(ConfigError, match="sequence packing"):
+        Qwen3VLGPTModel.forward(model, ids, ids, packed_seq_params=object())
+    with pytest.raises(ConfigError, match="attention_mask"):
+        Qwen3VLGPTModel.forward(model, ids, ids, attention_mask=ids)

@@ -1,0 +1,63 @@
+# .venv/bin/python -m pytest tests/test_parallel.py
+"""The grid of ranks: layouts, and messages with both numbers."""
+
+import pytest
+
+from megatron_vlm.config import ParallelConfig
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.parallel import ParallelDims
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "stages"),
+    [
+        (1, 28, (28,)),
+        (2, 28, (14, 14)),
+        (2, 5, (2, 3)),  # stage 0 has the vision tower
+        (4, 28, (7, 7, 7, 7)),
+        (4, 30, (7, 8, 8, 7)),  # the middle before the ends
+        (4, 31, (7, 8, 8, 8)),
+        (8, 36, (4, 5, 5, 5, 5, 4, 4, 4)),
+    ],
+)
+def test_balanced_stages(pp, layers, stages):
+    dims = ParallelDims.create(ParallelConfig(pp=pp), pp, layers)
+    assert dims.layers_per_stage == stages
+    assert [layer for stage in range(pp) for layer in dims.layers_of(stage)] == list(range(layers))
+
+
+def test_asked_stages():
+    cfg = ParallelConfig(pp=4, tp=2, layers_per_stage=[0, 12, 12, 12])
+    dims = ParallelDims.create(cfg, 16, 36)
+    assert (dims.dp, dims.world_size, dims.num_layers) == (2, 16, 36)
+    assert [len(dims.layers_of(stage)) for stage in range(4)] == [0, 12, 12, 12]
+    assert dims.layers_of(1) == range(0, 12)
+    assert dims.stage_of(0) == 1 and dims.stage_of(35) == 3
+    assert dims.megatron_layout()[0] == ["embedding"]
+    assert dims.megatron_layout()[3] == ["decoder"] * 12 + ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "world", "message"),
+    [
+        (dict(tp=3), 4, r"parallel\.tp=3 x parallel\.pp=1 = 3 does not divide the 4 processes"),
+        (dict(tp=0), 4, r"parallel\.tp=0 must be at least 1"),
+        (dict(pp=8), 8, r"parallel\.pp=8 is more than the model's 4 layers"),
+        (dict(ep=3), 4, r"parallel\.ep=3 does not divide the data parallel degree 4"),
+        (dict(pp=2, layers_per_stage=[4]), 2, r"\[4\] has 1 entries for parallel\.pp=2 stages"),
+        (dict(pp=2, layers_per_stage=[1, 2]), 2, r"adds up to 3, but the model has 4 layers"),
+        (dict(pp=2, layers_per_stage=[-1, 5]), 2, r"must be >= 0"),
+        (dict(pp=2, layers_per_stage=[4, 0]), 2, r"leaves stage 1 empty"),
+    ],
+)
+def test_refused(cfg, world, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelDims.create(ParallelConfig(**cfg), world, 4)
+
+
+def test_vocabulary_is_padded_to_tp_and_no_further():
+    def padded(tp):
+        return ParallelDims(tp, 1, 1, 1, (1,)).padded_vocab(151_936)
+
+    assert (padded(1), padded(2), padded(8)) == (151_936, 151_936, 151_936)
+    assert padded(6) == 151_938

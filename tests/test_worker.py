@@ -1,0 +1,75 @@
+# .venv/bin/python -m pytest tests/test_worker.py
+"""The worker's surface: what it returns, on which ranks, and its start-up report."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_vlm.report import StageReport, stage_reports
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, RowSpec, make_rows
+from tests.runs import call, my_rows
+from tests.test_parity import layout
+
+
+def _report(worker: MegatronWorker) -> list[StageReport]:
+    return stage_reports(worker)
+
+
+def test_report_counts_every_parameter_once(pool, tiny):
+    from transformers import Qwen3VLForConditionalGeneration
+
+    case = layout(tp=2, pp=2, layers_per_stage=[1, 3], freeze_vision=True)
+    first, second = pool.run(call, 4, tiny(vocab=509), case, _report)[0]
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny(vocab=509))
+    total = sum(p.numel() for p in model.parameters())
+    assert first.total.total() + second.total.total() == total
+    assert first.layers == range(0, 1) and second.layers == range(1, 4)
+    assert set(first.total) == {"vision", "merger", "embed", "decoder"}
+    assert set(second.total) == {"decoder", "head"}
+    assert first.trainable["vision"] == 0
+    assert first.trainable["merger"] == first.total["merger"] > 0
+
+
+def _same_everywhere(worker: MegatronWorker) -> tuple:
+    rows = my_rows(make_rows(MIXED))
+    with_outputs = worker.forward_backward(rows, return_per_token_outputs=True)
+    without = worker.forward_backward(rows)
+    step = worker.optim_step(lr=3e-4)
+    return (
+        [row.tolist() for row in with_outputs.log_probs],
+        without.log_probs,
+        [row.tolist() for row in worker.forward(rows)],
+        with_outputs.loss == without.loss,
+        step,
+    )
+
+
+def test_results_are_the_same_on_every_rank(pool, tiny):
+    answers = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _same_everywhere)
+    assert all(answer == answers[0] for answer in answers)
+    before, without, after, equal, (grad_norm, lr) = answers[0]
+    assert without is None and equal
+    assert before != after  # the step moved the weights
+    assert grad_norm > 0 and lr == 3e-4
+
+
+def _nothing_supervised(worker: MegatronWorker) -> tuple[float, int, float]:
+    rows = [replace(row, labels_S=row.labels_S * 0 - 100) for row in make_rows(MIXED[:2])]
+    metrics = worker.forward_backward(rows)
+    return metrics.loss, metrics.num_tokens, worker.optim_step()[0]
+
+
+def test_a_batch_without_supervised_tokens_moves_nothing(pool, tiny):
+    for world, case in ((1, layout()), (4, layout(tp=2, pp=2))):
+        assert set(pool.run(call, world, tiny(), case, _nothing_supervised)) == {(0.0, 0, 0.0)}
+
+
+def _bad_row(worker: MegatronWorker) -> None:
+    good, bad = make_rows((RowSpec(5), RowSpec(9, images=((4, 4),))))
+    worker.forward_backward([good, replace(bad, image_grid_I3=bad.image_grid_I3 * 2)])
+
+
+def test_a_bad_row_is_an_error_on_every_rank_not_a_hang(pool, tiny):
+    with pytest.raises(RuntimeError, match="DataError: row 1: pixel_values has 16 patches"):
+        pool.run(call, 4, tiny(), layout(tp=2, pp=2), _bad_row)
