@@ -71,6 +71,7 @@ def transformer_config(
         # Every weight comes from the checkpoint: nothing is drawn at random.
         perform_initialization=False,
         use_cpu_initialization=not platform.is_cuda,
+        deallocate_pipeline_outputs=True,  # what was sent on is kept as a graph, without its data
         batch_p2p_comm=platform.is_cuda,  # gloo has no batched send and receive of Megatron's kind
         # These fusions need CUDA kernels of Apex or Transformer Engine.
         gradient_accumulation_fusion=False,
