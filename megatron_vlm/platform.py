@@ -78,6 +78,9 @@ def pick_platform(name: str = "auto") -> Platform:
     """The platform by name, ready to use: on the CPU the stand-in is installed."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"platform={name!r} is not one of auto, cuda, cpu")
+    # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued: one
+    # queue keeps it. Must be set before CUDA starts; what the user set stays.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     has_cuda = torch.cuda.is_available() and not _stand_in_installed()
     if name == "cuda" and not has_cuda:
         raise ConfigError(

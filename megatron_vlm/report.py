@@ -64,6 +64,8 @@ def print_report(worker: MegatronWorker) -> None:
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for column in ("stage", "layers", *_SUBMODULES, "total", "trainable"):
         table.add_column(column, justify="right", no_wrap=True)

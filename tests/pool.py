@@ -27,10 +27,11 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # The stand-in is installed by the worker under test, as in a real run.
     while (task := connection.recv()) is not None:
-        fn, rank, world, store, args = task
+        fn, rank, world, store, backend, args = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         try:
-            backend = "nccl" if os.environ.get("MVLM_TEST_CUDA") else "gloo"
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
             dist.init_process_group(
                 backend, init_method=f"file://{store}", rank=rank, world_size=world
             )
@@ -47,7 +48,8 @@ def _serve(connection: Connection) -> None:
 class Pool:
     """Processes are started as they are first needed, and replaced after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
         self.context = multiprocessing.get_context("spawn")
         self.members: list[tuple[Any, Connection]] = []
 
@@ -60,7 +62,7 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 store = os.path.join(folder, "store")
-                self.members[rank][1].send((fn, rank, world, store, args))
+                self.members[rank][1].send((fn, rank, world, store, self.backend, args))
             answers = self._collect(world)
         return answers
 

@@ -25,6 +25,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
+    platform: str = "cpu"
 
     def config(self, path: str) -> Config:
         return Config(
@@ -32,6 +33,7 @@ class Case:
             parallel=ParallelConfig(**self.parallel),
             optim=OptimConfig(**self.optim),
             train=TrainConfig(**{"micro_batch_size": 2, **self.train}),
+            platform=self.platform,
             timeout_minutes=2,
         )
 

@@ -1,5 +1,5 @@
 """The two-way table of names: which Hugging Face tensors make one of our parameters, and how it
-is cut over TP. Loading and exporting both read it; WEIGHTS: see docs/parity.md.
+is cut over TP. Loading and exporting both read it.
 
 Shapes: G key/value groups, R query heads of a group, D head size, H width.
 """
