@@ -34,8 +34,8 @@ WARM_UP, REPEATS = 2, 10
 LEARNING_RATE = 1e-5
 MICRO_BATCH = 2
 NUM_ROWS = 8
-# 30 M parameters. In the first the head is a large part, as in any small model; in the second, head,
-# decoder and tower share the work as they do in Qwen3-VL 2B (head 15 % of the parameters).
+# 30 M parameters. In the first the head is a large part, as in any small model; in the second
+# head, decoder and tower share the work as in Qwen3-VL 2B (head 15 % of the parameters).
 BASE = TinySpec(
     layers=6,
     hidden=384,
