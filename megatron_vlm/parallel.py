@@ -83,13 +83,14 @@ class ParallelDims:
         """
         return -(-vocab // self.tp) * self.tp
 
-    def init_groups(self, seed: int) -> None:
+    def init_groups(self, seed: int, timeout_minutes: float) -> None:
         """Build Megatron's process groups over an initialised torch.distributed world."""
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             expert_model_parallel_size=self.ep,
             create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_minutes,
         )
         model_parallel_cuda_manual_seed(seed)
 

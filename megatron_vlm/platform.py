@@ -58,7 +58,9 @@ class Platform:
             return torch.cuda.max_memory_allocated(self.device)
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # The kernel updates ru_maxrss late.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(peak, self.memory_allocated())
 
     def memory_total(self) -> int:
         """Bytes the device has."""
@@ -148,7 +150,9 @@ def install_cpu_stand_in() -> None:
 
     # Tensors made with device="cuda": schedules, optimizer, gradient clipping, checkpoints. Wrapped
     # one by one: a TorchFunctionMode would do it too, but it taxes every attribute of every tensor
-    # (10,600 calls in a step of 8 rows).
+    # (10,600 calls in a step of 8 rows). `with torch.device(...)` looks the functions up in a set
+    # that is built at its first use: build it now, while it still finds the real ones.
+    torch.utils._device._device_constructors()
     for name in ("tensor", "zeros", "ones", "full", "empty", "empty_like", "zeros_like"):
         setattr(torch, name, _making_on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor

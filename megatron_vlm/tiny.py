@@ -6,16 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3VLConfig
 from transformers import Qwen3VLForConditionalGeneration as Qwen3VL
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -119,7 +111,7 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 param.add_(0.1 * torch.randn(param.shape, generator=generator))
 
 
-def tiny_config(spec: TinySpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3VLConfig:
+def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
     """The same fields as the config.json of a released Qwen3-VL."""
     token = tokenizer.convert_tokens_to_ids
     # A released model splits 64 frequencies as 24, 20, 20: here 6, 3, 3 of 12.
@@ -170,18 +162,17 @@ def tiny_config(spec: TinySpec, tokenizer: PreTrainedTokenizerFast) -> Qwen3VLCo
     )
 
 
-def train_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE like Qwen's, trained on a few sentences, special tokens last."""
+def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
+    """Qwen's own tokenizer class with a BPE trained on a few sentences, special tokens last."""
     size = vocab - len(SPECIAL_TOKENS)
     if size < 256:
         raise ConfigError(
             f"vocab={vocab} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens; "
             f"choose at least {256 + len(SPECIAL_TOKENS)}"
         )
+    qwen = Qwen2Tokenizer().backend_tokenizer
     core = Tokenizer(models.BPE())
-    core.normalizer = normalizers.NFC()
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core.normalizer, core.pre_tokenizer = qwen.normalizer, qwen.pre_tokenizer
     core.train_from_iterator(
         [_CORPUS],
         trainers.BpeTrainer(
@@ -190,12 +181,13 @@ def train_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    model = json.loads(core.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(pair) for pair in model["merges"]],
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=SPECIAL_TOKENS[1:],
+        extra_special_tokens=SPECIAL_TOKENS[1:],
         chat_template=CHAT_TEMPLATE,
         model_max_length=32768,
     )

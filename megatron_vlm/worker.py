@@ -56,7 +56,7 @@ class MegatronWorker:
         self.source.read_headers()
         check_tensors(self.source)
         _join_world(self.platform, cfg)
-        self.dims.init_groups(cfg.train.seed)
+        self.dims.init_groups(cfg.train.seed, cfg.timeout_minutes)
         self.first = parallel_state.is_pipeline_first_stage()
         self.last = parallel_state.is_pipeline_last_stage()
         self.table = name_table(hf_config, cfg.model.backend, self.dims, vision_shapes(hf_config))

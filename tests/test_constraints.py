@@ -11,7 +11,7 @@ from transformers import AutoConfig, Qwen3VLMoeConfig
 
 from megatron_vlm.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.constraints import check_built, check_config
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.worker import MegatronWorker
@@ -119,11 +119,14 @@ def test_refused_on_the_built_model(name):
         check_built(config)
 
 
-def test_packed_rows_and_masks_are_refused_by_the_model():
+def test_packed_rows_and_left_padding_are_refused_by_the_model():
     """The built model's own forward, whatever the configuration said."""
     model = SimpleNamespace(pre_process=True)
-    ids = torch.zeros(1, 2, dtype=torch.long)
+    ids = torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(ConfigError, match="sequence packing"):
         Qwen3VLGPTModel.forward(model, ids, ids, packed_seq_params=object())
-    with pytest.raises(ConfigError, match="attention_mask"):
-        Qwen3VLGPTModel.forward(model, ids, ids, attention_mask=ids)
+    with pytest.raises(DataError, match="row 1 is not padded on the right"):
+        mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+        Qwen3VLGPTModel.forward(model, ids, ids, attention_mask=mask)
+    with pytest.raises(DataError, match="give \\[rows, tokens\\]"):
+        Qwen3VLGPTModel.forward(model, ids, ids, attention_mask=ids[None])

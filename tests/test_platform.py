@@ -36,7 +36,10 @@ print(p.name, p.device, p.dist_backend, p.default_dtype, p.peak_flops())
 print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, torch.ones(1).type())
 print(torch.empty(1, device=torch.cuda.current_device()).device)
 print(torch.zeros(1).type(torch.int8).dtype)
-print(0 < p.memory_allocated() <= p.memory_peak() < p.memory_total())
+block = torch.ones(25_000_000)  # 100 MB
+with_block = p.memory_allocated(); del block
+print(0.9 * with_block < p.memory_peak() < p.memory_total())
+print(0 < p.memory_allocated() < with_block - 90_000_000)
 """
     assert in_a_process(code).splitlines() == [
         "cpu cpu gloo torch.float32 None",
@@ -44,7 +47,25 @@ print(0 < p.memory_allocated() <= p.memory_peak() < p.memory_total())
         "cpu",
         "torch.int8",
         "True",
+        "True",
     ]
+
+
+def test_hugging_face_computes_the_same_beside_the_stand_in(tiny):
+    """The stand-in is process-wide: loading and running a model must not notice it."""
+    code = f"""
+import torch
+from transformers import Qwen3VLForConditionalGeneration as Model
+from megatron_vlm.platform import pick_platform
+INSTALL
+with torch.device('meta'):
+    print(torch.empty(1).device, torch.zeros(1).device, torch.tensor([1.0]).device)
+model = Model.from_pretrained({tiny()!r})
+print(model(input_ids=torch.arange(9)[None]).logits.double().sum().item())
+"""
+    without = in_a_process(code.replace("INSTALL", ""))
+    assert without.startswith("meta meta meta")
+    assert in_a_process(code.replace("INSTALL", "pick_platform('cpu')")) == without
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -37,6 +37,7 @@ def test_everything_a_loader_looks_for(tiny):
 
 def test_tokenizer_has_qwens_tokens_and_the_chatml_template(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny())
+    assert type(tokenizer).__name__ == "Qwen2Tokenizer"
     for token in SPECIAL_TOKENS:
         assert len(tokenizer(token)["input_ids"]) == 1, token
     text = "A café, 日本 and <|im_end|>\n"

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.names import Entry
+from megatron_vlm.hf.names import REPLICATED, Entry
 from megatron_vlm.hf.source import Source
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
@@ -41,23 +41,30 @@ def gather_tensors(
     pp_group = parallel_state.get_pipeline_model_parallel_group()
     tp_rank, tp = dist.get_rank(tp_group), dist.get_world_size(tp_group)
     params = dict(model.named_parameters())
+    device = next(iter(params.values())).device
     for entry in table:
         if entry.is_copy:
             continue
         tensors: list[Tensor] = []
         if stage == entry.stage:
             value = value_of(params[entry.ours]).detach().contiguous()
-            parts = [torch.empty_like(value) for _ in range(tp)]
-            dist.all_gather(parts, value, group=tp_group)
+            parts = [value]
+            if entry.layout is not REPLICATED:
+                parts = [torch.empty_like(value) for _ in range(tp)]
+                dist.all_gather(parts, value, group=tp_group)
             tensors = entry.layout.save(parts) if tp_rank == 0 else []
         if entry.stage != 0 and tp_rank == 0 and stage in (0, entry.stage):
-            tensors = _send_to_first(tensors, len(entry.theirs), entry.stage, stage, pp_group)
+            tensors = _send_to_first(tensors, entry.stage, stage, pp_group, device)
         for index, name in enumerate(entry.theirs):
             yield name, tensors[index].cpu() if stage == 0 and tp_rank == 0 else None
 
 
 def _send_to_first(
-    tensors: list[Tensor], count: int, source: int, stage: int, group: dist.ProcessGroup
+    tensors: list[Tensor],
+    source: int,
+    stage: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[Tensor]:
     """Move an entry's tensors from the stage that holds them to stage 0."""
     ranks = dist.get_process_group_ranks(group)
@@ -69,9 +76,7 @@ def _send_to_first(
         return tensors
     received: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[]]
     dist.recv_object_list(received, ranks[source], group=group)
-    device = torch.cuda.current_device()
     result = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in received[0]]
-    assert len(result) == count
     for tensor in result:
         dist.recv(tensor, ranks[source], group=group)
     return result

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from megatron_vlm.data.batch import IGNORE
 from megatron_vlm.data.positions import VisionTokens, check_placeholders
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.loss import target_log_probs
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
@@ -91,12 +91,13 @@ class Qwen3VLGPTModel(GPTModel):
         """A stage's output: for the next stage; on the last stage log-probs [N] of the supervised
         positions (labels given; labels[b, s] is what position s predicts), or logits [B, S, V].
 
-        Rows are right padded, so there is no mask: attention_mask must be None.
+        Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
+        attention_mask [B, S] is taken, and refused where it says anything else.
         """
         if packed_seq_params is not None:
             raise ConfigError("packed_seq_params: sequence packing is not supported; pass None")
         if attention_mask is not None:
-            raise ConfigError("attention_mask: rows are right padded and causal; pass None")
+            _check_right_padded(attention_mask)
         if self.pre_process:
             hidden_SBH = self.embedding(input_ids=input_ids, position_ids=None)
             hidden_SBH, features_KSBH = self._see(
@@ -176,6 +177,15 @@ def _split_stages(joined: Tensor, seq_len: int) -> tuple[Tensor, Tensor | None]:
     """Undo `_join_stages`: the number of features is what the length says."""
     hidden_SBH, rest = joined[:seq_len], joined[seq_len:]
     return hidden_SBH, rest.unflatten(0, (-1, seq_len)) if len(rest) else None
+
+
+def _check_right_padded(mask_BS: Tensor) -> None:
+    if mask_BS.dim() != 2:
+        raise DataError(f"attention_mask has shape {tuple(mask_BS.shape)}; give [rows, tokens]")
+    wrong_B = (mask_BS[:, 1:] > mask_BS[:, :-1]).any(dim=1)
+    if wrong_B.any():
+        row = int(wrong_B.nonzero()[0])
+        raise DataError(f"attention_mask: row {row} is not padded on the right; pad it there")
 
 
 def _places(mask_BS: Tensor) -> Tensor:
