@@ -17,10 +17,10 @@ from tests.test_parity import layout
 # Padding and the rows beside it do not change a row's log-probs beyond the rounding of GEMMs of
 # another shape; measured 9.5e-7 absolute.
 ORDER_TOLERANCE = 5e-6
-# bf16, TP2 x PP2, against Hugging Face in bf16; measured: log-probs 2.0e-3
-# absolute, loss 7.8e-6 relative, cosine of the worst gradient 0.99970.
+# bf16, TP2 x PP2, against Hugging Face in bf16; measured: log-probs 2.5e-3
+# absolute, loss 6.5e-6 relative, cosine of the worst gradient 0.9996.
 BF16_LOG_PROB_TOLERANCE = 0.02
-BF16_LOSS_TOLERANCE = 7e-5
+BF16_LOSS_TOLERANCE = 6e-5
 BF16_COSINE = 0.997
 
 
@@ -31,11 +31,14 @@ def _forward_orders(worker: MegatronWorker) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "tp2-pp2"])
-def test_permuted_rows_permute_log_probs(name, pool, tiny):
+def test_permuted_rows_permute_log_probs(name, pool, tiny, record_property):
     case = layout() if name == "1x1x1" else layout(tp=2, pp=2)
     straight, permuted, order = pool.run(call, case.world, tiny(), case, _forward_orders)[0]
-    for place, row in enumerate(order):
-        assert (permuted[place] - straight[row]).abs().max() <= ORDER_TOLERANCE
+    worst = max(
+        float((permuted[place] - straight[row]).abs().max()) for place, row in enumerate(order)
+    )
+    record_property("log_probs", worst)
+    assert worst <= ORDER_TOLERANCE
     assert (straight[0][-1] - straight[1][-1]).abs() > 1e-3  # rows do differ
 
 

@@ -128,9 +128,9 @@ class _Touch(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = [torch.zeros_like(p) if p.requires_grad else None for p in ctx.params]
-        return (grads[0], *zeros)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        # One zero, expanded: autograd makes each gradient real only when its turn comes.
+        return (grads[0], *(param.new_zeros(()).expand_as(param) for param in ctx.params))
 
 
 def touch(x: Tensor, tower: nn.Module) -> Tensor:
