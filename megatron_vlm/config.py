@@ -45,6 +45,32 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    """Where records come from, and how each becomes tokens and patches. See docs/data.md."""
+
+    train: Any = None  # a path or name, {path: ..., weight: ...}, or a list of those
+    eval: Any = None  # the same
+    image_root: str | None = None  # images lie inside; null: the folder of the file that names them
+    allow_http: bool = False  # fetch http(s) images, from public addresses only
+    exif_orientation: bool = True  # turn pictures as their camera says
+    min_pixels: int | None = None  # of a resized image; null: as the checkpoint says
+    max_pixels: int | None = None
+    max_images: int | None = None  # of one record
+    max_tokens: int = 8192  # of one record, images included
+    truncation: str = "error"  # error | drop | image_safe: a record beyond the two limits
+    train_on: Any = "all_assistant"  # all_assistant | last_assistant | record | [roles]
+    special_tokens: str = "refuse"  # refuse | escape: text that spells a special token
+    on_error: str = "raise"  # raise | skip: a record that is wrong
+    max_errors: int = 100  # skipped records after which the run stops all the same
+    cache_dir: str | None = "~/.cache/megatron_vlm"  # encoded text; null: none is kept
+    num_workers: int = 2  # processes of each replica that decode ahead of the step
+    prefetch: int = 2  # batches ahead, for each of them
+    shuffle: bool = True
+    shuffle_window: int = 1000  # records of a stream that are shuffled together
+    seed: int = 0  # of the order
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """AdamW."""
 
@@ -60,7 +86,9 @@ class OptimConfig:
 class TrainConfig:
     """How a batch becomes a step."""
 
+    global_batch_size: int = 8  # samples of one step, over all data parallel ranks
     micro_batch_size: int = 1  # rows in one micro-batch
+    micro_batch_tokens: int | None = None  # instead: as many rows as make so many tokens, padded
     precision: str = "auto"  # auto (bf16 on cuda, fp32 on cpu) | fp32 | bf16
     seed: int = 0
     packing: bool = False  # only false: see constraints.py
@@ -72,6 +100,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     platform: str = "auto"  # auto | cuda | cpu

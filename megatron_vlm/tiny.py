@@ -30,13 +30,13 @@ SPECIAL_TOKENS = [
     "<|video_pad|>",
 ]
 
+# Renders what the template of the released Qwen3-VL renders.
 CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string %}
-{{- message.content }}
+{%- macro show(content) %}
+{%- if content is string %}
+{{- content }}
 {%- else %}
-{%- for part in message.content %}
+{%- for part in content %}
 {%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
 {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
 {%- elif part.type == 'video' or 'video' in part %}
@@ -46,7 +46,43 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 {%- endfor %}
 {%- endif %}
+{%- endmacro %}
+{%- set has_system = messages[0].role == 'system' %}
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if has_system %}{{- show(messages[0].content) + '\\n\\n' }}{%- endif %}
+{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and ' }}
+{{- 'arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
+{{- '{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>' }}
 {{- '<|im_end|>\\n' }}
+{%- elif has_system %}
+{{- '<|im_start|>system\\n' + show(messages[0].content) + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{{- '<|im_start|>user\\n' + show(message.content) + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + show(message.content) }}
+{%- for call in message.tool_calls or [] %}
+{%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
+{%- set call = call.function or call %}
+{{- '<tool_call>\\n{\\"name\\": \\"' + call.name + '\\", \\"arguments\\": ' }}
+{{- call.arguments if call.arguments is string else (call.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}
+{%- endif %}
+{{- '\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}

@@ -1,7 +1,8 @@
 """MegatronWorker: one rank's model, its training step, and its place in the whole.
 
-SPMD: every rank makes one and makes the same calls. Rows go to a data parallel replica: all ranks
-of one replica pass the same rows, replicas pass different ones.
+SPMD: every rank makes one and makes the same calls. A batch goes to a data parallel replica: all
+ranks of one replica pass the same, replicas pass different ones. A batch is rows, which are cut
+into micro-batches in order, or micro-batches as the loader plans them.
 """
 
 import datetime
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from megatron_vlm.config import Config
 from megatron_vlm.constraints import check_built, check_config
-from megatron_vlm.data.batch import MicroBatch, Row, micro_batches
+from megatron_vlm.data.batch import MicroBatch, Row, cut_micro_batches
+from megatron_vlm.data.pixels import PixelTables
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.load import check_tensors, load_hf, vision_shapes
 from megatron_vlm.hf.names import name_table
@@ -28,6 +30,8 @@ from megatron_vlm.model.build import build_model
 from megatron_vlm.optimizer import build_optimizer, set_lr, wrap_data_parallel
 from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.platform import Platform, pick_platform
+
+Batch = Sequence[Row] | Sequence[MicroBatch]
 
 
 @dataclass(frozen=True)
@@ -62,28 +66,27 @@ class MegatronWorker:
         self.table = name_table(hf_config, cfg.model.backend, self.dims, vision_shapes(hf_config))
         self.model = build_model(cfg, hf_config, self.dims, self.platform)
         load_hf(self.model, self.source, self.table)
+        self.pixels = PixelTables(cfg.model.path, self.platform.device)
         self.ddp = wrap_data_parallel(cfg, self.model)
         self.optimizer = build_optimizer(cfg, self.ddp)
         self.lr = cfg.optim.lr
 
-    def forward(self, rows: Sequence[Row]) -> list[Tensor]:
+    def forward(self, batch: Batch) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
         where a token is not supervised. The same on every rank of the replica."""
-        batches = self._micro_batches(rows)
+        batches = self._micro_batches(batch)
         self.ddp.eval()
         with torch.no_grad():
             outputs = self._run_schedule(batches, forward_only=True)
         self.ddp.train()
         return self._per_row(batches, outputs)
 
-    def forward_backward(
-        self, rows: Sequence[Row], return_per_token_outputs: bool = False
-    ) -> StepMetrics:
+    def forward_backward(self, batch: Batch, return_per_token_outputs: bool = False) -> StepMetrics:
         """Gradients of the mean loss over the global batch, in place of any before.
 
         `return_per_token_outputs` also copies each token's log-prob to the host of every rank.
         """
-        batches = self._micro_batches(rows)
+        batches = self._micro_batches(batch)
         check_built(self.model.config)
         self.ddp.train()
         self.ddp.zero_grad_buffer()
@@ -112,8 +115,10 @@ class MegatronWorker:
         """Write a Hugging Face checkpoint: what was loaded, with the weights of now."""
         export_hf(self.model, self.source, self.table, path)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        return micro_batches(rows, self.cfg.train.micro_batch_size, self.model.tokens)
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        if batch and isinstance(batch[0], MicroBatch):
+            return list(batch)  # type: ignore[arg-type]
+        return cut_micro_batches(batch, self.cfg.train.micro_batch_size, self.model.tokens)  # type: ignore[arg-type]
 
     def _run_schedule(self, batches: list[MicroBatch], forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; outputs of the last stage, else []."""
@@ -124,23 +129,23 @@ class MegatronWorker:
             model=[self.ddp],
             num_microbatches=len(batches),
             # Not used: variable_seq_lengths sends each tensor's shape ahead of it.
-            seq_length=batches[0].ids_BS.shape[1],
-            micro_batch_size=batches[0].ids_BS.shape[0],
+            seq_length=batches[0].tokens_BS5.shape[1],
+            micro_batch_size=batches[0].tokens_BS5.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
         return outputs
 
     def _forward_step(self, data: Any, model: Any) -> tuple[Tensor, Any]:
-        batch = next(data).for_stage(self.first, self.last, self.platform.device)
+        batch = next(data).for_stage(self.first, self.platform.device)
         output = model(
             input_ids=batch.ids_BS,
             position_ids=batch.position_ids_3BS,
             attention_mask=None,
             labels=batch.targets_BS if self.last else None,
-            pixel_values=batch.pixel_values_PC,
+            pixel_values=self.pixels.images(batch.pixel_values_PC),
             image_grid_thw=batch.image_grid_I3,
-            pixel_values_videos=batch.pixel_values_videos_PC,
+            pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
             video_grid_thw=batch.video_grid_I3,
         )
         return output, loss_of if torch.is_grad_enabled() else collect
@@ -152,11 +157,12 @@ class MegatronWorker:
             flat.copy_(torch.cat(outputs))
         self._broadcast_from_last(flat)
         pieces = flat.cpu().split(counts)
-        return [
-            row
+        found = {
+            place: row
             for batch, piece in zip(batches, pieces, strict=True)
-            for row in batch.log_probs_by_row(piece)
-        ]
+            for place, row in zip(batch.rows, batch.log_probs_by_row(piece), strict=False)
+        }
+        return [found[place] for place in sorted(found)]
 
     def _broadcast_from_last(self, tensor: Tensor) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()

@@ -8,13 +8,17 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from megatron_vlm.data.batch import IGNORE, Row, collate, micro_batches
+from megatron_vlm.data.batch import IGNORE, MicroBatch, Row, cut_micro_batches
 from megatron_vlm.data.positions import VisionTokens, check_placeholders
 from megatron_vlm.errors import DataError
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 
 IDS = token_ids()
 TOKENS = VisionTokens(IDS.image, IDS.video, merge=2)
+
+
+def collate_rows(rows: list[Row]) -> MicroBatch:
+    return cut_micro_batches(rows, len(rows), TOKENS)[0]
 
 
 def test_positions_equal_hugging_face(tiny):
@@ -25,14 +29,14 @@ def test_positions_equal_hugging_face(tiny):
         expected, _ = model.get_rope_index(
             row.ids_S[None], types[None], row.image_grid_I3, row.video_grid_I3
         )
-        assert torch.equal(collate([row], TOKENS).position_ids_3BS, expected)
+        assert torch.equal(collate_rows([row]).position_ids_3BS, expected)
 
 
 def test_positions_of_one_image_by_hand():
     """Two words, an image of 2 x 3 tokens, one word: it goes on after the longer side."""
     ids = torch.tensor([1, 2, *[IDS.image] * 6, 3])
     row = Row(ids, ids, torch.zeros(24, 4), torch.tensor([[1, 4, 6]]))
-    time, height, width = collate([row], TOKENS).position_ids_3BS[:, 0].tolist()
+    time, height, width = collate_rows([row]).position_ids_3BS[:, 0].tolist()
     assert time == [0, 1, 2, 2, 2, 2, 2, 2, 5]
     assert height == [0, 1, 2, 2, 2, 3, 3, 3, 5]
     assert width == [0, 1, 2, 3, 4, 2, 3, 4, 5]
@@ -41,13 +45,13 @@ def test_positions_of_one_image_by_hand():
 def test_two_images_with_nothing_between_them():
     ids = torch.tensor([1, *[IDS.image] * 3, 2])
     row = Row(ids, ids, torch.zeros(12, 4), torch.tensor([[1, 2, 2], [1, 2, 4]]))
-    assert collate([row], TOKENS).position_ids_3BS[0, 0].tolist() == [0, 1, 2, 2, 4]
+    assert collate_rows([row]).position_ids_3BS[0, 0].tolist() == [0, 1, 2, 2, 4]
 
 
 def test_collate_pads_right_and_shifts():
     a = Row(torch.tensor([5, 6, 7]), torch.tensor([IGNORE, 6, 7]))
     b = Row(torch.tensor([8, 9]), torch.tensor([IGNORE, 9]))
-    batch = collate([a, b], TOKENS)
+    batch = collate_rows([a, b])
     assert batch.ids_BS.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.targets_BS.tolist() == [[6, 7, IGNORE], [9, IGNORE, IGNORE]]
     assert (batch.lengths, batch.num_supervised) == ((3, 2), 3)
@@ -56,15 +60,15 @@ def test_collate_pads_right_and_shifts():
 
 
 def test_each_stage_gets_its_part():
-    batch = collate(make_rows(MIXED[:1]), TOKENS)
+    batch = collate_rows(make_rows(MIXED[:1]))
     cpu = torch.device("cpu")
-    assert batch.for_stage(True, False, cpu).pixel_values_PC is not None
-    assert batch.for_stage(False, True, cpu).pixel_values_PC is None
-    assert batch.for_stage(False, True, cpu).image_grid_I3 is None
+    assert batch.for_stage(True, cpu).pixel_values_PC is not None
+    assert batch.for_stage(False, cpu).pixel_values_PC is None
+    assert batch.for_stage(False, cpu).image_grid_I3 is None
 
 
 def test_micro_batches_keep_order_and_length():
-    parts = micro_batches(make_rows(MIXED), 3, TOKENS)
+    parts = cut_micro_batches(make_rows(MIXED), 3, TOKENS)
     assert [len(part.lengths) for part in parts] == [3, 3, 2]
     assert [part.ids_BS.shape[1] for part in parts] == [max(part.lengths) for part in parts]
     assert len({part.ids_BS.shape[1] for part in parts}) > 1  # no common length
@@ -103,7 +107,7 @@ def test_mismatch_names_the_row(name):
     row, message = broken_rows()[name]
     good = image_row()
     with pytest.raises(DataError, match=rf"row 2: .*{message}"):
-        micro_batches([good, good, row], 2, TOKENS)
+        cut_micro_batches([good, good, row], 2, TOKENS)
 
 
 def test_counts_that_agree_only_in_total_are_found():
@@ -112,11 +116,11 @@ def test_counts_that_agree_only_in_total_are_found():
     ids = row.ids_S[row.ids_S < 250].tolist()[:2]
     tokens = torch.tensor([*ids, *[IDS.image] * 5, 3, *[IDS.image] * 2])
     with pytest.raises(DataError, match="row 0: image 0 has 2 x 3 = 6 features but 5"):
-        collate([replace(row, ids_S=tokens, labels_S=tokens)], TOKENS)
+        collate_rows([replace(row, ids_S=tokens, labels_S=tokens)])
     with pytest.raises(DataError, match="row 0 of the micro-batch: image 0 has"):
         check_placeholders(tokens[None], row.image_grid_I3, None, TOKENS)
 
 
 def test_empty_batch():
     with pytest.raises(DataError, match="at least one row"):
-        micro_batches([], 2, TOKENS)
+        cut_micro_batches([], 2, TOKENS)

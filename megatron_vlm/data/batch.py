@@ -1,26 +1,30 @@
 """Row: one sample as tensors. MicroBatch: several rows, right padded, ready for every stage.
 
 Shapes: S tokens of a row, B rows of a micro-batch (S then the longest row), I images,
-P patches of all images, C values of a patch, 3 the axes time, height, width.
+P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
+of a token: its id, its target (what it predicts) and its position on three axes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megatron_vlm.data.positions import GridQueue, VisionTokens, mrope_positions
 from megatron_vlm.errors import DataError
 
 IGNORE = -100  # a label that carries no loss, as in Hugging Face
+_PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample. Labels stand under their own token (Hugging Face's way, not shifted)."""
+    """One sample. Labels stand under their own token (Hugging Face's way, not shifted). Pixels are
+    floats as the image processor gives them, or bytes as `data.images.image_patches` does."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -45,30 +49,69 @@ class Row:
 
 
 @dataclass(frozen=True)
+class PlacedRow:
+    """A row that was checked, its tokens with targets and positions in one table: collating it is
+    a copy."""
+
+    row: Row
+    tokens_S5: np.ndarray  # int32
+
+
+def place_row(row: Row, tokens: VisionTokens, where: str) -> PlacedRow:
+    """Check every image against its placeholders, shift the labels, compute the positions."""
+    if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
+        raise DataError(
+            f"{where}: ids {tuple(row.ids_S.shape)} and labels {tuple(row.labels_S.shape)} "
+            "must be two vectors of one length, at least 1"
+        )
+    row.check_pixels(where)
+    queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
+    runs = queue.runs_of(row.ids_S, where)
+    queue.check_used_up(where)
+    tokens_S5 = np.empty((len(row.ids_S), 5), dtype=np.int32)
+    tokens_S5[:, 0] = row.ids_S.numpy()
+    tokens_S5[:-1, 1] = row.labels_S[1:].numpy()
+    tokens_S5[-1, 1] = IGNORE
+    tokens_S5[:, 2:] = mrope_positions(len(row.ids_S), runs).T
+    return PlacedRow(row, tokens_S5)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """What one forward takes. Targets are shifted: targets[b, s] is what position s predicts."""
 
-    ids_BS: Tensor
-    targets_BS: Tensor
-    position_ids_3BS: Tensor
+    tokens_BS5: Tensor  # int32: one table, so that one copy moves it
     lengths: tuple[int, ...]
-    pixel_values_PC: Tensor | None
-    image_grid_I3: Tensor | None
-    pixel_values_videos_PC: Tensor | None
-    video_grid_I3: Tensor | None
+    rows: tuple[int, ...]  # the places of its rows in the batch they came from
+    pixel_values_PC: Tensor | None = None
+    image_grid_I3: Tensor | None = None
+    pixel_values_videos_PC: Tensor | None = None
+    video_grid_I3: Tensor | None = None
 
-    @property
+    @cached_property
+    def ids_BS(self) -> Tensor:
+        return self.tokens_BS5[..., 0].long()
+
+    @cached_property
+    def targets_BS(self) -> Tensor:
+        return self.tokens_BS5[..., 1].long()
+
+    @cached_property
+    def position_ids_3BS(self) -> Tensor:
+        return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
+
+    @cached_property
     def num_supervised(self) -> int:
-        return int((self.targets_BS != IGNORE).sum())
+        return int((self.tokens_BS5[..., 1] != IGNORE).sum())
 
-    def for_stage(self, first: bool, last: bool, device: torch.device) -> "MicroBatch":
-        """The part that a stage needs, on its device: pixels on the first, targets on the last."""
+    def for_stage(self, first: bool, device: torch.device) -> "MicroBatch":
+        """The part that a stage needs, on its device: pixels go to the first alone."""
         changes: dict[str, Any] = {}
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
-            if name in _VISUAL_FIELDS and not first:
+            if name in VISUAL_FIELDS and not first:
                 changes[name] = None
-            elif isinstance(value, Tensor) and (last or name != "targets_BS"):
+            elif isinstance(value, Tensor):
                 changes[name] = value.to(device, non_blocking=True)
         return replace(self, **changes)
 
@@ -80,44 +123,46 @@ class MicroBatch:
         return [row[:length].clone() for row, length in zip(shifted_BS, self.lengths, strict=True)]
 
 
-_VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
+VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
 
 
-def collate(rows: Sequence[Row], tokens: VisionTokens, first_row: int = 0) -> MicroBatch:
-    """Pad rows on the right to their longest, lay their patches end to end, check every image."""
-    positions, targets = [], []
-    for offset, row in enumerate(rows):
-        where = f"row {first_row + offset}"
-        if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
-            raise DataError(
-                f"{where}: ids {tuple(row.ids_S.shape)} and labels {tuple(row.labels_S.shape)} "
-                "must be two vectors of one length, at least 1"
-            )
-        row.check_pixels(where)
-        queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
-        runs = queue.runs_of(row.ids_S, where)
-        queue.check_used_up(where)
-        positions.append(mrope_positions(len(row.ids_S), runs).T)
-        targets.append(torch.cat([row.labels_S[1:], torch.tensor([IGNORE])]))
-    return MicroBatch(
-        # Right padding only: under causal attention nothing before it sees it, so the id is free.
-        ids_BS=pad_sequence([row.ids_S for row in rows], batch_first=True, padding_value=0),
-        targets_BS=pad_sequence(targets, batch_first=True, padding_value=IGNORE),
-        position_ids_3BS=pad_sequence(positions, batch_first=True).permute(2, 0, 1).contiguous(),
-        lengths=tuple(len(row.ids_S) for row in rows),
-        **{name: _cat([getattr(row, name) for row in rows]) for name in _VISUAL_FIELDS},
-    )
+def collate(rows: Sequence[PlacedRow], places: Sequence[int]) -> MicroBatch:
+    """Pad rows on the right to their longest and lay their patches end to end."""
+    lengths = tuple(len(row.tokens_S5) for row in rows)
+    longest = max(lengths)
+    padding = np.broadcast_to(_PADDING, (longest, 5))
+    # One concatenation of rows and paddings: right padding only, under causal attention nothing
+    # before it sees it, so its ids are free.
+    pieces = [
+        piece
+        for row, length in zip(rows, lengths, strict=True)
+        for piece in (row.tokens_S5, padding[length:])
+        if len(piece)
+    ]
+    tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
+    visual = {name: _cat([getattr(row.row, name) for row in rows]) for name in VISUAL_FIELDS}
+    return MicroBatch(tokens_BS5, lengths, tuple(places), **visual)
 
 
-def micro_batches(rows: Sequence[Row], size: int, tokens: VisionTokens) -> list[MicroBatch]:
+def cut_micro_batches(rows: Sequence[Row], size: int, tokens: VisionTokens) -> list[MicroBatch]:
     """Cut a batch into micro-batches of at most `size` rows, in order."""
     if not rows:
         raise DataError("an empty batch: every data parallel rank needs at least one row")
+    placed = [place_row(row, tokens, f"row {place}") for place, row in enumerate(rows)]
     return [
-        collate(rows[start : start + size], tokens, start) for start in range(0, len(rows), size)
+        collate(placed[start : start + size], range(start, min(start + size, len(rows))))
+        for start in range(0, len(rows), size)
     ]
+
+
+def filler_batch() -> MicroBatch:
+    """For a rank without a row of its own: one token, no image, no loss."""
+    return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None and len(tensor)]
+    kinds = {tensor.dtype for tensor in present}
+    if len(kinds) > 1:  # torch.cat would turn bytes into floats without a word
+        raise DataError(f"pixels of one micro-batch are {sorted(map(str, kinds))}; give one dtype")
     return torch.cat(present) if present else None

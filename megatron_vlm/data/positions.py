@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from megatron_vlm.errors import DataError
 
@@ -19,6 +20,11 @@ class VisionTokens:
     image_id: int
     video_id: int
     merge: int  # side of the square of patches that becomes one token
+
+    @staticmethod
+    def of(hf_config: PretrainedConfig) -> "VisionTokens":
+        merge = hf_config.vision_config.spatial_merge_size
+        return VisionTokens(hf_config.image_token_id, hf_config.video_token_id, merge)
 
 
 @dataclass(frozen=True)

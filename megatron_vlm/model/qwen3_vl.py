@@ -56,11 +56,7 @@ class Qwen3VLGPTModel(GPTModel):
             scatter_embedding_sequence_parallel=False,
         )
         self.real_vocab = text.vocab_size
-        self.tokens = VisionTokens(
-            hf_config.image_token_id,
-            hf_config.video_token_id,
-            hf_config.vision_config.spatial_merge_size,
-        )
+        self.tokens = VisionTokens.of(hf_config)
         self.share_images = share_images
         self.rotary_pos_emb = InterleavedMRoPE(
             config.kv_channels, self.rotary_base, config.mrope_section, device

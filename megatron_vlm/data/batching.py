@@ -1,0 +1,158 @@
+"""Which rows of a global batch go together, and to which data parallel rank.
+
+No packing, little padding, no rank that waits.
+
+Rows of about one length make a micro-batch; micro-batches are dealt out so that the ranks' costs
+are equal. All of it is a pure function of the rows' sizes, the same on every rank.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What planning needs to know of a row."""
+
+    tokens: int
+    cost: float  # any unit of work; see flops.py
+    patches: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one micro-batch: `rows`, or (where given) `tokens` with padding counted."""
+
+    rows: int = 1
+    tokens: int | None = None
+
+
+Plan = list[list[list[int]]]  # [rank][micro-batch][row]
+
+
+def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
+    """Every row once. Each rank gets micro-batches of near-equal total cost; a rank may stay
+    without any where there are fewer rows than ranks."""
+    groups = group_rows(sizes, ranks, limits)
+    costs = [group_cost([sizes[row] for row in group]) for group in groups]
+    shares = level(deal(costs, ranks), costs)
+    # Costliest first: the pipeline fills with what takes longest and drains on what is short.
+    return [[groups[g] for g in sorted(share, key=lambda g: -costs[g])] for share in shares]
+
+
+def group_rows(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> list[list[int]]:
+    """Neighbours in length, cut where a group would pass a limit or outgrow its rank's share."""
+    order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
+    total = sum(size.cost for size in sizes)
+    # A group above this could not be dealt out evenly any more; a single row may still be.
+    most_cost = total / ranks / _PIECES_PER_RANK if limits.tokens is not None else float("inf")
+    most_rows = min(limits.rows, math.ceil(len(sizes) / ranks))
+    groups: list[list[int]] = []
+    longest, cost = 0, 0.0
+    for row in reversed(order):
+        size = sizes[row]
+        if limits.tokens is None:
+            fits = bool(groups) and len(groups[-1]) < most_rows
+        else:
+            fits = (
+                longest * (len(groups[-1]) + 1 if groups else 1) <= limits.tokens
+                and cost + size.cost <= most_cost
+                and longest - size.tokens <= _MOST_PADDING * longest
+            )
+        if not groups or not fits:
+            groups.append([])
+            longest, cost = size.tokens, 0.0
+        groups[-1].append(row)
+        cost += size.cost
+    return groups
+
+
+_PIECES_PER_RANK = 4
+_MOST_PADDING = 0.06  # of the longest row; the mean over a group is then about half
+
+
+def group_cost(rows: Sequence[RowSize]) -> float:
+    """Of a micro-batch: padding costs like tokens."""
+    longest = max(size.tokens for size in rows)
+    return sum(size.cost * (1 + 0.5 * (longest / size.tokens - 1)) for size in rows)
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Costliest first, each to the rank with least to do."""
+    heap = [(0.0, rank) for rank in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for group in sorted(range(len(costs)), key=lambda g: (-costs[g], g)):
+        load, rank = heapq.heappop(heap)
+        shares[rank].append(group)
+        heapq.heappush(heap, (load + costs[group], rank))
+    return shares
+
+
+def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) -> list[list[int]]:
+    """Swap or move groups between the fullest rank and others as long as its load falls."""
+    shares = [list(share) for share in shares]
+    loads = np.array([sum(costs[g] for g in share) for share in shares])
+    for _ in range(rounds):
+        high = int(loads.argmax())
+        best = _best_exchange(shares, costs, loads, high)
+        if best is None:
+            break
+        low, give, take = best
+        shares[high].remove(give)
+        shares[low].append(give)
+        if take is not None:
+            shares[low].remove(take)
+            shares[high].append(take)
+        moved = costs[give] - (costs[take] if take is not None else 0.0)
+        loads[high] -= moved
+        loads[low] += moved
+    return shares
+
+
+def _best_exchange(
+    shares: list[list[int]], costs: Sequence[float], loads: np.ndarray, high: int
+) -> tuple[int, int, int | None] | None:
+    """The exchange with another rank that leaves the larger of both loads smallest."""
+    best, found = loads[high] * (1 - 1e-6), None
+    for low in np.argsort(loads, kind="stable")[:16].tolist():
+        if low == high:
+            continue
+        for give in shares[high]:
+            for take in [None, *shares[low]]:
+                moved = costs[give] - (costs[take] if take is not None else 0.0)
+                after = max(loads[high] - moved, loads[low] + moved)
+                if moved > 0 and after < best:
+                    best, found = after, (low, give, take)
+    return found
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How good a plan is."""
+
+    padding: float  # part of all positions that is padding
+    imbalance: float  # cost of the fullest rank over the mean
+    micro_batches: int
+
+
+def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
+    """Padding and balance of a plan."""
+    groups = [group for share in plan for group in share]
+    longest = [max(sizes[row].tokens for row in group) * len(group) for group in groups]
+    real = sum(size.tokens for size in sizes)
+    loads = [sum(group_cost([sizes[row] for row in group]) for group in share) for share in plan]
+    return Balance(1 - real / sum(longest), max(loads) / (sum(loads) / len(loads)), len(groups))
+
+
+def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:
+    """What is commonly done: rows in order, as many to each rank, cut at a number of rows."""
+    bounds = [len(sizes) * rank // ranks for rank in range(ranks + 1)]
+    return [
+        [list(range(s, min(s + rows, end))) for s in range(start, end, rows)]
+        for start, end in itertools.pairwise(bounds)
+    ]

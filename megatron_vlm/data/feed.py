@@ -1,0 +1,139 @@
+"""A source with what encodes it: the samples of one entry of data.train, and their pixels."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+from megatron_vlm.config import DataConfig
+from megatron_vlm.data.batch import IGNORE, PlacedRow, Row, place_row
+from megatron_vlm.data.formats import parse_record
+from megatron_vlm.data.images import ImageSettings, image_patches
+from megatron_vlm.data.media import MediaPolicy, read_image, resolve_path
+from megatron_vlm.data.positions import VisionTokens
+from megatron_vlm.data.records import Image, Record, Video
+from megatron_vlm.data.sample import Encoder, Sample
+from megatron_vlm.data.video import VideoSettings, read_frames, video_patches
+from megatron_vlm.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Raw records of one source to samples and rows."""
+
+    encoder: Encoder
+    policy: MediaPolicy
+    tokens: VisionTokens
+
+    def encode(self, raw: object, where: str) -> Sample:
+        """Tokens and grids; headers of images are read, pixels are not."""
+        return self.encoder.encode(parse_record(raw, where), self.policy)
+
+    def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
+        """The sample with its pixels."""
+        record = parse_record(raw, where)
+        images = record.media(Image)[: len(sample.image_grids)]
+        videos = record.media(Video)[: len(sample.video_grids)]
+        image_patches = [
+            self._image(image, grid, f"{where}: image {i}")
+            for i, (image, grid) in enumerate(zip(images, sample.image_grids, strict=True))
+        ]
+        video_patches = [
+            self._video(video, grid, f"{where}: video {i}")
+            for i, (video, grid) in enumerate(zip(videos, sample.video_grids, strict=True))
+        ]
+        ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
+        row = Row(
+            ids_S,
+            torch.where(torch.from_numpy(sample.trained_S), ids_S, IGNORE),
+            _stack(image_patches),
+            torch.tensor(sample.image_grids) if image_patches else None,
+            _stack(video_patches),
+            torch.tensor(sample.video_grids) if video_patches else None,
+        )
+        return place_row(row, self.tokens, where)
+
+    def picture(self, image: Image, where: str) -> Tensor:
+        """Decoded, resized, cut into patches: bytes [P, C]."""
+        return torch.from_numpy(
+            image_patches(read_image(image, self.policy, where), self.encoder.images)
+        )
+
+    def _image(self, image: Image, grid: tuple[int, int, int], where: str) -> Tensor:
+        patches = self.picture(image, where)
+        _check_unchanged(len(patches), grid, where)
+        return patches
+
+    def _video(self, video: Video, grid: tuple[int, int, int], where: str) -> Tensor:
+        plan = self.encoder.video_plan(video, self.policy, where)
+        if isinstance(video.source, str):
+            path = resolve_path(video.source, self.policy, where)
+            frames = read_frames(str(path), plan.indices)
+        else:
+            frames = [np.asarray(read_image(f, self.policy, where)) for f in video.source]
+            if len({frame.shape for frame in frames}) > 1:
+                raise DataError(f"{where}: its frames have different sizes")
+        patches = video_patches(frames, plan, self.encoder.videos)
+        _check_unchanged(len(patches), grid, where)
+        return torch.from_numpy(patches)
+
+
+def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
+    """The checkpoint's tokenizer and processors with the configuration's rules."""
+    check_data_config(cfg)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    images = ImageSettings.from_checkpoint(model_path, cfg.min_pixels, cfg.max_pixels)
+    return Encoder(tokenizer, images, VideoSettings.from_checkpoint(model_path), cfg)
+
+
+def make_reader(
+    encoder: Encoder, cfg: DataConfig, hf_config: PretrainedConfig, root: str
+) -> Reader:
+    """A reader for a source whose images lie in `root`."""
+    policy = MediaPolicy(str(Path(root).expanduser()), cfg.allow_http, cfg.exif_orientation)
+    return Reader(encoder, policy, VisionTokens.of(hf_config))
+
+
+def check_data_config(cfg: DataConfig) -> None:
+    """Refuse values that mean nothing, with those that do."""
+    for key, known in (
+        ("truncation", ("error", "drop", "image_safe")),
+        ("special_tokens", ("refuse", "escape")),
+        ("on_error", ("raise", "skip")),
+    ):
+        if getattr(cfg, key) not in known:
+            raise ConfigError(f"data.{key}={getattr(cfg, key)!r}: choose one of {', '.join(known)}")
+    named = ("all_assistant", "last_assistant", "record")
+    roles = ("system", "user", "assistant", "tool")
+    chosen = cfg.train_on
+    if chosen not in named and not (isinstance(chosen, list | tuple) and set(chosen) <= set(roles)):
+        raise ConfigError(
+            f"data.train_on={chosen!r}: choose one of {', '.join(named)}, or a list of roles "
+            f"out of {', '.join(roles)}"
+        )
+    for key in ("max_tokens", "max_images", "min_pixels", "max_pixels", "prefetch"):
+        value = getattr(cfg, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"data.{key}={value}: give at least 1")
+    if cfg.num_workers < 0:
+        raise ConfigError(f"data.num_workers={cfg.num_workers}: give 0 or more")
+
+
+def media_names(record: Record) -> list[str]:
+    """What a record's images and videos are called, for people."""
+    return [item.name for kind in (Image, Video) for item in record.media(kind)]
+
+
+def _check_unchanged(patches: int, grid: tuple[int, int, int], where: str) -> None:
+    if patches != grid[0] * grid[1] * grid[2]:
+        raise DataError(
+            f"{where} makes {patches} patches now, {grid[0] * grid[1] * grid[2]} when its text was "
+            "encoded: the file has changed; delete data.cache_dir and start again"
+        )
+
+
+def _stack(patches: list[Tensor]) -> Tensor | None:
+    return torch.cat(patches) if patches else None

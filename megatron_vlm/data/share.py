@@ -1,0 +1,90 @@
+"""One rank of a replica loads; the others get from it what they need, and no more.
+
+Tokens, targets and positions go to every rank of the replica; pixels, still as bytes, only to
+the tensor parallel ranks of stage 0.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_vlm.data.batch import VISUAL_FIELDS, MicroBatch
+from megatron_vlm.errors import DataError
+
+
+def is_loader() -> bool:
+    """Whether this rank loads for its replica."""
+    return bool(
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.is_pipeline_first_stage()
+    )
+
+
+def share_batch(
+    mine: tuple[list[MicroBatch], Any] | DataError | None, device: torch.device
+) -> tuple[list[MicroBatch], Any]:
+    """The loading rank's micro-batches and whatever small thing comes with them, on every rank of
+    the replica. An error of the loading rank is raised on all. A collective."""
+    group = parallel_state.get_model_parallel_group()
+    if dist.get_world_size(group) == 1:
+        if isinstance(mine, DataError):
+            raise mine
+        assert mine is not None
+        return mine
+    head: list[Any] = [_describe(mine)]
+    source = dist.get_process_group_ranks(group)[0]
+    dist.broadcast_object_list(head, source, group=group, device=device)
+    if isinstance(head[0], DataError):
+        raise head[0]
+    frames, extra = head[0]
+    batches = [None] * len(frames) if mine is None else mine[0]  # type: ignore[index]
+    vision_group = parallel_state.get_tensor_model_parallel_group()
+    first = parallel_state.is_pipeline_first_stage()
+    shared = []
+    for frame, batch in zip(frames, batches, strict=True):
+        tokens = _broadcast(frame, batch, "tokens_BS5", source, group, device)
+        visual = {
+            name: _broadcast(frame, batch, name, source, vision_group, device) if first else None
+            for name in VISUAL_FIELDS
+        }
+        shared.append(replace(frame["frame"], tokens_BS5=tokens, **visual))
+    return shared, extra
+
+
+def _describe(mine: Any) -> Any:
+    """The batches without their tensors: shapes and types instead."""
+    if mine is None or isinstance(mine, DataError):
+        return mine
+    batches, extra = mine
+    empty = torch.empty(0)
+    frames = []
+    for batch in batches:
+        frame: dict[str, Any] = {
+            "frame": replace(batch, tokens_BS5=empty, **dict.fromkeys(VISUAL_FIELDS))
+        }
+        for name in ("tokens_BS5", *VISUAL_FIELDS):
+            tensor = getattr(batch, name)
+            frame[name] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        frames.append(frame)
+    return frames, extra
+
+
+def _broadcast(
+    frame: dict[str, Any],
+    batch: MicroBatch | None,
+    name: str,
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor | None:
+    if frame[name] is None:
+        return None
+    shape, dtype = frame[name]
+    given = getattr(batch, name) if batch is not None else None
+    tensor = torch.empty(shape, dtype=dtype, device=device) if given is None else given.to(device)
+    dist.broadcast(tensor, source, group=group)
+    return tensor

@@ -1,0 +1,263 @@
+# .venv/bin/python -m pytest tests/test_media.py
+"""Pictures open as they do in Hugging Face; what is broken or forbidden is refused by name."""
+
+import base64
+import http.server
+import io
+import threading
+
+import numpy as np
+import PIL.Image
+import pytest
+from transformers.image_utils import load_image
+
+from megatron_vlm.data import fetch as fetching
+from megatron_vlm.data.fetch import fetch, is_public
+from megatron_vlm.data.images import ImageSettings, image_patches
+from megatron_vlm.data.media import MediaPolicy, image_size, read_image
+from megatron_vlm.data.records import Image
+from megatron_vlm.errors import DataError
+
+
+def noise(width=40, height=24, channels=3):
+    values = np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return PIL.Image.fromarray(values.squeeze())
+
+
+def encoded(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def read(source, policy):
+    return read_image(Image(source), policy, "x:1")
+
+
+MODES = ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "F", "I;16", "LAB"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_becomes_rgb_as_in_hugging_face(mode, tmp_path):
+    if mode == "I;16":
+        image = PIL.Image.fromarray(np.arange(960, dtype=np.uint16).reshape(24, 40) * 60)
+    else:
+        image = noise().convert("L").convert(mode) if mode in ("I", "F") else noise().convert(mode)
+    assert image.mode == mode
+    ours = read(image, MediaPolicy(str(tmp_path)))
+    assert ours.mode == "RGB"
+    assert ours.tobytes() == load_image(image).tobytes()
+
+
+def test_transparent_palette_as_in_hugging_face(tmp_path):
+    path = tmp_path / "p.png"
+    path.write_bytes(encoded(noise().convert("P"), transparency=3))
+    assert read("p.png", MediaPolicy(str(tmp_path))).tobytes() == load_image(str(path)).tobytes()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_has_a_switch(orientation, tmp_path):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "turned.jpg"
+    path.write_bytes(encoded(noise(), "JPEG", exif=exif))
+    on, off = MediaPolicy(str(tmp_path)), MediaPolicy(str(tmp_path), exif_orientation=False)
+    turned = read("turned.jpg", on)
+    assert turned.tobytes() == load_image(str(path)).tobytes()
+    assert image_size(Image("turned.jpg"), on, "") == turned.size[::-1]
+    assert turned.size == ((40, 24) if orientation < 5 else (24, 40))
+    assert read("turned.jpg", off).tobytes() == PIL.Image.open(path).convert("RGB").tobytes()
+    assert image_size(Image("turned.jpg"), off, "") == (24, 40)
+
+
+def test_all_ways_to_give_a_picture(tmp_path):
+    file = encoded(noise())
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a b.png").write_bytes(file)
+    policy = MediaPolicy(str(tmp_path))
+    uri = "data:image/png;base64," + base64.b64encode(file).decode()
+    absolute = tmp_path / "in" / "a b.png"
+    for source in ("in/a b.png", str(absolute), absolute.as_uri(), uri, file, noise()):
+        assert read(source, policy).tobytes() == noise().tobytes()
+
+
+def bomb():
+    """A PNG whose header claims 20,000 x 20,000 pixels."""
+    data = bytearray(encoded(noise()))
+    data[16:24] = (20000).to_bytes(4, "big") * 2
+    import zlib
+
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+def damaged_jpeg():
+    data = encoded(noise(200, 200), "JPEG")
+    return data[: len(data) // 2]
+
+
+BROKEN = {
+    "empty file": (b"", "is not an image that can be opened"),
+    "a text": (b"not a picture", "is not an image that can be opened"),
+    "html in place of a picture": (b"<html>404</html>", "is not an image that can be opened"),
+    "only a header": (encoded(noise())[:30], "is not an image that can be opened"),
+    "bomb": (bomb(), "has more than"),
+    "aspect": (
+        encoded(noise(2010, 10)),
+        "is 2010 x 10 pixels; sides may differ by a factor of 200",
+    ),
+    "truncated JPEG": (damaged_jpeg(), "cannot be decoded: image file is truncated"),
+    "truncated PNG": (encoded(noise(200, 200))[:5000], "cannot be decoded"),
+    "damaged PNG": (
+        (lambda d: d[:3000] + b"\0" * 500 + d[3500:])(encoded(noise(200, 200))),
+        "cannot be decoded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("form", ["bytes", "file"])
+def test_broken_pictures_are_refused_by_name(name, form, tmp_path):
+    data, words = BROKEN[name]
+    (tmp_path / "bad.png").write_bytes(data)
+    source = data if form == "bytes" else "bad.png"
+    if not data and form == "bytes":
+        pytest.skip("formats.py refuses empty bytes: see test_formats.py")
+    with pytest.raises(DataError) as error:
+        read(source, MediaPolicy(str(tmp_path)))
+    assert str(error.value).startswith("x:1")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("missing.png", "no file missing.png in data.image_root="),
+        ("folder", "no file folder"),
+        ("../secret.png", "lies outside data.image_root"),
+        ("folder/../../secret.png", "lies outside data.image_root"),
+        ("/etc/passwd", "lies outside data.image_root"),
+        ("file:///etc/passwd", "lies outside data.image_root"),
+        ("link.png", "lies outside data.image_root"),
+        ("a\0b.png", "is not a path"),
+        ("x" * 5000, "is not a path"),
+        ("data:image/png,AAAA", "a data URI must be base64"),
+        ("data:image/png;base64,A*A", "the data URI is not base64"),
+        ("data:image/png;base64,AAAA", "is not an image that can be opened"),
+        ("http://example.org/a.png", "is on the network; download it, or set data.allow_http=true"),
+    ],
+)
+def test_forbidden_and_missing_sources(source, words, tmp_path):
+    root = tmp_path / "root"
+    (root / "folder").mkdir(parents=True)
+    (tmp_path / "secret.png").write_bytes(encoded(noise()))
+    (root / "link.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(DataError) as error:
+        read(source, MediaPolicy(str(root)))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1/a.png",
+        "http://localhost/a.png",
+        "http://10.0.0.1/a.png",
+        "http://192.168.1.1/a.png",
+        "http://169.254.169.254/latest/meta-data",
+        "http://[::1]/a.png",
+        "http://[::ffff:10.0.0.1]/a.png",
+        "http://0.0.0.0/a.png",
+        "http://2130706433/a.png",
+        "http://user@127.0.0.1/a.png",
+    ],
+)
+def test_private_addresses_are_never_asked(url, tmp_path):
+    with pytest.raises(DataError, match="is not a public address"):
+        read(url, MediaPolicy(str(tmp_path), allow_http=True))
+
+
+def test_public_addresses():
+    assert is_public("93.184.216.34")
+    assert not is_public("100.64.0.1")
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = encoded(noise())
+        if self.path == "/a.png":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+        elif self.path == "/large":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x" * 300_000)
+        elif self.path == "/missing":
+            self.send_error(404)
+        else:
+            self.send_response(302)
+            target = {
+                "/once": "/a.png",
+                "/inside": "http://127.0.0.2/a.png",
+                "/file": "file:///etc/passwd",
+            }
+            self.send_header("Location", target.get(self.path, "/again"))
+            self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://localhost:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+def only_here(address):
+    return address in ("127.0.0.1", "::1")
+
+
+def test_fetch_from_an_allowed_address(server):
+    for path in ("/a.png", "/once"):
+        assert fetch(server + path, "x:1", only_here) == encoded(noise())
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/missing", "the server answers 404"),
+        ("/inside", "127.0.0.2, which is not a public address"),
+        ("/file", "'file:///etc/passwd', which is not http"),
+        ("/again", "more than 3 redirects"),
+    ],
+)
+def test_fetch_refuses(path, words, server):
+    with pytest.raises(DataError) as error:
+        fetch(server + path, "x:1", only_here)
+    assert words in str(error.value)
+
+
+def test_fetch_stops_at_the_limit(server, monkeypatch):
+    monkeypatch.setattr(fetching, "MAX_BYTES", 2**16)
+    with pytest.raises(DataError, match="larger than"):
+        fetch(server + "/large", "x:1", only_here)
+
+
+def test_nobody_answers():
+    with pytest.raises(DataError, match="x:1: cannot be fetched"):
+        fetch("http://127.0.0.1:9/a.png", "x:1", only_here)
+
+
+def test_the_same_bytes_whatever_the_file(tmp_path):
+    """An RGB picture and its RGBA twin make the same patches."""
+    settings = ImageSettings(min_pixels=1024)
+    policy = MediaPolicy(str(tmp_path))
+    one = image_patches(read(encoded(noise(64, 96)), policy), settings)
+    two = image_patches(read(encoded(noise(64, 96).convert("RGBA")), policy), settings)
+    assert np.array_equal(one, two)
