@@ -16,7 +16,8 @@ from megatron_vlm.data.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.positions import VisionTokens
 from megatron_vlm.data.records import Image, Record, Video
 from megatron_vlm.data.sample import Encoder, Sample
-from megatron_vlm.data.video import VideoSettings, read_frames, video_patches
+from megatron_vlm.data.video import VideoSettings, video_patches
+from megatron_vlm.data.video_file import iter_frames
 from megatron_vlm.errors import ConfigError, DataError
 
 
@@ -70,13 +71,13 @@ class Reader:
     def _video(self, video: Video, grid: tuple[int, int, int], where: str) -> Tensor:
         plan = self.encoder.video_plan(video, self.policy, where)
         if isinstance(video.source, str):
-            path = resolve_path(video.source, self.policy, where)
-            frames = read_frames(str(path), plan.indices)
+            frames = iter_frames(resolve_path(video.source, self.policy, where), plan.indices)
         else:
-            frames = [np.asarray(read_image(f, self.policy, where)) for f in video.source]
-            if len({frame.shape for frame in frames}) > 1:
-                raise DataError(f"{where}: its frames have different sizes")
-        patches = video_patches(frames, plan, self.encoder.videos)
+            frames = (np.asarray(read_image(f, self.policy, where)) for f in video.source)
+        try:
+            patches = video_patches(frames, plan, self.encoder.videos)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         _check_unchanged(len(patches), grid, where)
         return torch.from_numpy(patches)
 

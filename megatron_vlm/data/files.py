@@ -1,12 +1,13 @@
 """Files as bytes: what they contain in a digest, where their lines are, unpacked where packed."""
 
-import gzip
+import codecs
 import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
 from megatron_vlm.errors import ConfigError, DataError
 
@@ -42,7 +43,8 @@ def unpacked(path: str, cache: Path | None) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        with _decompressor(path) as packed, open(partial, "wb") as plain:
+        # Arrow's readers, because those of gzip and zstandard end a cut zst file without a word.
+        with pyarrow.input_stream(path) as packed, open(partial, "wb") as plain:
             while block := packed.read(2**20):
                 plain.write(block)
     except Exception as error:  # each library raises its own kinds
@@ -52,24 +54,18 @@ def unpacked(path: str, cache: Path | None) -> str:
     return str(target)
 
 
-def _decompressor(path: str) -> Any:
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")
-    import zstandard
-
-    return zstandard.open(path, "rb")
-
-
 def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
     """[start, end) of each line that is not blank, and its number from 1."""
     breaks, offset = [], 0
     with open(path, "rb") as file:
+        mark = 3 if file.read(3) == codecs.BOM_UTF8 else 0
+        file.seek(0)
         while block := file.read(2**24):
             hasher.update(block)
             breaks.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset)
             offset += len(block)
     ends = np.concatenate([*breaks, [offset]]).astype(np.int64)
-    starts = np.concatenate([[0], ends[:-1] + 1])
+    starts = np.concatenate([[mark], ends[:-1] + 1])
     # Only short lines can be blank: look at those alone.
     keep = ends > starts
     with open(path, "rb") as file:

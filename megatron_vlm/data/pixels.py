@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.images import ImageSettings, expand_patches, normalisation_table
-from megatron_vlm.data.video import VideoSettings
+from megatron_vlm.data.video import VideoSettings, video_normalisation_table
 
 
 class PixelTables:
@@ -41,7 +41,4 @@ class PixelTables:
     def _video_table(self) -> tuple[Tensor, int]:
         settings = VideoSettings.from_checkpoint(self.folder)
         width = 3 * settings.temporal_patch_size * settings.patch_size**2
-        table = normalisation_table(
-            settings.image_mean, settings.image_std, settings.rescale_factor
-        )
-        return table.to(self.device), width
+        return video_normalisation_table(settings).to(self.device), width

@@ -19,9 +19,9 @@ from megatron_vlm.data.video import (
     VideoPlan,
     VideoSettings,
     plan_video,
-    probe_video,
     video_text,
 )
+from megatron_vlm.data.video_file import probe_video
 from megatron_vlm.errors import DataError
 
 Grid = tuple[int, int, int]
@@ -91,12 +91,14 @@ class Encoder:
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
         """Which frames of a video the model sees, and at what size."""
         if isinstance(video.source, str):
-            return plan_video(
-                probe_video(resolve_path(video.source, policy, where)), self.videos, sample=True
-            )
+            try:
+                info = probe_video(resolve_path(video.source, policy, where))
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
+            return plan_video(info, self.videos, sample=True, where=where)
         height, width = image_size(video.source[0], policy, where)
         info = VideoInfo(len(video.source), video.fps, height, width)
-        return plan_video(info, self.videos, sample=False)
+        return plan_video(info, self.videos, sample=False, where=where)
 
     def _image_grid(self, image: Image, policy: MediaPolicy, where: str) -> Grid:
         return self.images.grid(*image_size(image, policy, where))

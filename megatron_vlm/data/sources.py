@@ -126,7 +126,7 @@ class JsonlSource:
             file.seek(start)
             line = file.read(end - start)
         try:
-            return json.loads(line.decode("utf-8-sig"))
+            return json.loads(line)
         except ValueError as error:
             raise DataError(f"{self.where(index)}: not a line of JSON: {error}") from error
         except RecursionError:

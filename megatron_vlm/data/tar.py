@@ -37,7 +37,7 @@ class TarSource:
             for field, (offset, size) in members.items():
                 file.seek(offset)
                 values[field] = file.read(size)
-        return _tar_record(values, self.where(index))
+        return join_members(values, self.where(index))
 
     def where(self, index: int) -> str:
         shard, key, _ = self.samples[index]
@@ -65,21 +65,23 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
     return samples
 
 
-def _tar_record(values: dict[str, bytes], where: str) -> Any:
-    """The JSON member with the pictures as its images; or a picture and the text about it."""
+def join_members(values: dict[str, Any], where: str) -> Any:
+    """The members of a WebDataset sample as one record: the JSON with the pictures as its images,
+    or a picture and the text about it."""
     pictures = [values[field] for field in sorted(values) if field.split(".")[-1] in _PICTURES]
-    if "json" in values:
+    record, text = values.get("json"), values.get("txt")
+    if record is not None:
         try:
-            record = json.loads(values["json"])
+            record = json.loads(record) if isinstance(record, str | bytes) else record
         except ValueError as error:
             raise DataError(f"{where}.json: not JSON: {error}") from error
         if isinstance(record, dict) and pictures:
-            record.pop("image", None)
+            record = {key: value for key, value in record.items() if key != "image"}
             record["images"] = pictures
         return record
-    if "txt" in values and pictures:
-        text = values["txt"].decode("utf-8", "replace").strip()
-        return {"prompt": "", "completion": text, "images": pictures}
+    if text is not None and pictures:
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return {"prompt": "", "completion": text.strip(), "images": pictures}
     raise DataError(
         f"{where}: a sample needs .json, or a picture and .txt; it has {sorted(values)}"
     )

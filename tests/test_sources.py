@@ -1,0 +1,296 @@
+# .venv/bin/python -m pytest tests/test_sources.py
+"""The same records come out of every kind of file; broken files are refused by name and line."""
+
+import gzip
+import io
+import json
+import tarfile
+
+import datasets
+import pyarrow
+import pytest
+
+from megatron_vlm.data.files import file_digest
+from megatron_vlm.data.formats import parse_record
+from megatron_vlm.data.sources import SourceSpec, open_source, parse_specs
+from megatron_vlm.errors import ConfigError, DataError
+from tests.chats import picture, say
+
+RECORDS = [
+    {"messages": [say("user", f"question {i}"), say("assistant", f"answer {i} \u00e9\u4e09")]}
+    for i in range(5)
+]
+LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+# A blank line, a line of spaces, Windows line ends, and no line end at the end of the file.
+RAGGED = "\n  \n" + LINES.replace("\n", "\r\n\n").rstrip()
+
+
+def png(seed):
+    file = io.BytesIO()
+    picture(40, 40, seed).save(file, "PNG")
+    return file.getvalue()
+
+
+def table(path):
+    return datasets.Dataset.from_list(RECORDS)
+
+
+def write_arrow(path):
+    table(path).save_to_disk(path.parent / "tmp")
+    (path.parent / "tmp" / "data-00000-of-00001.arrow").rename(path)
+
+
+def write_folder(path):
+    path.mkdir()
+    table(path).to_parquet(path / "train.parquet")
+
+
+def write_tar(path):
+    with tarfile.open(path, "w") as tar:
+        for index, record in enumerate(RECORDS):
+            add(tar, f"x/{index:03d}.json", json.dumps(record).encode())
+
+
+def zst(data):
+    return pyarrow.Codec("zstd").compress(data, asbytes=True)
+
+
+WRITERS = {
+    "a.jsonl": lambda path: path.write_text(LINES),
+    "ragged.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + RAGGED.encode()),
+    "marked.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES.encode()),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES.encode())),
+    "a.jsonl.zst": lambda path: path.write_bytes(zst(LINES.encode())),
+    "a.json": lambda path: path.write_text(json.dumps(RECORDS)),
+    "a.parquet": lambda path: table(path).to_parquet(path),
+    "a.arrow": write_arrow,
+    "saved": lambda path: table(path).save_to_disk(path),
+    "dict": lambda path: datasets.DatasetDict({"train": table(path)}).save_to_disk(path),
+    "folder": write_folder,
+    "a.tar": write_tar,
+}
+
+
+def write(folder, name):
+    WRITERS[name](folder / name)
+    return str(folder / name)
+
+
+def add(tar, name, data):
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_records(name, tmp_path):
+    source = open_source(SourceSpec(write(tmp_path, name)), None, tmp_path / "cache")
+    assert len(source) == 5
+    for index in (3, 0, 4, 1, 2):  # at random
+        expected = parse_record(RECORDS[index], source.where(index))
+        assert parse_record(source[index], source.where(index)) == expected
+
+
+def test_places_are_lines_of_the_file(tmp_path):
+    path = write(tmp_path, "ragged.jsonl")
+    source = open_source(SourceSpec(path), None, None)
+    assert [source.where(i) for i in range(5)] == [f"{path}:{n}" for n in (3, 5, 7, 9, 11)]
+
+
+def test_places_in_other_files(tmp_path):
+    for name, place in (("a.json", ": record 2"), ("a.parquet", ": row 2"), ("a.tar", ": x/002")):
+        path = write(tmp_path, name)
+        assert open_source(SourceSpec(path), None, None).where(2) == path + place
+
+
+def test_a_glob_reads_files_in_order_of_name(tmp_path):
+    for name in ("2.jsonl", "1.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"from": name}) + "\n")
+    source = open_source(SourceSpec(str(tmp_path / "*.jsonl")), None, None)
+    assert [source[i]["from"] for i in range(2)] == ["1.jsonl", "2.jsonl"]
+
+
+def test_image_columns_are_read_undecoded(tmp_path):
+    """No image library but ours, with its limits, sees the bytes."""
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "completion": datasets.Value("string"),
+            "images": [datasets.Image()],
+        }
+    )
+    rows = [{"prompt": "a", "completion": "b", "images": [{"bytes": b"broken", "path": None}]}]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
+    source = open_source(SourceSpec(str(tmp_path / "a.parquet")), None, None)
+    assert parse_record(source[0], "x").turns[0].parts[0].source == b"broken"
+
+
+def test_fields_that_only_other_records_have_are_left_out(tmp_path):
+    """Arrow gives every struct the fields of all."""
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": None}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "text": None, "image": "b"}]}
+            ]
+        },
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    source = open_source(SourceSpec(str(tmp_path / "a.parquet")), None, None)
+    assert source[0]["messages"][0]["content"] == [{"type": "text", "text": "a"}]
+    assert source[1]["messages"][0]["content"] == [{"type": "image", "image": "b"}]
+
+
+def test_tar_samples_with_pictures(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "0.jpg", png(0))
+        add(
+            tar,
+            "0.json",
+            json.dumps(
+                {
+                    "conversations": [
+                        {"from": "human", "value": "<image>What?"},
+                        {"from": "gpt", "value": "Noise."},
+                    ],
+                    "image": "0.jpg",
+                }
+            ).encode(),
+        )
+        add(tar, "1.img0.png", png(1))
+        add(tar, "1.img1.png", png(2))
+        add(tar, "1.txt", b" two pictures\n")
+        add(tar, "2.txt", b"nothing to see")
+    source = open_source(SourceSpec(str(tmp_path / "a.tar")), None, None)
+    first, second = (parse_record(source[i], source.where(i)) for i in range(2))
+    assert [part.source for part in first.turns[0].parts[:1]] == [png(0)]
+    assert [part.source for part in second.turns[0].parts] == [png(1), png(2)]
+    assert second.turns[1].parts == ("two pictures",)
+    with pytest.raises(DataError, match=r"a\.tar: 2: a sample needs"):
+        source[2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "saved", "a.tar"])
+def test_digests_follow_the_content(name, tmp_path):
+    for folder in ("1", "2", "3"):
+        (tmp_path / folder).mkdir()
+    paths = [write(tmp_path / folder, name) for folder in ("1", "2")]
+    one, other = (open_source(SourceSpec(path), None, None).digest for path in paths)
+    if name in ("a.jsonl", "a.json"):  # elsewhere times and paths take part: a miss, never a lie
+        assert one == other
+    global RECORDS, LINES
+    kept = RECORDS, LINES
+    try:
+        RECORDS = [{**record, "extra": "x"} for record in RECORDS]
+        LINES = LINES.replace("answer 3", "Answer 3")
+        changed = open_source(SourceSpec(write(tmp_path / "3", name)), None, None).digest
+    finally:
+        RECORDS, LINES = kept
+    assert changed != one
+
+
+def test_a_large_file_is_digested_in_samples(tmp_path, monkeypatch):
+    path = tmp_path / "large"
+    path.write_bytes(bytes(range(256)) * 4096)
+    monkeypatch.setattr("megatron_vlm.data.files._WHOLE_DIGEST", 2**10)
+    monkeypatch.setattr("megatron_vlm.data.files._SAMPLE", 2**12)
+    before = file_digest(str(path))
+    assert file_digest(str(path)) == before
+    with path.open("r+b") as file:
+        file.write(b"x")
+    assert file_digest(str(path)) != before
+
+
+BAD_FILES = {
+    "half.jsonl": (LINES.encode()[:-20], r"half\.jsonl:5: not a line of JSON"),
+    "latin.jsonl": (b'{"a": "\xe9"}\n', r"latin\.jsonl:1: not a line of JSON: 'utf-8' codec"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep\.jsonl:1: (nested too deeply|not a line)"),
+    "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-9], r"cut\.jsonl\.gz cannot be unpacked"),
+    "cut.jsonl.zst": (zst(LINES.encode() * 9)[:40], r"zst cannot be unpacked"),
+    "text.jsonl.gz": (b"not packed", r"text\.jsonl\.gz cannot be unpacked"),
+    "lines.json": (LINES.encode(), r"lines\.json: not JSON: .*JSON lines are named \.jsonl"),
+    "object.json": (b"{}", r"object\.json: a \.json file must hold one list"),
+    "text.parquet": (b"not a table", r"text\.parquet: not a readable parquet file"),
+    "text.arrow": (b"not a table", r"text\.arrow: not a readable arrow file"),
+    "text.tar": (b"not a tar", r"text\.tar: not a readable, uncompressed tar file"),
+    "notes.md": (b"# notes", r"cannot tell the format; known are \.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_broken_files_are_refused_by_name(name, tmp_path):
+    content, words = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((DataError, ConfigError), match=words):
+        source = open_source(SourceSpec(str(tmp_path / name)), None, tmp_path / "cache")
+        for index in range(len(source)):
+            source[index]
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+def test_a_truncated_tar_is_refused(tmp_path):
+    path = write(tmp_path, "a.tar")
+    with open(path, "rb") as file:
+        content = file.read()
+    with open(path, "wb") as file:
+        file.write(content[:3000])
+    with pytest.raises(DataError, match="not a readable, uncompressed tar file"):
+        open_source(SourceSpec(path), None, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("missing.jsonl", "no file or folder"),
+        ("mixed/*", "matches files of several kinds: .json, .jsonl"),
+        ("packed.jsonl.gz", "data.cache_dir, which is null"),
+        ("dict", "has no split 'train'; it has other"),
+    ],
+)
+def test_sources_that_cannot_be(path, words, tmp_path):
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.json").touch()
+    (tmp_path / "mixed" / "a.jsonl").touch()
+    (tmp_path / "packed.jsonl.gz").touch()
+    other = datasets.DatasetDict({"other": datasets.Dataset.from_list(RECORDS)})
+    other.save_to_disk(tmp_path / "dict")
+    with pytest.raises(ConfigError) as error:
+        open_source(SourceSpec(str(tmp_path / path)), None, None)
+    assert words in str(error.value)
+
+
+def test_a_name_that_the_hub_does_not_have_here(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="not a file here, and `datasets` cannot load it"):
+        open_source(SourceSpec("nobody/nothing"), None, None)
+
+
+def test_specs():
+    assert parse_specs("a.jsonl", "data.train") == (SourceSpec("a.jsonl"),)
+    many = ["a.jsonl", {"path": "b", "weight": 2, "split": "validation"}]
+    assert parse_specs(many, "data.train")[1] == SourceSpec("b", 2, "validation")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "data.train is not set"),
+        ([], "empty list"),
+        ([3], "3 is not a path or an object of path, weight"),
+        ([{"weight": 1}], "is not a path or an object"),
+        ([{"path": "a", "wieght": 1}], "is not a path or an object"),
+        ([{"path": "a", "weight": 0}], "weight of a is 0; give 0 to 1000"),
+        ([{"path": "a", "weight": "high"}], "weight of a is 'high'"),
+    ],
+)
+def test_wrong_specs(value, words):
+    with pytest.raises(ConfigError) as error:
+        parse_specs(value, "data.train")
+    assert words in str(error.value)
