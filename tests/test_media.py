@@ -70,6 +70,16 @@ def test_exif_orientation_has_a_switch(orientation, tmp_path):
     assert image_size(Image("turned.jpg"), off, "") == (24, 40)
 
 
+def test_a_png_is_measured_without_being_decoded(tmp_path):
+    """Only its first bytes are right; with EXIF in front, its orientation counts."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    policy = MediaPolicy(str(tmp_path))
+    for options, size in (({}, (400, 300)), ({"exif": exif}, (300, 400))):
+        file = encoded(noise(300, 400), **options)[:500]
+        assert image_size(Image(file), policy, "x:1") == size
+
+
 def test_all_ways_to_give_a_picture(tmp_path):
     file = encoded(noise())
     (tmp_path / "in").mkdir()

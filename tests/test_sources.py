@@ -147,6 +147,17 @@ def test_fields_that_only_other_records_have_are_left_out(tmp_path):
     assert source[1]["messages"][0]["content"] == [{"type": "image", "image": "b"}]
 
 
+def test_values_of_mixed_kinds_are_read(tmp_path):
+    """`datasets` keeps a column of strings and lists as JSON."""
+    lines = [say("user", "a"), {"role": "user", "content": [{"type": "image", "image": None}]}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": [line]}) + "\n" for line in lines))
+    table = datasets.Dataset.from_json(str(path), cache_dir=str(tmp_path / "hf"))
+    table.save_to_disk(tmp_path / "saved")
+    source = open_source(SourceSpec(str(tmp_path / "saved")), None, None)
+    assert [source[i]["messages"] for i in range(2)] == [[line] for line in lines]
+
+
 def test_tar_samples_with_pictures(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         add(tar, "0.jpg", png(0))

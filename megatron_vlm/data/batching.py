@@ -46,25 +46,37 @@ def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
 
 
 def group_rows(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> list[list[int]]:
-    """Neighbours in length, cut where a group would pass a limit or outgrow its rank's share."""
-    order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
-    total = sum(size.cost for size in sizes)
+    """Rows of neighbouring length, longest first, at least one group for each rank if there are as
+    many rows."""
+    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row].tokens, -sizes[row].cost, row))
+    if limits.tokens is None:
+        # Equal groups, as many for each rank as for any other.
+        count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
+        return [part.tolist() for part in np.array_split(order, min(count, len(sizes)))]
+    groups = _fill_groups(order, sizes, ranks, limits.tokens)
+    while len(groups) < min(ranks, len(sizes)):
+        widest = max(groups, key=len)
+        groups.remove(widest)
+        groups += [widest[::2], widest[1::2]]
+    return groups
+
+
+def _fill_groups(
+    order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
+) -> list[list[int]]:
+    """Groups cut where one would pass the limit, pad much, or outgrow its rank's share."""
     # A group above this could not be dealt out evenly any more; a single row may still be.
-    most_cost = total / ranks / _PIECES_PER_RANK if limits.tokens is not None else float("inf")
-    most_rows = min(limits.rows, math.ceil(len(sizes) / ranks))
+    most_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
     groups: list[list[int]] = []
     longest, cost = 0, 0.0
-    for row in reversed(order):
+    for row in order:
         size = sizes[row]
-        if limits.tokens is None:
-            fits = bool(groups) and len(groups[-1]) < most_rows
-        else:
-            fits = (
-                longest * (len(groups[-1]) + 1 if groups else 1) <= limits.tokens
-                and cost + size.cost <= most_cost
-                and longest - size.tokens <= _MOST_PADDING * longest
-            )
-        if not groups or not fits:
+        fits = groups and (
+            longest * (len(groups[-1]) + 1) <= tokens
+            and cost + size.cost <= most_cost
+            and longest - size.tokens <= _MOST_PADDING * longest
+        )
+        if not fits:
             groups.append([])
             longest, cost = size.tokens, 0.0
         groups[-1].append(row)

@@ -9,6 +9,8 @@ import binascii
 import io
 import urllib.parse
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,19 +57,28 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
 
 def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]:
     """(height, width) as the decoded picture will have them, from its header alone."""
-    with _open(image, policy, where) as opened:
+    with _opened(image, policy, where) as opened:
         width, height = opened.size
-        turned = policy.exif_orientation and opened.getexif().get(_ORIENTATION, 1) >= 5
+        # A PNG without EXIF in front of its pixels would be decoded to look behind them.
+        known = opened.format != "PNG" or "exif" in opened.info
+        turned = policy.exif_orientation and known and opened.getexif().get(_ORIENTATION, 1) >= 5
     return (width, height) if turned else (height, width)
 
 
 def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
     """The picture in RGB; a corrupt or truncated file is refused."""
+    with _opened(image, policy, where) as opened:
+        turned = PIL.ImageOps.exif_transpose(opened) if policy.exif_orientation else opened
+        turned.load()
+        return turned if turned.mode == "RGB" else turned.convert("RGB")
+
+
+@contextmanager
+def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image.Image]:
+    """The picture opened and closed again; what Pillow finds wrong inside names it."""
     try:
         with _open(image, policy, where) as opened:
-            turned = PIL.ImageOps.exif_transpose(opened) if policy.exif_orientation else opened
-            turned.load()
-            return turned if turned.mode == "RGB" else turned.convert("RGB")
+            yield opened
     except (OSError, SyntaxError, EOFError, IndexError, ValueError) as error:
         if isinstance(error, DataError):
             raise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow
 
 from megatron_vlm.data.files import scan_lines, unpacked
 from megatron_vlm.data.tar import TarSource
@@ -173,19 +174,30 @@ class TableSource:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return without_nulls(self.dataset[int(index)].to_pylist()[0])
+        return table_row(self.dataset[int(index)])
 
     def where(self, index: int) -> str:
         return f"{self.name}: row {index}"
 
 
-def without_nulls(value: Any) -> Any:
-    """Arrow gives every struct the fields of all structs, null where one has none: leave them out.
-    (Tool schemas and arguments that need a null are kept as JSON strings in such files.)"""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+def table_row(table: Any) -> dict[str, Any]:
+    """The one row of an Arrow table as plain values."""
+    row = zip(table.schema.names, table.schema.types, table.to_pylist()[0].values(), strict=True)
+    return {name: _plain(value, kind) for name, kind, value in row if value is not None}
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Arrow gives every struct the fields of all structs, null where one has none: they are left
+    out. `datasets` keeps values of mixed kinds as JSON: they are read, their nulls kept."""
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
+    if pyarrow.types.is_struct(kind):
+        present = (field for field in kind if value[field.name] is not None)
+        return {field.name: _plain(value[field.name], field.type) for field in present}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return [_plain(item, kind.value_type) for item in value]
     return value
 
 

@@ -5,6 +5,7 @@ depends on seed, epoch and its number alone; a run resumes at the start of its w
 over what it had of it, without opening a picture.
 """
 
+import copy
 import glob
 import itertools
 import os
@@ -25,7 +26,7 @@ from megatron_vlm.data.feed import Reader, make_reader
 from megatron_vlm.data.processes import as_it_is, start_server
 from megatron_vlm.data.progress import Position
 from megatron_vlm.data.sample import Dropped, Encoder, Sample
-from megatron_vlm.data.sources import SourceSpec, without_nulls
+from megatron_vlm.data.sources import SourceSpec, table_row
 from megatron_vlm.data.tar import join_members
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.flops import WorkModel
@@ -131,9 +132,11 @@ class _Records(IterableDataset[_Encoded]):
 
     def __iter__(self) -> Iterator[_Encoded]:
         place = self.start.stream or {"window": 0, "used": 0, "state": None}
+        # A data set remembers how far it was read, even over the next `iter`.
+        dataset = copy.deepcopy(self.dataset)
         if place["state"] is not None:
-            self.dataset.load_state_dict(place["state"])
-        records = iter(self.dataset)
+            dataset.load_state_dict(place["state"])
+        records = iter(dataset)
         size, state, used = self.cfg.shuffle_window, place["state"], place["used"]
         for window in itertools.count(place["window"]):
             raws = list(itertools.islice(records, size))
@@ -144,7 +147,7 @@ class _Records(IterableDataset[_Encoded]):
                     where = f"{self.name}: record {window * size + index}"
                     place = {"window": window, "used": count + 1, "state": state}
                     yield self._encode(raws[index], where, place)
-            state, used = self.dataset.state_dict(), 0
+            state, used = copy.deepcopy(dataset.state_dict()), 0  # it goes on changing
 
     def _order(self, window: int, length: int) -> list[int]:
         if not self.shuffle:
@@ -155,7 +158,7 @@ class _Records(IterableDataset[_Encoded]):
 
     def _encode(self, table: Any, where: str, place: dict[str, Any]) -> _Encoded:
         try:
-            raw = without_nulls(table.to_pylist()[0])
+            raw = table_row(table)
             if "__key__" in raw:  # a WebDataset sample
                 raw = join_members({k: v for k, v in raw.items() if k[:2] != "__"}, where)
             item = Item(raw, where, self.reader.encode(raw, where))

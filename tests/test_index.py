@@ -1,0 +1,232 @@
+# .venv/bin/python -m pytest tests/test_index.py
+"""The cache of encoded text: right, complete, and safe with many processes at once."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.data import index as indexing
+from megatron_vlm.data.feed import Reader
+from megatron_vlm.errors import DataError
+from tests.chats import CHATS, say
+from tests.sets import open_set, write_set
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(indexing, "CHUNK", 5)
+
+
+def samples(data):
+    """All that the index knows, by record."""
+    (index,) = data.indexes
+    return {
+        int(record): (s.ids_S.tolist(), s.trained_S.tolist(), s.image_grids, s.video_grids)
+        for record, s in zip(index.records, map(index.__getitem__, range(len(index))), strict=True)
+    }
+
+
+def test_the_index_is_what_the_reader_gives(tiny, tmp_path, small_chunks):
+    data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
+    (index,), (source,), (reader,) = data.indexes, data.sources, data.readers
+    assert len(index) == 23
+    for place in range(23):
+        record = int(index.records[place])
+        expected = reader.encode(source[record], "x")
+        found = index[place]
+        assert found.ids_S.tolist() == expected.ids_S.tolist()
+        assert found.trained_S.tolist() == expected.trained_S.tolist()
+        assert found.image_grids == expected.image_grids
+        assert index.tokens[place] == len(expected.ids_S)
+        assert index.supervised[place] == expected.num_supervised
+        assert index.patches[place] == expected.num_patches
+        assert index.patch_pairs[place] == expected.patch_pairs
+        assert index.images[place] == len(expected.image_grids)
+
+
+def encodes(monkeypatch):
+    """How often a record is encoded from now on."""
+    calls = []
+    encode = Reader.encode
+    monkeypatch.setattr(Reader, "encode", lambda *args: calls.append(args[2]) or encode(*args))
+    return calls
+
+
+def test_what_is_cached_is_not_encoded_again(tiny, tmp_path, small_chunks, monkeypatch):
+    path, cache = write_set(tmp_path), tmp_path / "cache"
+    calls = encodes(monkeypatch)
+    first = samples(open_set(path, tiny(), cache))
+    assert len(calls) == 23
+    assert samples(open_set(path, tiny(), cache)) == first
+    assert len(calls) == 23
+    one = next(cache.rglob("*.safetensors"))
+    one.unlink()
+    assert samples(open_set(path, tiny(), cache)) == first
+    assert len(calls) in (28, 26)  # one chunk of five, or the last one of three
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(path, copy / "other-name.jsonl")
+    open_set(str(copy / "other-name.jsonl"), tiny(), cache, image_root=str(tmp_path))
+    assert len(calls) <= 28  # the content counts, not the name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens": 100, "truncation": "drop"},
+        {"train_on": "last_assistant"},
+        {"special_tokens": "escape"},
+        {"min_pixels": 4096},
+        {"max_images": 3},
+        {"exif_orientation": False},
+    ],
+)
+def test_every_deciding_setting_makes_a_new_entry(change, tiny, tmp_path, monkeypatch):
+    path, cache = write_set(tmp_path), tmp_path / "cache"
+    open_set(path, tiny(), cache)
+    calls = encodes(monkeypatch)
+    open_set(path, tiny(), cache, **change)
+    assert len(calls) == 23
+
+
+def test_another_content_or_tokenizer_makes_a_new_entry(tiny, tmp_path, monkeypatch):
+    path, cache = write_set(tmp_path), tmp_path / "cache"
+    open_set(path, tiny(), cache)
+    calls = encodes(monkeypatch)
+    content = Path(path).read_text()
+    Path(path).write_text(content.replace("word", "Word", 1))
+    open_set(path, tiny(), cache)
+    assert len(calls) == 23
+    Path(path).write_text(content)
+    other = tmp_path / "other"
+    shutil.copytree(tiny(), other)
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template + "{# another #}")
+    open_set(path, str(other), cache)
+    assert len(calls) == 46
+
+
+def test_settings_that_decide_nothing_share_an_entry(tiny, tmp_path, monkeypatch):
+    path, cache = write_set(tmp_path), tmp_path / "cache"
+    open_set(path, tiny(), cache)
+    calls = encodes(monkeypatch)
+    open_set(path, tiny(), cache, seed=9, on_error="skip", prefetch=7)
+    assert not calls
+
+
+def test_without_a_cache_nothing_stays(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    path = write_set(tmp_path)
+    assert len(open_set(path, tiny(), None).order) == 23
+    assert not (tmp_path / "home").exists()
+
+
+def wrong_and_dropped(tmp_path):
+    import json
+
+    path = Path(write_set(tmp_path, 12))
+    lines = path.read_text().splitlines()
+    lines[3] = "not JSON"
+    lines[7] = json.dumps({"messages": [say("robot", "a")]})
+    lines[8] = json.dumps({"messages": [say("user", "a")]})  # nothing to learn
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_wrong_records_stop_a_run_by_default(tiny, tmp_path):
+    path = wrong_and_dropped(tmp_path)
+    with pytest.raises(DataError, match=r"train\.jsonl:4: not a line of JSON"):
+        open_set(path, tiny(), tmp_path / "cache")
+
+
+def test_wrong_records_are_skipped_and_counted(tiny, tmp_path, small_chunks):
+    path = wrong_and_dropped(tmp_path)
+    data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+    dropped, errors = data.faults()
+    assert dict(dropped) == {"nothing to learn": 1}
+    assert [error.split("train.jsonl")[1][:3] for error in errors] == [":4:", ":8:"]
+    assert sorted(data.indexes[0].records.tolist()) == [0, 1, 2, 4, 5, 6, 9, 10, 11]
+    assert len(data.order) == 9
+
+
+def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):
+    """A missing picture is not in the file's digest: its chunk must not be cached."""
+    path = write_set(tmp_path, 12)
+    away = tmp_path / "images" / "7-1.png"
+    away.rename(tmp_path / "away.png")
+    data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+    assert "no file images/7-1.png" in data.faults()[1][0]
+    (tmp_path / "away.png").rename(away)
+    assert len(open_set(path, tiny(), tmp_path / "cache").order) == 12
+
+
+def test_too_many_wrong_records_stop_a_run(tiny, tmp_path):
+    path = wrong_and_dropped(tmp_path)
+    with pytest.raises(
+        DataError, match=r"2 records are wrong, above data\.max_errors=1; the first"
+    ):
+        open_set(path, tiny(), tmp_path / "cache", on_error="skip", max_errors=1)
+
+
+def test_a_set_with_nothing_left_says_why(tiny, tmp_path):
+    path = write_set(tmp_path, 3)
+    with pytest.raises(DataError, match="no sample is left: 3 dropped"):
+        open_set(path, tiny(), tmp_path / "cache", max_tokens=3, truncation="drop")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"empty\.jsonl has no records"):
+        open_set(str(tmp_path / "empty.jsonl"), tiny(), tmp_path / "cache")
+
+
+def build(path, model, cache, share, results):
+    indexing.CHUNK = 2
+    results.put((share[0], samples(open_set(path, model, cache, share))))
+
+
+def test_many_processes_at_once(tiny, tmp_path):
+    """Four build one cache together; one more is killed while it does, again and again."""
+    path, model, cache = write_set(tmp_path, 60), tiny(), tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    builders = [
+        context.Process(target=build, args=(path, model, cache, (rank, 4), results))
+        for rank in range(4)
+    ]
+    victim = context.Process(target=build, args=(path, model, cache, (2, 4), results))
+    victim.start()
+    while not list(cache.rglob("*.safetensors")):
+        time.sleep(0.005)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+    for builder in builders:
+        builder.start()
+    found = [results.get()[1] for _ in builders]
+    for builder in builders:
+        builder.join()
+    assert all(one == found[0] for one in found)
+    assert len(found[0]) == 60
+
+
+def test_a_cached_sample_whose_image_changed_is_an_error(tiny, tmp_path):
+    path = write_set(tmp_path, 4)
+    data = open_set(path, tiny(), tmp_path / "cache")
+    shutil.copy(tmp_path / "images" / "3-2.png", tmp_path / "other.png")
+    from tests.chats import picture
+
+    picture(200, 200).save(tmp_path / "images" / "1-0.png")
+    with pytest.raises(DataError, match=r"the file has changed; delete data\.cache_dir"):
+        data.row((0, 1))
+
+
+def test_every_chat_survives_the_cache(tiny, tmp_path):
+    import json
+
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in CHATS.values()))
+    data = open_set(str(path), tiny(), tmp_path / "cache")
+    corpus = json.loads((Path(__file__).parent / "golden" / "chat_ids.json").read_text())
+    assert [ids for ids, *_ in samples(data).values()] == [corpus[name] for name in CHATS]

@@ -1,0 +1,321 @@
+# .venv/bin/python -m pytest tests/test_loader.py
+"""From disk to the ranks: one order whatever the layout, exact resume, one decode a sample."""
+
+import datasets
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_vlm.data import feed
+from megatron_vlm.data.batching import Limits
+from megatron_vlm.data.loader import Loader, Replica
+from megatron_vlm.data.progress import Position
+from megatron_vlm.data.share import is_loader, share_batch
+from megatron_vlm.errors import DataError
+from megatron_vlm.worker import MegatronWorker
+from tests.runs import call
+from tests.sets import data_config, open_set, write_set
+from tests.test_parity import layout
+
+LIMITS = Limits(tokens=300)
+
+
+def rows_of(batch):
+    """The rows of a step's micro-batches as (place, ids, patches)."""
+    found = []
+    for part in batch.micro_batches:
+        for place, length, tokens in zip(part.rows, part.lengths, part.tokens_BS5, strict=False):
+            found.append((place, tokens[:length].tolist()))
+    return sorted(found)
+
+
+def load(path, model, cache, ranks=1, start=Position(), epochs=2, batch=8, train=True, **options):
+    """Each step's rows over all replicas, and the position after it."""
+    data = open_set(path, model, cache, train=train, **options)
+    cfg = data_config(cache, **options)
+    loaders = [
+        Loader(data, cfg, batch, LIMITS, Replica(rank, ranks), start, epochs)
+        for rank in range(ranks)
+    ]
+    steps = []
+    for parts in zip(*loaders, strict=True):
+        assert len({part.after == parts[0].after for part in parts}) == 1
+        steps.append((sorted(row for part in parts for row in rows_of(part)), parts[0].after))
+    return steps
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    return write_set(folder), folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def expected(dataset, tiny):
+    return load(dataset[0], tiny(), dataset[1])
+
+
+def test_steps_and_epochs(expected):
+    assert [len(rows) for rows, _ in expected] == [8, 8, 7, 8, 8, 7]  # the last one is not filled
+    assert [after.epoch for _, after in expected] == [0, 0, 1, 1, 1, 2]
+    for epoch in (expected[:3], expected[3:]):
+        ids = [str(row[1]) for rows, _ in epoch for row in rows]
+        assert len(set(ids)) == 23  # each sample once, none twice
+    assert expected[0][0] != expected[3][0]  # another order in the second epoch
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 16])
+def test_the_order_does_not_depend_on_the_data_parallel_degree(ranks, dataset, expected, tiny):
+    assert load(dataset[0], tiny(), dataset[1], ranks) == expected
+
+
+def test_the_order_does_not_depend_on_worker_processes(dataset, expected, tiny):
+    assert load(dataset[0], tiny(), dataset[1], num_workers=2) == expected
+
+
+@pytest.mark.parametrize("done", range(1, 6))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_resume_goes_on_exactly(done, ranks, dataset, expected, tiny):
+    start = expected[done - 1][1]
+    assert load(dataset[0], tiny(), dataset[1], ranks, start) == expected[done:]
+
+
+def count_decodes(monkeypatch):
+    opened = []
+    read = feed.read_image
+    monkeypatch.setattr(feed, "read_image", lambda *args: opened.append(args[2]) or read(*args))
+    return opened
+
+
+def test_resume_decodes_nothing_that_was_consumed(dataset, expected, tiny, monkeypatch):
+    """Two steps of the second epoch are left: the pictures of their rows, and no others."""
+    opened = count_decodes(monkeypatch)
+    rest = load(dataset[0], tiny(), dataset[1], 1, expected[3][1])
+    data = open_set(dataset[0], tiny(), dataset[1])
+    left = data.indexes[0].records[data.order.epoch(1)[8:, 1]].tolist()
+    expected_lines = sorted(line + 1 for line in left for _ in range(line % 4))
+    assert (
+        sorted(int(place.split("train.jsonl:")[1].split(":")[0]) for place in opened)
+        == expected_lines
+    )
+    assert sum(len(rows) for rows, _ in rest) == len(left) == 15
+
+
+def test_evaluation_is_in_order(dataset, tiny):
+    data = open_set(dataset[0], tiny(), dataset[1], train=False)
+    assert data.order.epoch(0)[:, 1].tolist() == list(range(23))
+
+
+def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
+    """Its header is fine, so only decoding finds out."""
+    path = write_set(tmp_path, 6)
+    broken = tmp_path / "images" / "3-1.png"
+    broken.write_bytes(broken.read_bytes()[:-2000])
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:4: image 1: images/3-1\.png cannot be decoded"
+    ):
+        load(path, tiny(), tmp_path / "cache")
+    data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+    loader = Loader(data, data_config(None, on_error="skip"), 6, LIMITS, epochs=1)
+    (step,) = loader
+    assert len(rows_of(step)) == 5
+    assert "images/3-1.png cannot be decoded" in step.skipped[0] == loader.errors[0]
+    strict = data_config(None, on_error="skip", max_errors=0)
+    with pytest.raises(DataError, match=r"above data\.max_errors=0"):
+        list(Loader(data, strict, 6, LIMITS, epochs=1))
+
+
+def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
+    """What one rank of TP2 x PP2 opened and got."""
+    opened = []
+    read = feed.read_image
+    feed.read_image = lambda *args: opened.append(args[2]) or read(*args)
+    try:
+        device = worker.platform.device
+        steps, losses = [], []
+        batches = None
+        if is_loader():
+            data = open_set(path, model, cache)
+            batches = iter(Loader(data, data_config(cache), 8, LIMITS, epochs=1))
+        for _ in range(3):
+            mine = None
+            if batches is not None:
+                batch = next(batches)
+                mine = (batch.micro_batches, batch.after)
+            shared, _ = share_batch(mine, device)
+            steps.append(
+                [(b.tokens_BS5.tolist(), b.rows, b.pixel_values_PC is not None) for b in shared]
+            )
+            losses.append(worker.forward_backward(shared).loss)
+    finally:
+        feed.read_image = read
+    return {
+        "opened": opened,
+        "steps": steps,
+        "losses": losses,
+        "first": parallel_state.is_pipeline_first_stage(),
+    }
+
+
+class _Sharing:
+    """A callable for the pool that carries its arguments."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __call__(self, worker):
+        return _shared(worker, *self.args)
+
+
+def test_one_decode_a_sample_at_tp2_pp2(dataset, tiny, pool):
+    path, cache = dataset
+    sharing = _Sharing(path, tiny(), cache)
+    answers = pool.run(call, 4, tiny(), layout(tp=2, pp=2), sharing)
+    images = sum(row % 4 for row in range(23))
+    assert [len(answer["opened"]) for answer in answers] == [images, 0, 0, 0]
+    assert len(set(answers[0]["opened"])) == images
+    for answer in answers:
+        assert [[part[:2] for part in step] for step in answer["steps"]] == [
+            [part[:2] for part in step] for step in answers[0]["steps"]
+        ]
+        pixels = [part[2] for step in answer["steps"] for part in step]
+        assert any(pixels) == answer["first"]
+    (alone,) = pool.run(call, 1, tiny(), layout(), sharing)
+    assert answers[0]["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+
+
+def _fails(worker: MegatronWorker) -> str:
+    mine = DataError("train.jsonl:4: is broken") if is_loader() else None
+    try:
+        share_batch(mine, worker.platform.device)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_the_loading_rank_is_raised_on_all(tiny, pool):
+    assert pool.run(call, 4, tiny(), layout(tp=2, pp=2), _fails) == ["train.jsonl:4: is broken"] * 4
+
+
+class _Grouped:
+    """Losses of the same global batches under several groupings."""
+
+    def __init__(self, path, model, cache):
+        self.args = (path, model, cache)
+
+    def __call__(self, worker):
+        path, model, cache = self.args
+        rank = parallel_state.get_data_parallel_rank()
+        count = parallel_state.get_data_parallel_world_size()
+        data = open_set(path, model, cache)
+        found = []
+        for limits in (Limits(1), Limits(3), Limits(100), Limits(tokens=300), Limits(tokens=2000)):
+            loader = Loader(data, data_config(cache), 11, limits, Replica(rank, count), epochs=1)
+            found.append([worker.forward_backward(step.micro_batches).loss for step in loader])
+        return found
+
+
+def test_the_loss_does_not_depend_on_the_grouping(dataset, tiny, pool):
+    grouped = _Grouped(dataset[0], tiny(), dataset[1])
+    (alone,) = pool.run(call, 1, tiny(), layout(), grouped)
+    # 23 samples in batches of 11: the last has one row, and at DP2 a rank has none.
+    assert [len(losses) for losses in alone] == [3] * 5
+    for losses in alone:
+        assert losses == pytest.approx(alone[0], rel=1e-6)
+    for answer in pool.run(call, 2, tiny(), layout(dp=2), grouped):
+        for losses in answer:
+            assert losses == pytest.approx(alone[0], rel=1e-6)
+
+
+def _restored(worker: MegatronWorker) -> list[torch.Tensor]:
+    from tests.batches import MIXED, make_rows
+
+    return worker.forward(make_rows(MIXED))
+
+
+class _Planned:
+    def __init__(self, path, model, cache):
+        self.args = (path, model, cache)
+
+    def __call__(self, worker):
+        path, model, cache = self.args
+        data = open_set(path, model, cache)
+        found = []
+        for limits in (Limits(100), Limits(tokens=300)):
+            (step, *_) = Loader(data, data_config(cache), 23, limits, epochs=1)
+            found.append(worker.forward(step.micro_batches))
+        return found
+
+
+def test_log_probs_come_in_the_order_of_the_batch(dataset, tiny, pool):
+    """Whatever the grouping: row i is sample i of the global batch."""
+    ((whole, grouped),) = pool.run(
+        call, 1, tiny(), layout(), _Planned(dataset[0], tiny(), dataset[1])
+    )
+    data = open_set(dataset[0], tiny(), dataset[1])
+    order = data.order.epoch(0)[:, 1]
+    assert [len(row) for row in whole] == data.indexes[0].tokens[order].tolist()
+    for one, other in zip(whole, grouped, strict=True):
+        assert torch.allclose(one, other, atol=5e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    write_set(folder)
+    datasets.disable_progress_bars()
+    table = datasets.load_dataset(
+        "json", data_files=str(folder / "train.jsonl"), split="train", cache_dir=str(folder / "hf")
+    )
+    for shard in range(3):
+        table.shard(3, shard).to_parquet(folder / f"{shard}.parquet")
+    spec = {"path": str(folder / "*.parquet"), "streaming": True, "image_root": str(folder)}
+    return spec, folder / "cache"
+
+
+def test_a_stream_gives_each_sample_once(stream, expected, tiny):
+    steps = load(*stream_args(stream, tiny), shuffle_window=6)
+    assert [len(rows) for rows, _ in steps] == [8, 8, 7, 8, 8, 7]
+    for epoch, theirs in ((steps[:3], expected[:3]), (steps[3:], expected[3:])):
+        ours = sorted(str(row[1]) for rows, _ in epoch for row in rows)
+        assert ours == sorted(str(row[1]) for rows, _ in theirs for row in rows)
+    assert steps[0][0] != steps[3][0]
+
+
+def stream_args(stream, tiny):
+    return stream[0], tiny(), stream[1]
+
+
+@pytest.mark.parametrize("done", [1, 2, 3, 5])
+def test_a_stream_resumes_exactly(done, stream, tiny, monkeypatch):
+    steps = load(*stream_args(stream, tiny), shuffle_window=6)
+    opened = count_decodes(monkeypatch)
+    assert load(*stream_args(stream, tiny), 1, steps[done - 1][1], shuffle_window=6) == steps[done:]
+    images = sum(row % 4 for row in range(23))
+    assert len(opened) < 2 * images - (done > 2) * images + 1
+    for ranks in (2, 3):
+        rest = load(*stream_args(stream, tiny), ranks, steps[done - 1][1], shuffle_window=6)
+        assert rest == steps[done:]
+
+
+def test_a_stream_with_worker_processes(stream, tiny):
+    args = stream_args(stream, tiny)
+    assert load(*args, shuffle_window=6, num_workers=2) == load(*args, shuffle_window=6)
+
+
+def test_mixed_streams(stream, tiny):
+    spec, cache = stream
+    both = [{**spec, "weight": 3}, {**spec, "weight": 1}]
+    steps = load(both, tiny(), cache, epochs=1)
+    assert sum(len(rows) for rows, _ in steps) == 46
+    again = load(both, tiny(), cache, 1, steps[2][1], epochs=1)
+    assert again == steps[3:]
+
+
+def test_errors_of_a_stream(stream, tiny, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "completion": "c"}\n')
+    spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
+    with pytest.raises(DataError, match=r"a\.jsonl: record 0: the keys"):
+        load(spec, tiny(), tmp_path, shuffle=False)
+    steps = load(spec, tiny(), tmp_path, shuffle=False, on_error="skip", epochs=1)
+    assert [len(rows) for rows, _ in steps] == [1]

@@ -1,0 +1,207 @@
+# .venv/bin/python -m pytest tests/test_sample.py
+"""Truncation never cuts an image; sizes and patches equal Hugging Face's whatever the picture."""
+
+from dataclasses import replace
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
+
+from megatron_vlm.data.images import (
+    ImageSettings,
+    expand_patches,
+    image_patches,
+    normalisation_table,
+)
+from megatron_vlm.data.sample import Dropped, Sample, Span, cut_sample
+from megatron_vlm.errors import ConfigError, DataError
+from tests.chats import image, say, text
+from tests.test_chat import reader  # noqa: F401 - a fixture
+
+PAD, VIDEO, TEXT = 1, 2, 0
+PIECES = st.lists(
+    st.one_of(
+        st.integers(1, 9).map(lambda n: ("text", n)),
+        st.integers(1, 6).map(lambda n: ("image", n)),
+        st.integers(1, 6).map(lambda n: ("video", n)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def build(pieces, trained_seed):
+    """A sample of text, images and videos in this order, and where those stand."""
+    ids, spans, images, videos = [], [], [], []
+    for kind, count in pieces:
+        if kind == "text":
+            ids += [TEXT] * count
+            continue
+        spans.append(Span(kind, len(ids), len(ids) + count))
+        ids += [PAD if kind == "image" else VIDEO] * count
+        (images if kind == "image" else videos).append((1, 2, 2 * count))
+    ids = np.array(ids, dtype=np.int32)
+    trained = (np.random.default_rng(trained_seed).random(len(ids)) < 0.4) & (ids == TEXT)
+    return Sample(ids, trained, tuple(images), tuple(videos)), spans
+
+
+@settings(max_examples=400, deadline=None)
+@given(PIECES, st.integers(1, 80), st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 9))
+def test_a_cut_is_the_longest_that_is_safe(pieces, max_tokens, max_images, seed):
+    sample, spans = build(pieces, seed)
+    cut = cut_sample(sample, spans, max_tokens, max_images)
+    end = len(cut.ids_S)
+    # A beginning of the sample, with its own trained tokens.
+    assert cut.ids_S.tolist() == sample.ids_S[:end].tolist()
+    assert cut.trained_S.tolist() == sample.trained_S[:end].tolist()
+    # Patches left are those of the placeholders left, image by image.
+    assert int((cut.ids_S == PAD).sum()) == sum(h * w // 4 for _, h, w in cut.image_grids)
+    assert int((cut.ids_S == VIDEO).sum()) == sum(h * w // 4 for _, h, w in cut.video_grids)
+    assert cut.image_grids == sample.image_grids[: len(cut.image_grids)]
+    assert end <= max_tokens
+    assert max_images is None or len(cut.image_grids) <= max_images
+
+    def safe(place):
+        images = sum(s.kind == "image" and s.end <= place for s in spans)
+        inside = any(s.start < place < s.end for s in spans)
+        return place <= max_tokens and not inside and images <= (max_images or 99)
+
+    longest = max((p for p in range(len(sample.ids_S) + 1) if safe(p)), default=0)
+    if max_images is None:
+        assert end == longest
+    else:  # nothing of an image too many is left, nor what follows it
+        assert end <= longest and safe(end)
+
+
+def record(images, words=3):
+    parts = [image(64, 64, seed) for seed in range(images)]
+    return {
+        "messages": [
+            say("user", text("a"), parts[0], text("b")),
+            say("assistant", "x" * words),
+            say("user", *parts[1:], text("c")),
+            say("assistant", "y"),
+        ]
+    }
+
+
+def test_image_safe_keeps_the_first_turn_whole(reader):  # noqa: F811
+    whole = reader().encode(record(3), "x:1")
+    token = reader().encoder.renderer.tokenizer.convert_tokens_to_ids
+    second = whole.ids_S.tolist().index(token("<|vision_start|>"), 10)
+    third = whole.ids_S.tolist().index(token("<|vision_start|>"), second + 1)
+    for limit, kept, length in (
+        (second + 3, 1, second),  # inside the second image: it leaves with its bracket
+        (second + 1, 1, second),
+        (second, 1, second),
+        (third - 1, 1, second),  # one short of its closing bracket
+        (third, 2, third),
+        (third + 1, 2, third),
+        (len(whole.ids_S) - 1, 3, len(whole.ids_S) - 1),
+    ):
+        ours = reader(truncation="image_safe", max_tokens=limit)
+        sample = ours.encode(record(3), "x:1")
+        assert (len(sample.image_grids), len(sample.ids_S)) == (kept, length)
+        row = ours.row(record(3), "x:1", sample).row
+        assert len(row.pixel_values_PC) == 16 * kept
+
+
+def test_too_many_images(reader):  # noqa: F811
+    for truncation, error, words in (
+        ("error", DataError, "x:1: 3 images, above data.max_images=2; raise the limit"),
+        ("drop", Dropped, "above data.max_tokens or data.max_images"),
+    ):
+        with pytest.raises(error) as found:
+            reader(truncation=truncation, max_images=2).encode(record(3), "x:1")
+        assert words in str(found.value)
+    sample = reader(truncation="image_safe", max_images=2).encode(record(3), "x:1")
+    assert len(sample.image_grids) == 2
+
+
+def test_too_long(reader):  # noqa: F811
+    with pytest.raises(DataError, match=r"x:1: \d+ tokens, above data\.max_tokens=20; raise"):
+        reader(max_tokens=20).encode(record(2), "x:1")
+    with pytest.raises(Dropped, match="nothing left to learn after the cut"):
+        reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
+
+
+SETTINGS = ImageSettings(min_pixels=4096, max_pixels=200_000)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_sizes_equal_hugging_face(height, width):
+    if max(height, width) > 200 * min(height, width):
+        return
+    expected = smart_resize(height, width, 32, SETTINGS.min_pixels, SETTINGS.max_pixels)
+    assert SETTINGS.resized(height, width) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 99), st.booleans())
+def test_patches_equal_hugging_face_bit_for_bit(height, width, seed, clip):
+    if max(height, width) > 200 * min(height, width):
+        return
+    mean, std = ((0.481, 0.458, 0.408), (0.269, 0.261, 0.276)) if clip else ((0.5,) * 3, (0.5,) * 3)
+    chosen = replace(SETTINGS, mean=mean, std=std)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        size={"shortest_edge": chosen.min_pixels, "longest_edge": chosen.max_pixels},
+        image_mean=list(mean),
+        image_std=list(std),
+    )
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    picture = PIL.Image.fromarray(values)
+    expected = processor(images=[picture], return_tensors="pt")
+    patches = torch.from_numpy(image_patches(picture, chosen))
+    table = normalisation_table(mean, std, chosen.rescale_factor)
+    assert torch.equal(expand_patches(patches, table, 1536), expected["pixel_values"])
+    assert chosen.grid(height, width) == tuple(expected["image_grid_thw"][0].tolist())
+
+
+def test_video_patches_expand_without_repeating():
+    patches = torch.arange(2 * 1536).remainder(256).to(torch.uint8).view(2, 1536)
+    table = normalisation_table((0.5,) * 3, (0.5,) * 3, 1 / 255)
+    expected = (patches.double() / 255).float().sub(0.5).div(0.5)
+    assert torch.equal(expand_patches(patches, table, 1536), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"do_resize": False}, "do_resize is False; only true is supported"),
+        ({"size": {"shortest_edge": 9999, "longest_edge": 99}}, "min_pixels=9999 is above"),
+        (None, "the checkpoint's image processor settings are needed"),
+    ],
+)
+def test_image_settings_that_cannot_be(change, words, tmp_path):
+    import json
+
+    if change is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
+    with pytest.raises(ConfigError, match=words):
+        ImageSettings.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"truncation": "cut"},
+        {"special_tokens": "allow"},
+        {"on_error": "ignore"},
+        {"train_on": "assistant"},
+        {"train_on": ["robot"]},
+        {"max_tokens": 0},
+        {"num_workers": -1},
+    ],
+)
+def test_wrong_data_settings_name_their_key(change, reader):  # noqa: F811
+    with pytest.raises(ConfigError, match=f"data.{next(iter(change))}="):
+        reader(**change)
