@@ -290,12 +290,18 @@ def stream_args(stream, tiny):
 def test_a_stream_resumes_exactly(done, stream, tiny, monkeypatch):
     steps = load(*stream_args(stream, tiny), shuffle_window=6)
     opened = count_decodes(monkeypatch)
-    assert load(*stream_args(stream, tiny), 1, steps[done - 1][1], shuffle_window=6) == steps[done:]
+    rest = load(*stream_args(stream, tiny), 1, steps[done - 1][1], shuffle_window=6)
+    assert without_state(rest) == without_state(steps[done:])
     images = sum(row % 4 for row in range(23))
     assert len(opened) < 2 * images - (done > 2) * images + 1
     for ranks in (2, 3):
         rest = load(*stream_args(stream, tiny), ranks, steps[done - 1][1], shuffle_window=6)
-        assert rest == steps[done:]
+        assert without_state(rest) == without_state(steps[done:])
+
+
+def without_state(steps):
+    """`datasets` may write the same place of a stream in two ways."""
+    return [(rows, after.epoch, after.taken) for rows, after in steps]
 
 
 def test_a_stream_with_worker_processes(stream, tiny):
@@ -309,7 +315,7 @@ def test_mixed_streams(stream, tiny):
     steps = load(both, tiny(), cache, epochs=1)
     assert sum(len(rows) for rows, _ in steps) == 46
     again = load(both, tiny(), cache, 1, steps[2][1], epochs=1)
-    assert again == steps[3:]
+    assert without_state(again) == without_state(steps[3:])
 
 
 def test_errors_of_a_stream(stream, tiny, tmp_path):
