@@ -36,6 +36,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
+	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/hf_ratio.py
 
 clean:

@@ -4,11 +4,8 @@ weights, rows and work, one process each, step by step in turns so that a noisy 
 make bench   (or: .venv/bin/python benchmarks/hf_ratio.py)
 """
 
-import datetime
-import json
 import math
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -18,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from record import record
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
@@ -28,8 +26,6 @@ from megatron_vlm.hf.source import Source
 from megatron_vlm.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
 from megatron_vlm.worker import MegatronWorker
 
-DOC = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-BEGIN, END = "<!-- hf_ratio begin -->", "<!-- hf_ratio end -->"
 WARM_UP, REPEATS = 2, 10
 LEARNING_RATE = 1e-5
 MICRO_BATCH = 2
@@ -197,7 +193,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     for suffix, spec in SPECS.items():
         figures |= figures_of(spec, suffix)
-    write(figures)
+    record("hf_ratio", figures)
 
 
 def shapes(path: str) -> list[tuple[int, ...]]:
@@ -205,30 +201,6 @@ def shapes(path: str) -> list[tuple[int, ...]]:
     source = Source(path)
     source.read_headers()
     return [info.shape for info in source.tensors.values()]
-
-
-def write(figures: dict[str, float]) -> None:
-    """The flat object for tools, and the table for people."""
-    Path(".bench").mkdir(exist_ok=True)
-    Path(".bench/latest.json").write_text(json.dumps(figures, indent=2) + "\n")
-    lines = [f"| {key} | {value:,.2f} |" for key, value in figures.items()]
-    table = "\n".join(["| figure | value |", "|---|---|", *lines])
-    print(table)
-    text = DOC.read_text() if DOC.exists() else f"{BEGIN}\n{END}\n"
-    head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    where = (
-        f"{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    )
-    DOC.write_text(f"{head}{BEGIN}\n\nMeasured {where}.\n\n{table}\n\n{END}{tail}")
-
-
-def cpu_name() -> str:
-    """The processor, as Linux names it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown CPU"
 
 
 if __name__ == "__main__":

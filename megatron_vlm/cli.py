@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import fields
+from typing import Any
 
 from megatron_vlm import __version__
 from megatron_vlm.errors import MegatronVLMError
@@ -10,7 +11,7 @@ from megatron_vlm.errors import MegatronVLMError
 
 def main(argv: list[str] | None = None) -> int:
     """Parse and run; the exit status."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         return args.run(args)
     except MegatronVLMError as error:
@@ -20,15 +21,34 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    from megatron_vlm.tiny import TinySpec
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Overrides may stand among and behind the options."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    if unknown or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+    if rest:
+        args.overrides += rest
+    return args
 
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-vlm", description="Fine-tune Qwen3-VL on Megatron-Core."
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_tiny(commands)
+    _add_shapes(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _add_tiny(commands: Any) -> None:
+    from megatron_vlm.tiny import TinySpec
+
     tiny = commands.add_parser(
         "tiny",
         help="write a complete random Qwen3-VL checkpoint, small enough for a laptop",
@@ -45,7 +65,53 @@ def _parser() -> argparse.ArgumentParser:
         else:
             tiny.add_argument(option, type=int, default=item.default, help=item.name)
     tiny.set_defaults(run=_tiny)
-    return parser
+
+
+def _add_shapes(commands: Any) -> None:
+    shapes = commands.add_parser(
+        "shapes",
+        help="write the demo set: coloured shapes and questions about them",
+        description="Write train.jsonl, eval.jsonl and images/ with questions about the colour, "
+        "shape, count and position of coloured shapes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    shapes.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
+    shapes.add_argument("--train", type=int, default=2000, help="records to learn from")
+    shapes.add_argument("--eval", type=int, default=200, help="records held out")
+    shapes.add_argument("--seed", type=int, default=0, help="of the pictures and questions")
+    shapes.set_defaults(run=_shapes)
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="print what the model will see of a data set",
+        description="Print rendered turns with the trained tokens coloured, sizes over the set, "
+        "what was dropped and why, and the padding and balance of its batches.",
+        epilog="example: megatron-vlm inspect data.train=chats.jsonl model.path=DIR --html a.html",
+    )
+    inspect.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
+    inspect.add_argument("--config", default="train", help="recipe in configs/ (default: train)")
+    inspect.add_argument("--html", metavar="FILE", help="write one self-contained page, too")
+    inspect.add_argument("--samples", type=int, default=3, help="how many to show (default: 3)")
+    inspect.add_argument("--sample", type=int, help="show this one alone")
+    inspect.add_argument("--ranks", type=int, default=1, help="data parallel ranks to plan for")
+    inspect.set_defaults(run=_inspect)
+
+
+def _shapes(args: argparse.Namespace) -> int:
+    from megatron_vlm.shapes import ShapesSpec, write_shapes
+
+    write_shapes(args.out, ShapesSpec(train=args.train, eval=args.eval, seed=args.seed))
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megatron_vlm.inspect.command import run_inspect
+
+    run_inspect(args.overrides, args.config, args.html, args.samples, args.sample, args.ranks)
+    return 0
 
 
 def _tiny(args: argparse.Namespace) -> int:

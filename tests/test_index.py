@@ -144,12 +144,15 @@ def test_wrong_records_stop_a_run_by_default(tiny, tmp_path):
         open_set(path, tiny(), tmp_path / "cache")
 
 
-def test_wrong_records_are_skipped_and_counted(tiny, tmp_path, small_chunks):
+def test_wrong_records_are_skipped_and_counted(tiny, tmp_path, small_chunks, caplog):
+    caplog.set_level("INFO", "megatron_vlm.data")
     path = wrong_and_dropped(tmp_path)
     data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
     dropped, errors = data.faults()
     assert dict(dropped) == {"nothing to learn": 1}
     assert [error.split("train.jsonl")[1][:3] for error in errors] == [":4:", ":8:"]
+    assert f"dropped {path}:9: nothing to learn" in caplog.messages
+    assert f"skipped {errors[0]}" in caplog.messages
     assert sorted(data.indexes[0].records.tolist()) == [0, 1, 2, 4, 5, 6, 9, 10, 11]
     assert len(data.order) == 9
 

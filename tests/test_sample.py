@@ -7,7 +7,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
@@ -25,6 +25,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import image, say, text
 from tests.test_chat import reader  # noqa: F401 - a fixture
 
+PICTURES = [image(*size) for size in ((64, 64), (100, 60), (40, 90), (33, 32))]
 PAD, VIDEO, TEXT = 1, 2, 0
 PIECES = st.lists(
     st.one_of(
@@ -130,6 +131,54 @@ def test_too_long(reader):  # noqa: F811
         reader(max_tokens=20).encode(record(2), "x:1")
     with pytest.raises(Dropped, match="nothing left to learn after the cut"):
         reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
+
+
+UNLIMITED = {"max_tokens": 9999, "max_images": None, "truncation": "error"}
+
+
+@pytest.fixture(scope="module")
+def escaping(reader):  # noqa: F811
+    return reader(special_tokens="escape")
+
+
+WORDS = st.text(alphabet="ab \n.é三<|>", max_size=12) | st.just("<|im_end|>\n<|im_start|>user\n")
+PARTS = st.lists(
+    st.one_of(WORDS.map(text), st.integers(0, 3).map(PICTURES.__getitem__)), max_size=4
+)
+TURNS = st.lists(st.tuples(PARTS, WORDS), min_size=1, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(turns=TURNS, max_tokens=st.integers(5, 120), max_images=st.sampled_from([None, 1, 2]))
+def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
+    """Whatever the record: placeholders count what the patches left make, and something is left
+    to learn, or the record is dropped."""
+    messages = []
+    for parts, answer in turns:
+        messages += [say("user", *parts, text("?")), say("assistant", answer + "!")]
+    ours = escaping
+    ours.encoder.cfg = replace(ours.encoder.cfg, **UNLIMITED)
+    whole = ours.encode({"messages": messages}, "x:1")
+    limits = {"max_tokens": max_tokens, "max_images": max_images, "truncation": "image_safe"}
+    ours.encoder.cfg = replace(ours.encoder.cfg, **limits)
+    try:
+        sample = ours.encode({"messages": messages}, "x:1")
+    except Dropped:
+        assert not whole.trained_S[1:max_tokens].any() or whole.image_grids
+        return
+    assert len(sample.ids_S) <= max_tokens and sample.num_supervised
+    assert whole.ids_S[: len(sample.ids_S)].tolist() == sample.ids_S.tolist()
+    assert max_images is None or len(sample.image_grids) <= max_images
+    row = ours.row({"messages": messages}, "x:1", sample).row  # counts every image's placeholders
+    patches = 0 if row.pixel_values_PC is None else len(row.pixel_values_PC)
+    renderer = ours.encoder.renderer
+    assert patches == 4 * int((row.ids_S == renderer.image_id).sum())
+    opened, closed = (
+        int((row.ids_S == token).sum())
+        for token in (renderer.vision_start_id, renderer.vision_end_id)
+    )
+    assert opened == closed == len(sample.image_grids)
+    assert len(renderer.tokenizer.decode(whole.ids_S).split("<|im_start|>")) >= 2 * len(turns)
 
 
 SETTINGS = ImageSettings(min_pixels=4096, max_pixels=200_000)

@@ -1,5 +1,6 @@
 """All sources of data.train, or of one evaluation set, as one ordered set of samples."""
 
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from megatron_vlm.data.sources import Source, open_source, parse_specs
 from megatron_vlm.data.stream import StreamSet, open_stream
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.flops import WorkModel
+
+log = logging.getLogger("megatron_vlm.data")
 
 Handle = tuple[int, int]  # (source, sample)
 
@@ -60,8 +63,9 @@ class DataSet:
 
     def faults(self) -> tuple[Counter[str], list[str]]:
         """Dropped samples by rule, and the errors of wrong ones, over all sources."""
-        dropped = sum((index.faults.dropped for index in self.indexes), Counter[str]())
-        return dropped, [error for index in self.indexes for error in index.faults.errors]
+        faults = [index.faults for index in self.indexes]
+        dropped = Counter(rule for fault in faults for _, rule in fault.dropped)
+        return dropped, [error for fault in faults for error in fault.errors]
 
 
 def open_data(
@@ -94,6 +98,11 @@ def open_data(
     if train:
         order = Order(lengths, tuple(spec.weight for spec in specs), cfg.seed, cfg.shuffle)
     data = DataSet(sources, readers, indexes, order, WorkModel.of(hf_config))
+    for index in indexes:
+        for where, rule in index.faults.dropped:
+            log.info("dropped %s: %s", where, rule)
+        for error in index.faults.errors:
+            log.warning("skipped %s", error)
     check_errors(data.faults()[1], cfg)
     if not len(order):
         dropped, errors = data.faults()

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,10 +41,10 @@ _DECIDING = [
 
 @dataclass(frozen=True)
 class Faults:
-    """What was left out, and why."""
+    """What was left out, and why, each as it is told to people."""
 
-    dropped: Counter[str]  # by rule
-    errors: tuple[str, ...]  # messages of records that are wrong
+    dropped: tuple[tuple[str, str], ...]  # place and rule
+    errors: tuple[str, ...]  # place and mistake
 
 
 class Index:
@@ -65,7 +64,7 @@ class Index:
             for name in ("supervised", "patches", "patch_pairs", "images")
         )
         self.faults = Faults(
-            sum((Counter(part["dropped"]) for part in parts), Counter()),
+            tuple((where, rule) for part in parts for where, rule in part["dropped"]),
             tuple(message for part in parts for message in part["errors"]),
         )
 
@@ -144,7 +143,7 @@ class Chunk:
     """Encoded records of one chunk."""
 
     samples: list[tuple[int, Sample]]  # with the record's place in the chunk
-    dropped: Counter[str]
+    dropped: list[tuple[str, str]]
     faults: list[str]
 
     def save(self, path: Path) -> None:
@@ -185,15 +184,15 @@ class Chunk:
 def encode_chunk(source: Source, reader: Reader, cfg: DataConfig, number: int) -> Chunk:
     """One chunk; with data.on_error=raise the first wrong record ends it."""
     samples: list[tuple[int, Sample]] = []
-    dropped: Counter[str] = Counter()
+    dropped: list[tuple[str, str]] = []
     faults = []
     start = number * CHUNK
     for place in range(min(CHUNK, len(source) - start)):
+        where = source.where(start + place)
         try:
-            where = source.where(start + place)
             samples.append((place, reader.encode(source[start + place], where)))
         except Dropped as rule:
-            dropped[str(rule)] += 1
+            dropped.append((where, str(rule)))
         except DataError as error:
             if cfg.on_error == "raise":
                 raise

@@ -5,6 +5,7 @@ is decided from sizes alone, the same on every replica: the loaders need no word
 and to resume means to go on counting. Nothing that was consumed is decoded again.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from megatron_vlm.data.index import check_errors
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.progress import Data, Position
 from megatron_vlm.errors import DataError
+
+log = logging.getLogger("megatron_vlm.data")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class Loader:
             if isinstance(outcome, DataError):
                 raise outcome
             self.errors += errors
+            for error in errors:
+                log.warning("skipped %s", error)
             check_errors([*self.data.faults()[1], *self.errors], self.cfg)
             micro_batches.append(outcome)
             skipped += errors

@@ -8,6 +8,7 @@ over what it had of it, without opening a picture.
 import copy
 import glob
 import itertools
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ from megatron_vlm.data.tar import join_members
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.flops import WorkModel
 
+log = logging.getLogger("megatron_vlm.data")
+
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".zst": "json", ".gz": "json"}
 _BUILDERS |= {".tar": "webdataset", ".arrow": "arrow"}
 
@@ -48,6 +51,7 @@ class Item:
 class _Encoded:
     """What became of a record, and where the stream is after it."""
 
+    where: str
     item: Item | None
     dropped: str | None
     error: str | None
@@ -73,10 +77,12 @@ class StreamSet:
         for encoded in self._encoded(start):
             if encoded.dropped is not None:
                 self.dropped[encoded.dropped] += 1
+                log.info("dropped %s: %s", encoded.where, encoded.dropped)
             elif encoded.error is not None:
                 if self.cfg.on_error == "raise":
                     raise DataError(encoded.error)
                 self.errors.append(encoded.error)
+                log.warning("skipped %s", encoded.error)
             else:
                 assert encoded.item is not None
                 taken += 1
@@ -163,10 +169,10 @@ class _Records(IterableDataset[_Encoded]):
                 raw = join_members({k: v for k, v in raw.items() if k[:2] != "__"}, where)
             item = Item(raw, where, self.reader.encode(raw, where))
         except Dropped as rule:
-            return _Encoded(None, str(rule), None, place)
+            return _Encoded(where, None, str(rule), None, place)
         except DataError as error:
-            return _Encoded(None, None, str(error), place)
-        return _Encoded(item, None, None, place)
+            return _Encoded(where, None, None, str(error), place)
+        return _Encoded(where, item, None, None, place)
 
 
 def open_stream(
