@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megatron_vlm.config import Config
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.parallel import ParallelDims
-
-_CHOICES = {
-    "model.backend": ("torch", "te"),
-    "model.recompute": ("none", "selective", "full"),
-    "train.precision": ("auto", "fp32", "bf16"),
-}
+from megatron_vlm.schema import Config
+from megatron_vlm.validate import check_values
 
 
 @dataclass(frozen=True)
@@ -38,11 +33,7 @@ _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which 
 
 def check_config(cfg: Config, hf_config: PretrainedConfig, dims: ParallelDims) -> None:
     """Refuse what cannot work, from the configuration and the checkpoint's config.json alone."""
-    for key, choices in _CHOICES.items():
-        section, name = key.split(".")
-        value = getattr(getattr(cfg, section), name)
-        if value not in choices:
-            raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}")
+    check_values(cfg)
     for refusal in _config_refusals(cfg, hf_config):
         raise refusal.error()
     text = hf_config.text_config

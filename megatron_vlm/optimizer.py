@@ -1,14 +1,24 @@
 """Gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
 
+import math
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor
 
-from megatron_vlm.config import Config
+from megatron_vlm.model.build import part_of
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.schema import Config, OptimConfig
 
 
 def shards_optimizer(cfg: Config) -> bool:
@@ -74,17 +84,53 @@ def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         params_dtype=ddp.config.params_dtype,
         use_distributed_optimizer=shards_optimizer(cfg),
     )
-    optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    overrides = {**get_standard_config_overrides(config), **_part_overrides(optim)}
+    optimizer = get_megatron_optimizer(
+        config, [ddp], config_overrides=overrides, use_gloo_process_groups=False
+    )
     for group in optimizer.param_groups:
         # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
         # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
-        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+        group["weight_decay"] = group.get("start_wd", optim.weight_decay) * group["wd_mult"]
         if "foreach" in group:  # torch's AdamW, where neither TE nor Apex brings a fused one
             group["fused"] = True
     return optimizer
 
 
-def set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Every group learns at this rate from now on."""
+def _part_overrides(optim: OptimConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """Groups for the parts that have a learning rate or weight decay of their own."""
+    overrides = {}
+    for part, lr, decay in (
+        ("vision", optim.vision_lr, optim.vision_weight_decay),
+        ("merger", optim.merger_lr, optim.merger_weight_decay),
+    ):
+        own: ParamGroupOverride = {}
+        if lr is not None:
+            own["max_lr"] = lr
+        if decay is not None:
+            own["start_wd"] = decay
+        if own:
+            chosen = ParamWithNamePredicate(
+                name=part,
+                fn=lambda _, name, part=part: part_of(name.removeprefix("module.")) == part,
+            )
+            overrides[ParamKey(with_name_predicate=chosen)] = own
+    return overrides
+
+
+def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
+    """`lr` in place of the configured `base`; parts with a rate of their own follow in
+    proportion."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        own = group["max_lr"]
+        group["lr"] = lr if own == base else lr * (own / base)
+
+
+def step(optimizer: MegatronOptimizer) -> float:
+    """Clip and apply the gradients; their norm before. Nothing is applied where it is not finite:
+    Megatron looks for that only with a loss scaler, which bf16 and fp32 do without."""
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        optimizer.step()
+    return norm

@@ -6,8 +6,8 @@ from itertools import accumulate
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_vlm.config import ParallelConfig
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.schema import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_vlm.config import Config
 from megatron_vlm.constraints import check_built, check_config
 from megatron_vlm.data.batch import MicroBatch, Row, cut_micro_batches
 from megatron_vlm.data.pixels import PixelTables
@@ -27,9 +26,10 @@ from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
 from megatron_vlm.loss import collect, loss_of
 from megatron_vlm.model.build import build_model
-from megatron_vlm.optimizer import build_optimizer, set_lr, wrap_data_parallel
+from megatron_vlm.optimizer import build_optimizer, set_lr, step, wrap_data_parallel
 from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.platform import Platform, pick_platform
+from megatron_vlm.schema import Config
 
 Batch = Sequence[Row] | Sequence[MicroBatch]
 
@@ -60,7 +60,7 @@ class MegatronWorker:
         self.source.read_headers()
         check_tensors(self.source)
         _join_world(self.platform, cfg)
-        self.dims.init_groups(cfg.train.seed, cfg.timeout_minutes)
+        self.dims.init_groups(cfg.train.seed, cfg.launch.timeout_minutes)
         self.first = parallel_state.is_pipeline_first_stage()
         self.last = parallel_state.is_pipeline_last_stage()
         self.table = name_table(hf_config, cfg.model.backend, self.dims, vision_shapes(hf_config))
@@ -105,11 +105,11 @@ class MegatronWorker:
         return StepMetrics(loss_sum / max(count, 1.0), int(count), log_probs)
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
-        """Clip and apply the gradients; returns (gradient norm before clipping, learning rate)."""
+        """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).
+        Where the norm is not finite, nothing is applied."""
         self.lr = self.lr if lr is None else lr
-        set_lr(self.optimizer, self.lr)
-        _, grad_norm, _ = self.optimizer.step()
-        return float(grad_norm), self.lr
+        set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
+        return step(self.optimizer), self.lr
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint: what was loaded, with the weights of now."""
@@ -180,6 +180,6 @@ def _join_world(platform: Platform, cfg: Config) -> None:
         return
     dist.init_process_group(
         platform.dist_backend,
-        timeout=datetime.timedelta(minutes=cfg.timeout_minutes),
+        timeout=datetime.timedelta(minutes=cfg.launch.timeout_minutes),
         device_id=platform.device if platform.is_cuda else None,
     )

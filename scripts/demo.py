@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-from megatron_vlm.config import Config, load_config
+from megatron_vlm.config import load_config
+from megatron_vlm.schema import Config
 from megatron_vlm.data.batch import IGNORE, Row
 from megatron_vlm.report import print_report
 from megatron_vlm.tiny import write_tiny
@@ -85,7 +86,7 @@ def configure(out: Path, overrides: list[str]) -> Config:
         print(f"1. wrote a tiny random Qwen3-VL to {base}")
     while not ready.exists():
         time.sleep(0.1)
-    return load_config([f"model.path={base}", "parallel.pp=2", *overrides], "tiny_cpu")
+    return load_config(["model=tiny_cpu", f"model.path={base}", "parallel.pp=2", *overrides])
 
 
 def train(worker: MegatronWorker, rows: list[Row]) -> None:

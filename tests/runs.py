@@ -10,9 +10,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from megatron_vlm.data.batch import Row
 from megatron_vlm.hf.export import gather_tensors
+from megatron_vlm.schema import (
+    Config,
+    LaunchConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -34,7 +41,7 @@ class Case:
             optim=OptimConfig(**self.optim),
             train=TrainConfig(**{"micro_batch_size": 2, **self.train}),
             platform=self.platform,
-            timeout_minutes=2,
+            launch=LaunchConfig(timeout_minutes=2),
         )
 
 

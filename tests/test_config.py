@@ -5,8 +5,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from megatron_vlm.config import Config, config_dir, known_keys, load_config
+from megatron_vlm.config import config_dir, known_keys, load_config, to_yaml
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.schema import Config
 
 
 def test_defaults_are_the_dataclasses():
@@ -21,9 +22,25 @@ def test_overrides():
         cfg.optim.lr = 1.0
 
 
-@pytest.mark.parametrize("recipe", sorted(file.stem for file in config_dir().glob("*.yaml")))
+RECIPES = sorted(f"{file.parent.name}={file.stem}" for file in config_dir().glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes(recipe):
-    assert load_config(["model.path=x"], recipe).model.path == "x"
+    assert load_config([recipe, "model.path=x"]).model.path == "x"
+
+
+def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
+    cfg = load_config(["model=qwen3_vl_32b", "model.path=x", "parallel.tp=4"])
+    assert (cfg.parallel.tp, cfg.parallel.pp, cfg.train.precision) == (4, 2, "bf16")
+
+
+def test_the_resolved_configuration_reads_back():
+    cfg = load_config(["model=tiny_cpu", "model.path=x", "data.train=[a.jsonl,{path: b}]"])
+    again = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(to_yaml(cfg)))
+    )
+    assert again == cfg
 
 
 @pytest.mark.parametrize(
@@ -32,6 +49,13 @@ def test_every_recipe_composes(recipe):
         ("modle.path=y", "'modle.path' is not a configuration key; did you mean 'model.path'"),
         ("parallel.tpp=2", "did you mean 'parallel.tp'"),
         ("+train.packed=true", "did you mean 'train.packing'"),
+        ("model=qwen4", "model/qwen4 is no recipe; there are .*qwen3_vl_2b"),
+        ("optim.schedule=cosin", "optim.schedule='cosin' is not one of constant, linear, cosine"),
+        ("train.global_batch_size=0", "train.global_batch_size=0: give at least 1"),
+        ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2.0: give 0 to 1"),
+        ("data.train_on=[robot]", "data.train_on=.*choose one of all_assistant"),
+        ("log.profile_steps=[3]", r"log.profile_steps=\[3\]: give \[first, last\)"),
+        ("checkpoint.best=loss", "checkpoint.best='loss': name a metric of an evaluation"),
         ("parallel.tp=two", "parallel.tp: Value 'two' of type 'str' could not be converted"),
     ],
 )

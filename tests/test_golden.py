@@ -35,7 +35,7 @@ def run() -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/tiny"
         write_tiny(path)
-        worker = MegatronWorker(load_config([f"model.path={path}"], "tiny_cpu"))
+        worker = MegatronWorker(load_config(["model=tiny_cpu", f"model.path={path}"]))
         steps = []
         for step in range(STEPS):
             loss = worker.forward_backward(make_rows(MIXED, seed=step % 4)).loss

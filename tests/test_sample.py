@@ -22,6 +22,8 @@ from megatron_vlm.data.images import (
 )
 from megatron_vlm.data.sample import Dropped, Sample, Span, cut_sample
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.schema import Config, DataConfig
+from megatron_vlm.validate import check_values
 from tests.chats import image, say, text
 from tests.test_chat import reader  # noqa: F401 - a fixture
 
@@ -251,6 +253,6 @@ def test_image_settings_that_cannot_be(change, words, tmp_path):
         {"num_workers": -1},
     ],
 )
-def test_wrong_data_settings_name_their_key(change, reader):  # noqa: F811
+def test_wrong_data_settings_name_their_key(change):
     with pytest.raises(ConfigError, match=f"data.{next(iter(change))}="):
-        reader(**change)
+        check_values(Config(data=DataConfig(**change)))

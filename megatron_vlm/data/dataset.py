@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.batch import PlacedRow
 from megatron_vlm.data.batching import RowSize
 from megatron_vlm.data.feed import Reader, make_encoder, make_reader
@@ -21,6 +20,7 @@ from megatron_vlm.data.sources import Source, open_source, parse_specs
 from megatron_vlm.data.stream import StreamSet, open_stream
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.flops import WorkModel
+from megatron_vlm.schema import DataConfig
 
 log = logging.getLogger("megatron_vlm.data")
 

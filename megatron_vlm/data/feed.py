@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.batch import IGNORE, PlacedRow, Row, place_row
 from megatron_vlm.data.formats import parse_record
 from megatron_vlm.data.images import ImageSettings, image_patches
@@ -18,7 +17,8 @@ from megatron_vlm.data.records import Image, Record, Video
 from megatron_vlm.data.sample import Encoder, Sample
 from megatron_vlm.data.video import VideoSettings, video_patches
 from megatron_vlm.data.video_file import iter_frames
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import DataError
+from megatron_vlm.schema import DataConfig
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ class Reader:
 
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors with the configuration's rules."""
-    check_data_config(cfg)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     images = ImageSettings.from_checkpoint(model_path, cfg.min_pixels, cfg.max_pixels)
     return Encoder(tokenizer, images, VideoSettings.from_checkpoint(model_path), cfg)
@@ -96,31 +95,6 @@ def make_reader(
     """A reader for a source whose images lie in `root`."""
     policy = MediaPolicy(str(Path(root).expanduser()), cfg.allow_http, cfg.exif_orientation)
     return Reader(encoder, policy, VisionTokens.of(hf_config))
-
-
-def check_data_config(cfg: DataConfig) -> None:
-    """Refuse values that mean nothing, with those that do."""
-    for key, known in (
-        ("truncation", ("error", "drop", "image_safe")),
-        ("special_tokens", ("refuse", "escape")),
-        ("on_error", ("raise", "skip")),
-    ):
-        if getattr(cfg, key) not in known:
-            raise ConfigError(f"data.{key}={getattr(cfg, key)!r}: choose one of {', '.join(known)}")
-    named = ("all_assistant", "last_assistant", "record")
-    roles = ("system", "user", "assistant", "tool")
-    chosen = cfg.train_on
-    if chosen not in named and not (isinstance(chosen, list | tuple) and set(chosen) <= set(roles)):
-        raise ConfigError(
-            f"data.train_on={chosen!r}: choose one of {', '.join(named)}, or a list of roles "
-            f"out of {', '.join(roles)}"
-        )
-    for key in ("max_tokens", "max_images", "min_pixels", "max_pixels", "prefetch"):
-        value = getattr(cfg, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"data.{key}={value}: give at least 1")
-    if cfg.num_workers < 0:
-        raise ConfigError(f"data.num_workers={cfg.num_workers}: give 0 or more")
 
 
 def media_names(record: Record) -> list[str]:

@@ -18,12 +18,12 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.feed import Reader
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.sample import Dropped, Encoder, Sample
 from megatron_vlm.data.sources import Source
 from megatron_vlm.errors import DataError
+from megatron_vlm.schema import DataConfig
 
 CHUNK = 512  # records
 _VERSION = 1  # of the files; raise it when their content changes meaning

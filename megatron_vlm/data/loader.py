@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.batching import Limits, RowSize, plan_batch
 from megatron_vlm.data.index import check_errors
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.progress import Data, Position
 from megatron_vlm.errors import DataError
+from megatron_vlm.schema import DataConfig
 
 log = logging.getLogger("megatron_vlm.data")
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.chat import VIDEO_PAD, ChatRenderer, Rendered
 from megatron_vlm.data.images import ImageSettings
 from megatron_vlm.data.media import MediaPolicy, image_size, resolve_path
@@ -23,6 +22,7 @@ from megatron_vlm.data.video import (
 )
 from megatron_vlm.data.video_file import probe_video
 from megatron_vlm.errors import DataError
+from megatron_vlm.schema import DataConfig
 
 Grid = tuple[int, int, int]
 

@@ -20,7 +20,6 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PretrainedConfig
 
-from megatron_vlm.config import DataConfig
 from megatron_vlm.data.batch import PlacedRow
 from megatron_vlm.data.batching import RowSize
 from megatron_vlm.data.feed import Reader, make_reader
@@ -31,6 +30,7 @@ from megatron_vlm.data.sources import SourceSpec, table_row
 from megatron_vlm.data.tar import join_members
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.flops import WorkModel
+from megatron_vlm.schema import DataConfig
 
 log = logging.getLogger("megatron_vlm.data")
 

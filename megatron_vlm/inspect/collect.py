@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vlm.config import Config
 from megatron_vlm.data.batching import (
     Balance,
     Limits,
@@ -24,6 +23,7 @@ from megatron_vlm.data.dataset import DataSet
 from megatron_vlm.data.progress import Position
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.inspect.views import ShownSample, show_sample
+from megatron_vlm.schema import Config
 
 MOST_STEPS = 500  # whose plans are measured: planning a whole large epoch would take minutes
 

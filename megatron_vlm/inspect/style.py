@@ -74,7 +74,7 @@ mark .special { color: inherit; opacity: .7; }
   color: var(--quiet);
 }
 .gallery { display: flex; flex-wrap: wrap; gap: .9rem 1.1rem; margin-top: .8rem; }
-figure { margin: 0; max-width: 100%; width: fit-content; min-width: 9rem; }
+figure { margin: 0; max-width: 100%; width: fit-content; min-width: 10rem; }
 figure div { display: flex; gap: 3px; }
 figure span { position: relative; display: block; line-height: 0; }
 /* Each cell is what one token sees. */
@@ -94,6 +94,8 @@ figcaption {
   .card { padding: .8rem .9rem; }
   .turn { grid-template-columns: minmax(0, 1fr); gap: .2rem; }
   table { font-size: .82rem; }
-  th, td { padding-left: .5rem; }
+  th { font-size: .78rem; }
+  th, td { padding-left: .45rem; }
+  th:first-child, td:first-child { min-width: 4.5rem; }
 }
 """

@@ -43,7 +43,7 @@ def turn_text(turn: ShownTurn, coloured: bool) -> Text:
         for piece in pieces:
             # A trained newline would not be seen otherwise.
             shown = piece.text.replace("\n", "\u21b5\n") if trained else piece.text
-            text.append(visible(shown), _style(piece))
+            text.append(visible(shown), TRAINED if trained else _style(piece))
         text.append(brackets[1])
     return text
 
