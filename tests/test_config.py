@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from megatron_vlm.config import config_dir, known_keys, load_config, to_yaml
+from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.schema import Config
 

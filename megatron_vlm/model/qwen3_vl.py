@@ -16,6 +16,7 @@ from megatron_vlm.data.batch import IGNORE
 from megatron_vlm.data.positions import VisionTokens, check_placeholders
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.loss import target_log_probs
+from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
 from megatron_vlm.model.vision import build_vision_tower, encode, touch
@@ -81,11 +82,13 @@ class Qwen3VLGPTModel(GPTModel):
         image_grid_thw: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
+        cache: KVCache | None = None,
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         """A stage's output: for the next stage; on the last stage log-probs [N] of the supervised
-        positions (labels given; labels[b, s] is what position s predicts), or logits [B, S, V].
+        positions (labels given; labels[b, s] is what position s predicts), or logits: of all
+        positions [B, S, V], or of those that a loss_mask [B, S] picks [N, V].
 
         Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
         attention_mask [B, S] is taken, and refused where it says anything else.
@@ -96,12 +99,15 @@ class Qwen3VLGPTModel(GPTModel):
             _check_right_padded(attention_mask)
         if self.pre_process:
             hidden_SBH = self.embedding(input_ids=input_ids, position_ids=None)
-            hidden_SBH, features_KSBH = self._see(
-                hidden_SBH,
-                input_ids,
-                (pixel_values, image_grid_thw),
-                (pixel_values_videos, video_grid_thw),
-            )
+            features_KSBH = None
+            # Past the prefill come generated tokens: a placeholder among them shows nothing.
+            if cache is None or cache.in_prefill:
+                hidden_SBH, features_KSBH = self._see(
+                    hidden_SBH,
+                    input_ids,
+                    (pixel_values, image_grid_thw),
+                    (pixel_values_videos, video_grid_thw),
+                )
         else:
             assert self.stage_input is not None
             hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
@@ -109,7 +115,7 @@ class Qwen3VLGPTModel(GPTModel):
         output = super().forward(
             input_ids,
             position_ids,
-            None,
+            cache,  # in the place of a mask, which Megatron hands to each layer's core attention
             decoder_input=hidden_SBH if self.pre_process else None,
             labels=labels,
             extra_block_kwargs={"context": features_KSBH},
@@ -144,21 +150,30 @@ class Qwen3VLGPTModel(GPTModel):
         features = features.index_copy(1, places_V, visual[1:])
         return flat.view_as(hidden_SBH), features.unflatten(1, hidden_SBH.shape[:2])
 
-    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor | None, **_: Any) -> Tensor:  # type: ignore[override]
+    def _postprocess(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        *,
+        labels: Tensor | None,
+        loss_mask: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
         if not self.post_process:
             return hidden_states
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        if labels is None:
+        picked_BS = loss_mask if labels is None else labels != IGNORE
+        if picked_BS is None:
             logits_SBV, _ = self.output_layer(hidden_states, weight=weight)
             return logits_SBV.transpose(0, 1)
-        supervised_BS = labels != IGNORE
-        hidden_NH = hidden_states.transpose(0, 1)[supervised_BS]
+        hidden_NH = hidden_states.transpose(0, 1)[picked_BS]
         logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
+        if labels is None:
+            return logits_N1V[:, 0]
         return target_log_probs(
-            logits_N1V[:, 0], labels[supervised_BS], self.real_vocab, self.pg_collection.tp
+            logits_N1V[:, 0], labels[picked_BS], self.real_vocab, self.pg_collection.tp
         )
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
