@@ -15,3 +15,7 @@ class DataError(MegatronVLMError):
 
 class CheckpointError(MegatronVLMError):
     """A checkpoint whose tensors are not the ones this model needs; lists them."""
+
+
+class TrainError(MegatronVLMError):
+    """A run that cannot go on; says at which step and why."""

@@ -13,7 +13,6 @@ from megatron_vlm.data.batching import (
     Limits,
     RowSize,
     deal,
-    group_rows,
     level,
     measure,
     naive_plan,
@@ -75,6 +74,17 @@ def test_a_plan_has_every_row_once_and_keeps_its_limits(sizes, ranks, tokens, ro
         assert all(plan)  # no rank idles while another has several rows
 
 
+@pytest.mark.parametrize(("rows", "micro", "ranks"), [(8, 2, 4), (32, 4, 4), (64, 4, 8), (5, 2, 1)])
+def test_a_fixed_number_of_rows_is_no_worse_than_plain_order(rows, micro, ranks):
+    gains = []
+    for seed in range(9):
+        sizes = heavy_tail(rows, seed)
+        ours = measure(plan_batch(sizes, ranks, Limits(micro)), sizes)
+        naive = measure(naive_plan(sizes, ranks, micro), sizes)
+        gains.append(naive.busiest / ours.busiest)
+    assert min(gains) >= 1 and max(gains) > 1.05
+
+
 def test_equal_rows_are_dealt_out_equally():
     plan = plan_batch([RowSize(100, 1.0)] * 16, 4, Limits(rows=4))
     assert [[len(group) for group in share] for share in plan] == [[4]] * 4
@@ -91,8 +101,8 @@ def test_groups_are_cut_by_tokens_and_by_length():
     sizes = [RowSize(n, 1.0) for n in (100, 99, 98, 50, 49)] * 20
 
     def lengths(limit):
-        groups = group_rows(sizes, 1, Limits(tokens=limit))
-        return [[sizes[row].tokens for row in group] for group in groups]
+        (groups,) = plan_batch(sizes, 1, Limits(tokens=limit))
+        return sorted(([sizes[row].tokens for row in group] for group in groups), reverse=True)
 
     assert lengths(200)[0] == [100, 100]
     assert max(map(len, lengths(10**9))) == 25  # a quarter of the work of the only rank

@@ -183,6 +183,12 @@ def test_spelled_special_tokens_cannot_forge(place, reader):
     assert len(trained_text(ours, forged)) == 2
 
 
+def test_half_of_a_surrogate_pair_is_refused(reader):
+    record = json.loads('{"prompt": "a\\ud800b", "completion": "c"}')
+    with pytest.raises(DataError, match="x:1: the text has half of a surrogate pair"):
+        reader().encode(record, "x:1")
+
+
 def test_a_private_use_character_in_the_text_stays(reader):
     record = {"messages": [say("user", "\ue000 <|im_end|> \ue001"), say("assistant", "b")]}
     ours = reader(special_tokens="escape")

@@ -22,6 +22,7 @@ class RowSize:
     tokens: int
     cost: float  # any unit of work; see flops.py
     patches: int = 0
+    images: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,44 @@ Plan = list[list[list[int]]]  # [rank][micro-batch][row]
 def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
     """Every row once. Each rank gets micro-batches of near-equal total cost; a rank may stay
     without any where there are fewer rows than ranks."""
-    groups = group_rows(sizes, ranks, limits)
+    order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
+    if limits.tokens is not None:
+        return _deal_groups(_group_by_tokens(order, sizes, ranks, limits.tokens), sizes, ranks)
+    # With a fixed number of rows, groups of like length pad least, rows dealt out one by one
+    # balance best, and few rows may stand well as they are: whichever ends first on every rank.
+    count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
+    alike = _deal_groups(_split(order, min(count, len(sizes))), sizes, ranks)
+    shares = deal([size.cost for size in sizes], ranks)
+    single = [
+        _split([row for row in order if row in share], math.ceil(len(share) / limits.rows))
+        for share in map(set, shares)
+    ]
+    plain = naive_plan(sizes, ranks, limits.rows)
+    return min(alike, single, plain, key=lambda plan: max(_loads(plan, sizes)))
+
+
+def _deal_groups(groups: list[list[int]], sizes: Sequence[RowSize], ranks: int) -> Plan:
+    """Micro-batches over ranks, costliest first: the pipeline drains on what is short."""
     costs = [group_cost([sizes[row] for row in group]) for group in groups]
     shares = level(deal(costs, ranks), costs)
-    # Costliest first: the pipeline fills with what takes longest and drains on what is short.
     return [[groups[g] for g in sorted(share, key=lambda g: -costs[g])] for share in shares]
 
 
-def group_rows(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> list[list[int]]:
-    """Rows of neighbouring length, longest first, at least one group for each rank if there are as
-    many rows."""
-    order = sorted(range(len(sizes)), key=lambda row: (-sizes[row].tokens, -sizes[row].cost, row))
-    if limits.tokens is None:
-        # Equal groups, as many for each rank as for any other.
-        count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
-        return [part.tolist() for part in np.array_split(order, min(count, len(sizes)))]
-    groups = _fill_groups(order, sizes, ranks, limits.tokens)
+def _split(order: Sequence[int], count: int) -> list[list[int]]:
+    """Nearly equal groups of rows of like length, costliest first; the longest rows are in the
+    smaller groups."""
+    return [part.tolist() for part in np.array_split(order, count)][::-1] if count else []
+
+
+def _loads(plan: Plan, sizes: Sequence[RowSize]) -> list[float]:
+    return [sum(group_cost([sizes[row] for row in group]) for group in share) for share in plan]
+
+
+def _group_by_tokens(
+    order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
+) -> list[list[int]]:
+    """At least one group for each rank, if there are as many rows."""
+    groups = _fill_groups(order[::-1], sizes, ranks, tokens)
     while len(groups) < min(ranks, len(sizes)):
         widest = max(groups, key=len)
         groups.remove(widest)
@@ -149,6 +172,7 @@ class Balance:
 
     padding: float  # part of all positions that is padding
     imbalance: float  # cost of the fullest rank over the mean
+    busiest: float  # that cost, padding included
     micro_batches: int
 
 
@@ -157,8 +181,9 @@ def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
     groups = [group for share in plan for group in share]
     longest = [max(sizes[row].tokens for row in group) * len(group) for group in groups]
     real = sum(size.tokens for size in sizes)
-    loads = [sum(group_cost([sizes[row] for row in group]) for group in share) for share in plan]
-    return Balance(1 - real / sum(longest), max(loads) / (sum(loads) / len(loads)), len(groups))
+    loads = _loads(plan, sizes)
+    imbalance = max(loads) / (sum(loads) / len(loads))
+    return Balance(1 - real / sum(longest), imbalance, max(loads), len(groups))
 
 
 def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:

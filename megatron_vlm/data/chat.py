@@ -109,6 +109,10 @@ class ChatRenderer:
     def _guard(self, chat: Chat) -> tuple[Chat, str]:
         """The chat with special tokens that its text spells cut in two, and the cut; or refused."""
         texts = list(_strings([chat.tools, *((t.parts, t.tool_calls) for t in chat.turns)]))
+        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+            raise DataError(
+                f"{chat.where}: the text has half of a surrogate pair; it is no Unicode"
+            )
         found = next((m for text in texts if (m := self.special.search(text))), None)
         if found is None:
             return chat, ""

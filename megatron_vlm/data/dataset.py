@@ -1,6 +1,8 @@
 """All sources of data.train, or of one evaluation set, as one ordered set of samples."""
 
+import atexit
 import logging
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -43,7 +45,7 @@ class DataSet:
         cost = self.work.row(
             tokens, int(index.supervised[sample]), patches, int(index.patch_pairs[sample])
         )
-        return RowSize(tokens, float(cost), patches)
+        return RowSize(tokens, float(cost), patches, int(index.images[sample]))
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
         """The samples from a position to the end of its epoch, each with the position after it."""
@@ -89,6 +91,7 @@ def open_data(
     sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
     readers = tuple(make_reader(encoder, cfg, hf_config, source.root) for source in sources)
     scratch = Path(tempfile.mkdtemp(prefix="megatron_vlm-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     indexes = tuple(
         build_index(source, reader, cfg, scratch, share)
         for source, reader in zip(sources, readers, strict=True)

@@ -26,7 +26,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.schema import DataConfig
 
 CHUNK = 512  # records
-_VERSION = 1  # of the files; raise it when their content changes meaning
+_VERSION = 2  # of the files; raise it when their content changes meaning
 # The settings that decide what a sample is.
 _DECIDING = [
     "exif_orientation",
@@ -50,7 +50,7 @@ class Faults:
 class Index:
     """The usable samples of a source: `len`, `sizes`, `index[i]`, and the record each came from."""
 
-    def __init__(self, files: list[Path]):
+    def __init__(self, source: Source, files: list[Path]):
         self.files = files
         self.ends = parts = [_read_sizes(file) for file in files]
         self.records = np.concatenate(  # the record that each sample came from
@@ -64,7 +64,11 @@ class Index:
             for name in ("supervised", "patches", "patch_pairs", "images")
         )
         self.faults = Faults(
-            tuple((where, rule) for part in parts for where, rule in part["dropped"]),
+            tuple(
+                (source.where(CHUNK * number + place), rule)
+                for number, part in enumerate(parts)
+                for place, rule in part["dropped"]
+            ),
             tuple(message for part in parts for message in part["errors"]),
         )
 
@@ -107,7 +111,7 @@ def build_index(
         if content.faults:  # a mistake may be mended: what has one is never cached
             faulty[chunk] = scratch / f"{folder.name}-{names[chunk]}"
         content.save(faulty.get(chunk, folder / names[chunk]))
-    index = Index([faulty.get(chunk, folder / name) for chunk, name in enumerate(names)])
+    index = Index(source, [faulty.get(chunk, folder / name) for chunk, name in enumerate(names)])
     check_errors(index.faults.errors, cfg)
     return index
 
@@ -143,7 +147,7 @@ class Chunk:
     """Encoded records of one chunk."""
 
     samples: list[tuple[int, Sample]]  # with the record's place in the chunk
-    dropped: list[tuple[str, str]]
+    dropped: list[tuple[int, str]]  # place and rule
     faults: list[str]
 
     def save(self, path: Path) -> None:
@@ -184,7 +188,7 @@ class Chunk:
 def encode_chunk(source: Source, reader: Reader, cfg: DataConfig, number: int) -> Chunk:
     """One chunk; with data.on_error=raise the first wrong record ends it."""
     samples: list[tuple[int, Sample]] = []
-    dropped: list[tuple[str, str]] = []
+    dropped: list[tuple[int, str]] = []
     faults = []
     start = number * CHUNK
     for place in range(min(CHUNK, len(source) - start)):
@@ -192,7 +196,7 @@ def encode_chunk(source: Source, reader: Reader, cfg: DataConfig, number: int) -
         try:
             samples.append((place, reader.encode(source[start + place], where)))
         except Dropped as rule:
-            dropped.append((where, str(rule)))
+            dropped.append((place, str(rule)))
         except DataError as error:
             if cfg.on_error == "raise":
                 raise

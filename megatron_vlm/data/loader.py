@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vlm.data.batch import MicroBatch, collate, filler_batch
-from megatron_vlm.data.batching import Limits, RowSize, plan_batch
+from megatron_vlm.data.batching import Limits, Plan, RowSize, plan_batch
 from megatron_vlm.data.index import check_errors
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.progress import Data, Position
@@ -30,13 +30,38 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class BatchFigures:
+    """Of a whole global batch, the same on every replica."""
+
+    samples: int
+    tokens: int
+    padded: int  # tokens with the padding of all micro-batches
+    images: int
+    work: float  # operations of its forward
+
+    @staticmethod
+    def of(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
+        padded = sum(
+            len(group) * max(sizes[row].tokens for row in group)
+            for share in plan
+            for group in share
+        )
+        return BatchFigures(
+            len(sizes),
+            sum(size.tokens for size in sizes),
+            padded,
+            sum(size.images for size in sizes),
+            sum(size.cost for size in sizes),
+        )
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One replica's part of a global batch."""
 
     micro_batches: list[MicroBatch]
     after: Position  # where the next step goes on
-    work: float  # operations of the whole global batch's forward
-    samples: int  # of the whole global batch
+    figures: BatchFigures
     skipped: tuple[str, ...] = ()  # errors of samples left out, of this replica
 
 
@@ -48,8 +73,7 @@ class _Task:
     places: tuple[int, ...]  # of its rows in the replica's part
     last: bool  # of its step
     after: Position
-    work: float
-    samples: int
+    figures: BatchFigures
 
 
 class _Tasks:
@@ -82,12 +106,12 @@ class _Tasks:
 
     def _step(self, batch: list[tuple[Any, RowSize]], after: Position) -> Iterator[_Task]:
         sizes = [size for _, size in batch]
-        mine = plan_batch(sizes, self.replica.count, self.limits)[self.replica.rank]
-        work = sum(size.cost for size in sizes)
+        plan = plan_batch(sizes, self.replica.count, self.limits)
+        figures, mine = BatchFigures.of(sizes, plan), plan[self.replica.rank]
         for number, group in enumerate(mine or [[]]):
             handles = tuple(batch[row][0] for row in group)
             last = number + 1 >= len(mine)
-            yield _Task(handles, tuple(group), last, after, work, len(batch))
+            yield _Task(handles, tuple(group), last, after, figures)
 
 
 class _Decoded:
@@ -140,5 +164,5 @@ class Loader:
             micro_batches.append(outcome)
             skipped += errors
             if task.last:
-                yield StepBatch(micro_batches, task.after, task.work, task.samples, skipped)
+                yield StepBatch(micro_batches, task.after, task.figures, skipped)
                 micro_batches, skipped = [], ()

@@ -24,6 +24,19 @@ def is_loader() -> bool:
     )
 
 
+def share_object(mine: Any, device: torch.device) -> Any:
+    """A small object of the loading rank, or its error, on every rank of the replica. A
+    collective."""
+    group = parallel_state.get_model_parallel_group()
+    box = [mine]
+    if dist.get_world_size(group) > 1:
+        source = dist.get_process_group_ranks(group)[0]
+        dist.broadcast_object_list(box, source, group=group, device=device)
+    if isinstance(box[0], DataError):
+        raise box[0]
+    return box[0]
+
+
 def share_batch(
     mine: tuple[list[MicroBatch], Any] | DataError | None, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
@@ -31,28 +44,22 @@ def share_batch(
     the replica. An error of the loading rank is raised on all. A collective."""
     group = parallel_state.get_model_parallel_group()
     if dist.get_world_size(group) == 1:
-        if isinstance(mine, DataError):
-            raise mine
-        assert mine is not None
-        return mine
-    head: list[Any] = [_describe(mine)]
+        shared: tuple[list[MicroBatch], Any] = share_object(mine, device)
+        return shared
+    frames, extra = share_object(_describe(mine), device)
     source = dist.get_process_group_ranks(group)[0]
-    dist.broadcast_object_list(head, source, group=group, device=device)
-    if isinstance(head[0], DataError):
-        raise head[0]
-    frames, extra = head[0]
     batches = [None] * len(frames) if mine is None else mine[0]  # type: ignore[index]
     vision_group = parallel_state.get_tensor_model_parallel_group()
     first = parallel_state.is_pipeline_first_stage()
-    shared = []
+    received = []
     for frame, batch in zip(frames, batches, strict=True):
         tokens = _broadcast(frame, batch, "tokens_BS5", source, group, device)
         visual = {
             name: _broadcast(frame, batch, name, source, vision_group, device) if first else None
             for name in VISUAL_FIELDS
         }
-        shared.append(replace(frame["frame"], tokens_BS5=tokens, **visual))
-    return shared, extra
+        received.append(replace(frame["frame"], tokens_BS5=tokens, **visual))
+    return received, extra
 
 
 def _describe(mine: Any) -> Any:

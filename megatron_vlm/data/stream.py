@@ -105,7 +105,7 @@ class StreamSet:
     def _size(self, sample: Sample) -> RowSize:
         tokens, patches = len(sample.ids_S), sample.num_patches
         cost = self.work.row(tokens, sample.num_supervised, patches, sample.patch_pairs)
-        return RowSize(tokens, float(cost), patches)
+        return RowSize(tokens, float(cost), patches, len(sample.image_grids))
 
     def _encoded(self, start: Position) -> Iterator[_Encoded]:
         """Read and encoded by a process of its own: a stream has one reader, or no order."""

@@ -1,5 +1,6 @@
 """`megatron-vlm inspect`: open the data of a configuration, look at it, say what is there."""
 
+import logging
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,7 @@ def run_inspect(
     if samples < 0 or ranks < 1:
         raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
     cfg = load_config(overrides, config_name)
+    logging.getLogger("megatron_vlm.data").setLevel(logging.ERROR)  # told below, once
     if any(spec.streaming for spec in parse_specs(cfg.data.train, "data.train")):
         raise ConfigError(
             "data.train streams, and a stream has no sizes to count; give a file with its first "

@@ -1,0 +1,145 @@
+"""The batches of a run on every rank, and the agreement of all ranks to go on, stop or fail."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_vlm.agree import FAILED, OK, STOP, agree
+from megatron_vlm.data.batch import MicroBatch
+from megatron_vlm.data.batching import Limits
+from megatron_vlm.data.dataset import DataSet, open_data
+from megatron_vlm.data.loader import BatchFigures, Loader, Replica, StepBatch
+from megatron_vlm.data.progress import Position
+from megatron_vlm.data.share import is_loader, share_batch, share_object
+from megatron_vlm.data.stream import StreamSet
+from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+from megatron_vlm.schema import Config
+from megatron_vlm.worker import MegatronWorker
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """A signal asked to save and stop; every rank agreed."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step's micro-batches on this rank, and what all ranks know of the global batch."""
+
+    micro_batches: list[MicroBatch]
+    after: Position
+    figures: BatchFigures
+
+
+class Feeder:
+    """The batches of a run, on every rank: one rank of a replica loads, the others receive."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        self.worker, self.cfg = worker, cfg
+        self.device = worker.platform.device
+        self.replica = Replica(
+            parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        )
+        self.data: DataSet | StreamSet | None = None
+        opened: Any = None
+        if is_loader():
+            try:
+                self.data = open_data(
+                    cfg.data.train,
+                    "data.train",
+                    cfg.data,
+                    cfg.model.path,
+                    worker.source.config,
+                    (self.replica.rank, self.replica.count),
+                )
+                length = len(self.data.order) if isinstance(self.data, DataSet) else None
+                opened = (length, fingerprint(self.data))
+            except MegatronVLMError as error:
+                opened = DataError(str(error))
+        together(self.device, isinstance(opened, DataError), opened)
+        self.length, print_ = share_object(opened, self.device)
+        _check_same(print_)
+        self.loader: Loader | None = None
+        self.batches: Iterator[StepBatch] | None = None
+
+    def total_steps(self) -> int:
+        """From train.steps, or from train.epochs and the size of the data."""
+        train = self.cfg.train
+        if train.steps is not None:
+            return train.steps
+        if self.length is None:
+            raise ConfigError("data.train streams and has no length: set train.steps")
+        return max(1, math.ceil(train.epochs * self.length / train.global_batch_size))
+
+    def faults(self) -> str:
+        """What was left out so far, in a sentence; nothing where nothing was."""
+        if self.data is None:
+            return ""
+        dropped, errors = self.data.faults()
+        errors = [*errors, *(self.loader.errors if self.loader is not None else [])]
+        rules = [f"{count} samples dropped: {rule}" for rule, count in dropped.items()]
+        wrong = [f"{len(errors)} wrong samples skipped, the first: {errors[0]}"] if errors else []
+        return "; ".join([*rules, *wrong])
+
+    def start(self, position: Position) -> None:
+        """Load from here on."""
+        train = self.cfg.train
+        limits = Limits(train.micro_batch_size, train.micro_batch_tokens)
+        if self.data is not None:
+            self.loader = Loader(
+                self.data, self.cfg.data, train.global_batch_size, limits, self.replica, position
+            )
+            self.batches = iter(self.loader)
+
+    def next(self, word: int) -> StepData:
+        """The next step's data. `word`: what this rank has to say to all others (see agree.py).
+        Stopped or an error on one rank is Stopped or an error on all."""
+        mine: Any = None
+        if self.batches is not None:
+            try:
+                batch = next(self.batches)
+                mine = (batch.micro_batches, (batch.after, batch.figures))
+            except DataError as error:
+                mine = error
+        together(self.device, isinstance(mine, DataError), mine, word)
+        micro_batches, (after, figures) = share_batch(mine, self.device)
+        return StepData(micro_batches, after, figures)
+
+
+def together(device: Any, failed: bool, mine: Any, word: int = OK) -> None:
+    """Go on together, stop together, or fail together. A collective."""
+    said = agree(FAILED if failed else word, device)
+    if failed:
+        raise mine
+    if said == FAILED:
+        raise DataError("another rank could not load its data; see its message")
+    if said == STOP:
+        raise Stopped
+
+
+def fingerprint(data: DataSet | StreamSet) -> str:
+    """Of what the order of samples depends on: equal on all replicas, and after a resume."""
+    hasher = hashlib.blake2b(digest_size=16)
+    if isinstance(data, DataSet):
+        hasher.update(repr(data.order).encode())
+        for source, index in zip(data.sources, data.indexes, strict=True):
+            hasher.update(source.digest.encode() + index.records.tobytes())
+            hasher.update(index.tokens.tobytes())
+    else:
+        hasher.update(data.name.encode())
+    return hasher.hexdigest()
+
+
+def _check_same(mine: str) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise DataError(
+                f"rank {rank} sees other data than rank 0: their files differ, or one of them "
+                "could not read a record; all machines need the same data.train and image_root"
+            )

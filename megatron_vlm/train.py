@@ -1,0 +1,67 @@
+"""The training loop: `torchrun ... -m megatron_vlm.train key=value ...` runs it on every rank.
+
+Nothing heavy is imported before the configuration was found right.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.schedule import lr_at
+from megatron_vlm.schema import Config
+
+if TYPE_CHECKING:
+    from megatron_vlm.run import Run
+
+
+def train(cfg: Config) -> int:
+    """Train to the last step; the exit status of this rank."""
+    from megatron_vlm.agree import PREEMPTED
+    from megatron_vlm.feeder import Stopped
+    from megatron_vlm.run import Run
+
+    with Run.open(cfg) as run:
+        try:
+            for step in range(run.first_step, run.total_steps):
+                train_step(run, step)
+                run.evaluate_and_save(step + 1)
+        except Stopped:
+            run.stop_early()
+            return PREEMPTED
+        run.finish()
+    return 0
+
+
+def train_step(run: "Run", step: int) -> None:
+    """Data, gradients, weights, figures."""
+    worker = run.worker
+    run.at(step, "data")
+    batch = run.next_batch()
+    run.at(step, "forward and backward")
+    metrics = worker.forward_backward(batch.micro_batches)
+    run.at(step, "optimizer")
+    norm, lr = worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
+    run.record(step, batch, metrics, norm, lr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compose the configuration and train; one plain sentence where that cannot be."""
+    overrides = sys.argv[1:] if argv is None else argv
+    try:
+        cfg = load_config(overrides)
+        if int(os.environ.get("RANK", "0")) == 0:
+            Path(cfg.run).mkdir(parents=True, exist_ok=True)
+            (Path(cfg.run) / "config.yaml").write_text(to_yaml(cfg))
+        return train(cfg)
+    except MegatronVLMError as error:
+        if os.environ.get("MEGATRON_VLM_DEBUG"):
+            raise
+        print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
