@@ -40,10 +40,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_tiny(commands)
-    _add_shapes(commands)
+    _add_train(commands)
     _add_inspect(commands)
+    _add_shapes(commands)
+    _add_tiny(commands)
     return parser
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="fine-tune a checkpoint on a data set",
+        description="Fine-tune a Qwen3-VL checkpoint. Starts the processes on this machine itself, "
+        "or is one of them under torchrun. Every KEY is one of megatron_vlm/schema.py.",
+        epilog="example: megatron-vlm train model=qwen3_vl_2b model.path=DIR parallel.pp=2 "
+        "data.train=chats.jsonl train.steps=1000 run=runs/first",
+    )
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="model=qwen3_vl_2b, ...")
+    train.add_argument(
+        "--cfg", choices=["job"], help="print the resolved configuration and do nothing"
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_vlm.config import load_config, to_yaml
+
+    cfg = load_config(args.overrides)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
+    from megatron_vlm.launch import launch
+
+    return launch(cfg, args.overrides)
 
 
 def _add_tiny(commands: Any) -> None:

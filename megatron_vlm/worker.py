@@ -1,8 +1,8 @@
 """MegatronWorker: one rank's model, its training step, and its place in the whole.
 
 SPMD: every rank makes one and makes the same calls. A batch goes to a data parallel replica: all
-ranks of one replica pass the same, replicas pass different ones. A batch is rows, which are cut
-into micro-batches in order, or micro-batches as the loader plans them.
+ranks of one replica pass the same, replicas pass different ones. A batch is rows (a list of them,
+or a TensorBatch), cut into micro-batches in order, or micro-batches as the loader plans them.
 """
 
 import datetime
@@ -20,6 +20,8 @@ from torch import Tensor
 from megatron_vlm.constraints import check_built, check_config
 from megatron_vlm.data.batch import MicroBatch, Row, cut_micro_batches
 from megatron_vlm.data.pixels import PixelTables
+from megatron_vlm.data.rows import rows_of
+from megatron_vlm.data.tensor_batch import TensorBatch
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.load import check_tensors, load_hf, vision_shapes
 from megatron_vlm.hf.names import name_table
@@ -31,7 +33,7 @@ from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.platform import Platform, pick_platform
 from megatron_vlm.schema import Config
 
-Batch = Sequence[Row] | Sequence[MicroBatch]
+Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ class MegatronWorker:
         export_hf(self.model, self.source, self.table, path)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        if batch and isinstance(batch[0], MicroBatch):
+        if isinstance(batch, TensorBatch):
+            batch = rows_of(batch)
+        if len(batch) and isinstance(batch[0], MicroBatch):
             return list(batch)  # type: ignore[arg-type]
         return cut_micro_batches(batch, self.cfg.train.micro_batch_size, self.model.tokens)  # type: ignore[arg-type]
 

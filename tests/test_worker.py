@@ -4,7 +4,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megatron_vlm.data.rows import batch_of, rows_of
+from megatron_vlm.data.tensor_batch import TensorBatch
+from megatron_vlm.errors import DataError
 from megatron_vlm.report import StageReport, stage_reports
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
@@ -73,3 +77,23 @@ def _bad_row(worker: MegatronWorker) -> None:
 def test_a_bad_row_is_an_error_on_every_rank_not_a_hang(pool, tiny):
     with pytest.raises(RuntimeError, match="DataError: row 1: pixel_values has 16 patches"):
         pool.run(call, 4, tiny(), layout(tp=2, pp=2), _bad_row)
+
+
+def _from_batch(worker: MegatronWorker) -> tuple[bool, float, float]:
+    """Rows, and the same rows as a TensorBatch that went through bytes."""
+    rows = make_rows(MIXED)
+    batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
+    assert batch["pixel_values"].shapes[2] == (0,)  # a text row among image rows
+    ours, theirs = worker.forward(rows), worker.forward(batch)
+    equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return equal, worker.forward_backward(rows).loss, worker.forward_backward(batch).loss
+
+
+def test_a_tensor_batch_is_its_rows(pool, tiny):
+    (equal, one, other), *_ = pool.run(call, 2, tiny(), layout(pp=2), _from_batch)
+    assert equal and one == other
+
+
+def test_a_batch_without_ids_is_refused():
+    with pytest.raises(DataError, match="the batch has no field 'ids'; it has labels"):
+        rows_of(TensorBatch({"labels": torch.zeros(2, 3)}))

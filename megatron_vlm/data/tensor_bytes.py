@@ -1,0 +1,101 @@
+"""The bytes that TensorLists and TensorBatches travel as: a JSON header, then values, no pickle."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.errors import DataError
+
+# The rows of a field, or the one tensor of a field that is a Tensor.
+Field = tuple[bool, Sequence[Tensor]]  # whether a list, and its rows
+
+_MAGIC = b"MVROWS\x00\x01"  # the last byte is the version of the format
+_PREAMBLE = len(_MAGIC) + 8  # and the length of the header
+_ALIGN = 64  # a field starts on a cache line, where any dtype can be viewed
+_NAMES = """bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64
+float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"""
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+
+
+def pack(fields: Mapping[str, Field], meta: Mapping[str, Any]) -> bytes:
+    """Header and values; these are detached and come to the host."""
+    table: dict[str, Any] = {}
+    pieces: list[Any] = []
+    for name, (is_list, rows) in fields.items():
+        table[name] = {
+            "list": is_list,
+            "dtype": dtype_name(rows[0].dtype) if rows else "uint8",
+            "shapes": [list(row.shape) for row in rows],
+        }
+        raw = [_raw(name, row) for row in rows]
+        pieces += [*raw, bytes(-sum(map(len, raw)) % _ALIGN)]
+    header = json.dumps({"fields": table, "meta": meta}).encode()
+    header += b" " * (-(_PREAMBLE + len(header)) % _ALIGN)
+    return b"".join([_MAGIC, len(header).to_bytes(8, "little"), header, *pieces])
+
+
+def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], dict[str, Any]]:
+    """What pack was given. Over a writable buffer the tensors are views, which keep it alive; over
+    a read-only one (bytes) all are views of one copy."""
+    view = memoryview(buffer).cast("B")
+    end = _PREAMBLE + int.from_bytes(view[len(_MAGIC) : _PREAMBLE], "little")
+    fields: dict[str, Field] = {}
+    # torch checks every size and shape that the header says: views reach no byte beyond the end.
+    try:
+        if view[: len(_MAGIC)] != _MAGIC or end % _ALIGN:
+            raise ValueError(f"they do not begin with {_MAGIC!r} and the length of a header")
+        header = json.loads(bytes(view[_PREAMBLE:end]))
+        flat = _over(view)
+        for name, said in header["fields"].items():
+            dtype, sizes = DTYPES[said["dtype"]], [math.prod(shape) for shape in said["shapes"]]
+            size = sum(sizes) * dtype.itemsize
+            values = flat[end : end + size].view(dtype).split(sizes)
+            rows = [part.view(to) for part, to in zip(values, said["shapes"], strict=True)]
+            fields[name] = (said["list"], rows)
+            end += size + -size % _ALIGN
+        if end != len(view):
+            raise ValueError(f"the header asks for {end}")
+        return fields, header["meta"]
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise not_ours(view, e) from e
+
+
+def not_ours(buffer: bytes | bytearray | memoryview, why: Exception) -> DataError:
+    """The error for bytes that pack did not write."""
+    return DataError(
+        f"{memoryview(buffer).nbytes} bytes are not what TensorBatch.to_bytes wrote: {why}; "
+        "give from_bytes all of that and nothing more"
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _raw(name: str, row: Tensor) -> np.ndarray:
+    """The values as bytes on the host, in order; copied only where they do not lie so."""
+    if dtype_name(row.dtype) not in DTYPES or row.layout != torch.strided or row.is_meta:
+        raise DataError(
+            f"field {name!r}: no bytes for {row.layout} {row.dtype} on {row.device}; "
+            f"give dense tensors that hold values, of {', '.join(DTYPES)}"
+        )
+    host = row.detach().cpu().contiguous().resolve_neg()
+    # Not reshape: a tensor of one value may be contiguous with any stride, which view refuses.
+    return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+def _over(view: memoryview) -> Tensor:
+    """The buffer's own memory, or a copy where it is read-only (a tensor is always writable) or
+    begins at an address that no float may have."""
+    if not view.readonly:
+        flat = torch.frombuffer(view, dtype=torch.uint8)
+        return flat if flat.data_ptr() % 16 == 0 else flat.clone()
+    copy = torch.empty(len(view), dtype=torch.uint8)
+    copy.numpy()[:] = np.frombuffer(view, dtype=np.uint8)
+    return copy

@@ -1,0 +1,165 @@
+# .venv/bin/python -m pytest tests/test_train_parts.py
+"""Learning rates over a run, parts with rates of their own, and steps that must not be applied."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_vlm.agree import OK, STOP, agree
+from megatron_vlm.data.loader import BatchFigures
+from megatron_vlm.errors import TrainError
+from megatron_vlm.meter import Guard
+from megatron_vlm.run_log import RunLog, StepFigures, duration, step_line
+from megatron_vlm.schedule import lr_at
+from megatron_vlm.schema import Config, LogConfig, OptimConfig, TrainConfig
+from megatron_vlm.watchdog import Sign, describe, find_stuck
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.runs import call
+from tests.test_parity import layout
+
+RATES = {
+    "constant": [1.0] * 8,
+    "linear": [1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
+    "cosine": [1.0, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381],
+    "wsd": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5],
+}
+
+
+@pytest.mark.parametrize("schedule", RATES)
+def test_schedules_by_hand(schedule):
+    optim = OptimConfig(lr=1.0, schedule=schedule, decay_ratio=0.25)
+    assert [lr_at(optim, step, 8) for step in range(8)] == pytest.approx(RATES[schedule], abs=1e-4)
+
+
+def test_warm_up_and_floor():
+    optim = OptimConfig(lr=2.0, schedule="linear", warmup_steps=3, min_lr_ratio=0.1)
+    rates = [lr_at(optim, step, 7) for step in range(8)]
+    assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.55, 1.1, 0.65, 0.2])
+    assert lr_at(optim, 99, 7) == pytest.approx(0.2)  # a run that was made longer stays there
+
+
+def _groups(worker: MegatronWorker) -> dict[str, tuple[float, float]]:
+    """Learning rate and weight decay of chosen weights, by Megatron's groups."""
+    worker.forward_backward(make_rows(MIXED))
+    worker.optim_step(5e-4)
+    return {
+        f"{group['lr']:.6f} {group['weight_decay']:.3f}": sum(p.numel() for p in group["params"])
+        for group in worker.optimizer.param_groups
+        if group["params"]
+    }
+
+
+def test_parts_have_rates_and_decays_of_their_own(pool, tiny):
+    """At half the configured rate every part has half of its own."""
+    own = {"lr": 1e-3, "vision_lr": 1e-4, "merger_lr": 4e-3, "weight_decay": 0.1}
+    own |= {"vision_weight_decay": 0.2}
+    (groups,) = pool.run(call, 1, tiny(), replace(layout(), optim=own), _groups)
+    assert set(groups) == {
+        "0.000500 0.100",  # language
+        "0.000500 0.000",  # its norms
+        "0.000050 0.200",  # vision
+        "0.000050 0.000",
+        "0.002000 0.100",  # mergers
+        "0.002000 0.000",
+    }
+
+
+def _poisoned(worker: MegatronWorker) -> tuple[bool, float, float]:
+    """Whether a step with a gradient that is not a number moved any weight."""
+    before = [param.detach().clone() for param in worker.model.parameters()]
+    worker.forward_backward(make_rows(MIXED))
+    next(worker.model.parameters()).main_grad.view(-1)[0] = math.nan
+    norm, _ = worker.optim_step()
+    moved = any(
+        not torch.equal(a, b) for a, b in zip(before, worker.model.parameters(), strict=True)
+    )
+    worker.forward_backward(make_rows(MIXED))
+    return moved, norm, worker.optim_step()[0]
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "dp2"])
+def test_a_gradient_that_is_not_a_number_is_not_applied(name, pool, tiny):
+    case = layout() if name == "1x1x1" else layout(dp=2)
+    for moved, norm, after in pool.run(call, case.world, tiny(), case, _poisoned):
+        assert not moved and math.isnan(norm) and math.isfinite(after)
+
+
+def test_the_guard_counts_and_stops():
+    guard = Guard(Config(train=TrainConfig(max_nonfinite=2)))
+    assert guard.check(0, 1.0, 1.0) is None
+    assert "(1 so far)" in guard.check(1, math.nan, 1.0)
+    assert guard.check(2, 1.0, 1.0) is None
+    assert "(2 so far)" in guard.check(3, 1.0, math.inf)
+    assert "(3 so far)" in guard.check(4, 1.0, math.inf)
+    with pytest.raises(TrainError, match=r"step 5: loss nan.*3 in a row.*lower optim\.lr"):
+        guard.check(5, math.nan, 1.0)
+    with pytest.raises(TrainError, match="step 0"):
+        Guard(Config(train=TrainConfig(on_nonfinite="stop"))).check(0, math.nan, 1.0)
+
+
+def sign(rank, count, phase="data", age=0.0, still=0.0):
+    return Sign(rank, count, 7, phase, age, still)
+
+
+def test_the_watchdog_blames_the_right_rank():
+    assert find_stuck([sign(0, 5), sign(1, 5)], 60) is None
+    silent = [sign(0, 5, still=70), sign(1, 5, age=65), sign(2, 4, still=90)]
+    assert find_stuck(silent, 60).rank == 1
+    waiting = [sign(0, 9, still=70), sign(1, 8, "data", still=71), sign(2, 9, still=70)]
+    assert find_stuck(waiting, 60).rank == 1
+    assert find_stuck([sign(0, 9, still=70), sign(1, 8, still=3)], 60) is None  # it still moves
+    text = describe(find_stuck(waiting, 60), 60)
+    assert "rank 1 stands still for 71 s" in text and "at step 7: data" in text
+
+
+def _agreed(worker: MegatronWorker) -> int:
+    rank = torch.distributed.get_rank()
+    return agree(STOP if rank == 1 else OK, worker.platform.device)
+
+
+def test_one_rank_stops_all(pool, tiny):
+    assert pool.run(call, 2, tiny(), layout(dp=2), _agreed) == [STOP, STOP]
+
+
+def figures(step, **more):
+    fixed = dict(epoch=0, loss=2.0, lr=1e-3, grad_norm=1.0, seconds=0.5, tokens_per_s=1000.0)
+    fixed |= dict(trained_tokens_per_s=100.0, images_per_s=4.0, padding=0.02, mfu=None)
+    return StepFigures(step=step, memory_gb=1.5, **{**fixed, **more})
+
+
+def test_a_line_for_people():
+    line = step_line([figures(0, loss=3.0, mfu=0.2), figures(1, loss=1.0, mfu=0.4)])
+    assert line.startswith("loss 2.0000  lr 1.00e-03  norm 1  1,000 tok/s  (100 trained)")
+    assert "pad 2.0%  MFU 30.0%" in line and line.endswith("1.5 GB")
+    assert duration(4000) == "1:06:40"
+
+
+def test_metrics_are_whole_lines_after_a_kill(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step", "step": 0}\n{"kind": "st')
+    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
+    log.step(figures(1, loss=math.nan))
+    log.close()
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"kind": "st'
+    assert json.loads(lines[2])["loss"] is None and json.loads(lines[2])["step"] == 1
+
+
+def test_only_one_rank_speaks(tmp_path, capsys):
+    log = RunLog(Config(run=str(tmp_path / "none")), False, 20)
+    log.step(figures(0))
+    log.event(0, "x")
+    log.close()
+    assert capsys.readouterr().out == "" and not (tmp_path / "none").exists()
+
+
+def test_figures_of_a_batch():
+    from megatron_vlm.data.batching import RowSize
+
+    sizes = [RowSize(10, 1.0, images=2), RowSize(6, 2.0), RowSize(4, 3.0, images=1)]
+    batch = BatchFigures.of(sizes, [[[0, 1]], [[2]]])
+    assert batch == BatchFigures(samples=3, tokens=20, padded=24, images=3, work=6.0)
