@@ -19,9 +19,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import logging
 
 from megatron_vlm.config import load_config
-from megatron_vlm.schema import Config
 from megatron_vlm.data.batch import IGNORE, Row
 from megatron_vlm.report import print_report
+from megatron_vlm.schema import Config
 from megatron_vlm.tiny import write_tiny
 from megatron_vlm.worker import MegatronWorker
 

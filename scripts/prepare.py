@@ -1,0 +1,205 @@
+"""What the prepare scripts share: data sets in, checked RGB pictures and JSON lines out."""
+
+import io
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import datasets
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+
+from megatron_vlm.data.media import MediaPolicy, image_size
+from megatron_vlm.data.records import Image
+from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+
+_ORIENTATION = 0x0112  # the EXIF tag
+_TABLES = ("state.json", "dataset_dict.json", "*.parquet", "data/*.parquet")
+
+
+def run(main: Callable[[list[str]], None]) -> int:
+    """Call main(argv); an error that a user can put right ends in one sentence, with status 2."""
+    datasets.disable_progress_bars()
+    try:
+        main(sys.argv[1:])
+    except MegatronVLMError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def holds_tables(folder: Path) -> bool:
+    """Whether `open_dataset` can read what lies in the folder itself."""
+    return any(next(folder.glob(pattern), None) for pattern in _TABLES)
+
+
+def open_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
+    """A split of a data set of the Hub, of a folder of save_to_disk, or of one with Parquet files.
+    A folder may hold the subset as a folder of its own."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return _load(name, subset, split=split, streaming=streaming)
+    if subset and (folder / subset).is_dir():
+        folder /= subset
+    if not holds_tables(folder):
+        inside = sorted(path.name for path in folder.iterdir())
+        raise ConfigError(
+            f"{folder} holds no Parquet files and nothing of save_to_disk, but {inside[:20]}; "
+            "name the folder of a data set, or one with a folder for each subset"
+        )
+    if not any((folder / state).is_file() for state in _TABLES[:2]):
+        # Streamed, Parquet files are read where they lie and not copied into a cache.
+        return _load(str(folder), split=split, streaming=streaming)
+    found = datasets.load_from_disk(folder)
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if split not in found:
+        raise ConfigError(f"--split {split}: {folder} has {', '.join(found)}")
+    return found[split]
+
+
+def _load(name: str, *args: str | None, **kwargs: Any) -> Any:
+    try:
+        return datasets.load_dataset(name, *args, **kwargs)
+    except Exception as error:  # no connection, no such data set or split, unreadable files
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise ConfigError(f"{name}: `datasets` cannot load it: {reason}") from error
+
+
+def rows(dataset: Any) -> Iterator[dict[str, Any]]:
+    """All rows as Arrow has them: images are files that nobody has decoded, so that a corrupt one
+    costs a row and not the run. (A cast to Image(decode=False) copies lists of images.)"""
+    for table in dataset.with_format("arrow"):
+        yield table.to_pylist()[0]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file that shows an upright RGB picture to everybody, and how its name ends."""
+
+    content: bytes
+    suffix: str
+
+
+def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
+    """An undecoded image of `datasets`, of any mode, as RGB with no side above `longest`. An RGB
+    JPEG or PNG stays the file it was, others become PNG. What training would refuse (corrupt, too
+    large, too thin) is a DataError."""
+    content = _image_bytes(value, where)
+    try:
+        image_size(Image(content), MediaPolicy(root="."), where)  # refuses what it would
+        opened = PIL.Image.open(io.BytesIO(content))
+        image = _to_rgb(PIL.ImageOps.exif_transpose(opened))
+    except DataError:
+        raise
+    except Exception as error:  # each format of Pillow's has errors of its own
+        raise DataError(f"{where}: the image cannot be decoded: {error}") from error
+    scale = min(1.0, longest / max(image.size)) if longest else 1.0
+    plain = opened.mode == "RGB" and not opened.has_transparency_data
+    upright = opened.getexif().get(_ORIENTATION, 1) == 1
+    if plain and upright and scale == 1.0 and opened.format in ("JPEG", "PNG"):
+        return Picture(content, ".jpg" if opened.format == "JPEG" else ".png")
+    if scale < 1.0:
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), PIL.Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return Picture(file.getvalue(), ".png")
+
+
+def _image_bytes(value: Any, where: str) -> bytes:
+    """The file behind an undecoded image of `datasets`; it holds the bytes or names a path."""
+    if not isinstance(value, dict) or not (value.get("bytes") or value.get("path")):
+        raise DataError(f"{where}: there is no image")
+    if value.get("bytes"):
+        return value["bytes"]
+    try:
+        return Path(value["path"]).read_bytes()
+    except OSError as error:
+        raise DataError(f"{where}: {value['path']}: {error.strerror}") from error
+
+
+def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow clips at 255: nearly all would be white
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:  # convert("RGB") would show what lies below: black, mostly
+        white = PIL.Image.new("RGBA", image.size, "white")
+        image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+@dataclass
+class Output:
+    """The folder that is being written, and what has been counted on the way."""
+
+    folder: Path
+    files: dict[str, TextIO]
+    written: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, split: str, stem: str, pictures: Sequence[Picture], turns: Any) -> None:
+        """A record of pictures, then pairs of question and answer."""
+        content: list[dict[str, str]] = []
+        for index, picture in enumerate(pictures):
+            path = f"images/{stem}{f'-{index}' if len(pictures) > 1 else ''}{picture.suffix}"
+            (self.folder / path).write_bytes(picture.content)
+            content.append({"type": "image", "image": path})
+            self.written["images"] += 1
+        messages: list[dict[str, Any]] = []
+        for question, answer in turns:
+            text = [{"type": "text", "text": question}] if question else []
+            messages.append({"role": "user", "content": content + text})
+            messages.append({"role": "assistant", "content": answer})
+            content = []
+        self.files[split].write(json.dumps({"messages": messages}) + "\n")
+        self.written[split] += 1
+
+    def skip(self, why: str, where: str) -> None:
+        self.skipped.setdefault(why, []).append(where)
+
+    def report(self) -> str:
+        """What was written, and what was not, in lines."""
+        lines = [
+            f"{self.written[name]} records in {self.folder / name}.jsonl" for name in self.files
+        ]
+        lines.append(f"{self.written['images']} images in {self.folder / 'images'}")
+        for why, places in self.skipped.items():
+            more = f" and {len(places) - 20} more" if len(places) > 20 else ""
+            lines.append(f"left out {len(places)} {why}: {'; '.join(places[:20])}{more}")
+        return "\n".join(lines)
+
+
+@contextmanager
+def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
+    """An Output whose OUT/SPLIT.jsonl appear when all of it is written; then the counts are
+    printed. After an error there are only images, which another run writes over."""
+    folder = Path(out)
+    paths = [folder / f"{split}.jsonl" for split in splits]
+    for path in paths:
+        if path.exists():
+            raise ConfigError(f"{path} exists; choose a new folder with --out")
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    parts = [path.with_name(path.name + ".part") for path in paths]
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(part, "w", encoding="utf-8")) for part in parts]
+            result = Output(folder, dict(zip(splits, files, strict=True)))
+            yield result
+        if not all(result.written[split] for split in splits):
+            raise DataError(f"a split without a record; nothing is written\n{result.report()}")
+        for part, path in zip(parts, paths, strict=True):
+            os.replace(part, path)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
+    print(result.report())
