@@ -5,7 +5,7 @@ import json
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 
@@ -89,28 +89,53 @@ def export_hf(
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
+    """The model as `write_folder` writes it. All ranks take part."""
+    if parallel_state.get_data_parallel_rank() == 0:
+        named = gather_tensors(model, table)
+        if dist.get_rank() == 0:
+            write_folder(source, table, named, out, max_shard_bytes)
+        else:
+            for _ in named:
+                pass
+    dist.barrier()
+
+
+def write_folder(
+    source: Source,
+    table: Sequence[Entry],
+    named: Iterable[tuple[str, Tensor | None]],
+    out: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
     """Write a Hugging Face checkpoint folder: shards and index, and every other file of the source
     (config, tokenizer, image processor, chat template) as it was. Tensors keep their dtype.
 
-    Written under a temporary name beside `out` and renamed when complete. All ranks take part.
+    Written under a temporary name beside `out` and renamed when complete.
     """
     out = Path(out)
-    writes = dist.get_rank() == 0
-    if writes and out.exists() and any(out.iterdir()):
-        raise CheckpointError(f"{out} is not empty; choose a new folder for the export")
-    if parallel_state.get_data_parallel_rank() == 0:
-        temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-        writer = _ShardWriter(source, table, temporary, max_shard_bytes) if writes else None
-        for name, tensor in gather_tensors(model, table):
-            if writer is not None:
-                assert tensor is not None
-                writer.add(name, tensor)
-        if writer is not None:
-            writer.finish()
-            if out.exists():
-                out.rmdir()
-            temporary.rename(out)
-    dist.barrier()
+    check_new(out)
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        writer = _ShardWriter(source, table, temporary, max_shard_bytes)
+        for name, tensor in named:
+            assert tensor is not None
+            writer.add(name, tensor)
+        writer.finish()
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{out} cannot be written: {error.strerror or error}; free space there or give "
+            "another folder"
+        ) from error
+
+
+def check_new(out: Path) -> None:
+    """An export does not mix with what is there."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is not an empty folder; choose a new one for the export")
 
 
 class _ShardWriter:

@@ -1,0 +1,54 @@
+"""A checkpoint of a run as a Hugging Face folder, without a model and without other processes.
+
+A checkpoint has Hugging Face's tensors already, only cut into pieces: see pieces.py.
+"""
+
+import json
+from pathlib import Path
+
+from megatron_vlm.checkpoint import store
+from megatron_vlm.checkpoint.pieces import Reader
+from megatron_vlm.config import from_yaml
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.export import check_new, write_folder
+from megatron_vlm.hf.load import vision_shapes
+from megatron_vlm.hf.names import name_table
+from megatron_vlm.hf.source import Source
+from megatron_vlm.parallel import ParallelDims
+
+
+def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
+    """Write `out` from a checkpoint, or the newest one of a run; returns that. All but the weights
+    comes from the Hugging Face folder that was trained, or from `model_path`."""
+    check_new(Path(out))
+    folder = find_checkpoint(Path(given))
+    store.verify(folder)
+    cfg = from_yaml((folder / "config.yaml").read_text())
+    source = Source(model_path or cfg.model.path)
+    source.read_headers()
+    reader = Reader(folder, json.loads((folder / "index.json").read_text()))
+    layers = source.config.text_config.num_hidden_layers
+    dims = ParallelDims.create(type(cfg.parallel)(), 1, layers)
+    table = name_table(source.config, cfg.model.backend, dims, vision_shapes(source.config))
+    names = [name for entry in table if not entry.is_copy for name in entry.theirs]
+    missing = [name for name in names if name not in reader.index]
+    if missing:
+        raise CheckpointError(
+            f"{folder} is not of the model in {source.path}: it lacks {len(missing)} tensors, the "
+            f"first {missing[0]}; give the folder that was trained with --model"
+        )
+    write_folder(source, table, ((name, reader.whole(name)) for name in names), out)
+    return folder
+
+
+def find_checkpoint(given: Path) -> Path:
+    """The folder itself, or of a run (or its folder of checkpoints) the newest complete one."""
+    if (given / store.COMPLETE).is_file():
+        return given
+    for folder in (given / "checkpoints", given):
+        if folder.is_dir() and (found := store.find_latest(folder)) is not None:
+            return found
+    raise CheckpointError(
+        f"{given} is no complete checkpoint and no run that has one; give RUN or "
+        "RUN/checkpoints/step-..."
+    )

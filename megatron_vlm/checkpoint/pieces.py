@@ -1,0 +1,223 @@
+"""What a rank holds, as rectangles of the checkpoint's tensors; the files they are written to.
+
+A checkpoint has Hugging Face's tensors, whole and without padding, whatever layout wrote it. Each
+rank writes the rectangles it holds to its own safetensors file, and a layout that loads them reads
+the rectangles it needs, wherever they are: neither exchanges a tensor.
+
+Every tensor counts as a matrix here: its first dimension by the rest (1 for a vector).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.names import Entry
+
+Shape = tuple[int, ...]
+Place = tuple[int, int, int, int]  # row, column, rows, columns
+
+_FAR = 2**40  # more rows than any tensor has
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of this rank's part of a parameter that are rows of one tensor of the checkpoint."""
+
+    name: str
+    start: int  # in the part
+    rows: int
+    row: int  # where they begin in the tensor
+    col: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor. `data` is a view of what the rank holds: read it or fill it."""
+
+    key: str
+    row: int
+    col: int
+    data: Tensor
+
+    @property
+    def place(self) -> Place:
+        rows, cols = self.data.shape
+        return self.row, self.col, rows, cols
+
+    @property
+    def name(self) -> str:
+        """In the rank's file."""
+        return _piece_name(self.key, self.row, self.col)
+
+
+def _piece_name(key: str, row: int, col: int) -> str:
+    return f"{key}@{row},{col}"
+
+
+def blocks_of(entry: Entry, shapes: Mapping[str, Shape], rank: int, ranks: int) -> list[Block]:
+    """Where the rows of this rank's part lie, asked of the table itself: it loads numbers of rows
+    in place of weights. Rows of padding come out as zero and belong to no block."""
+    first_col = dict.fromkeys(entry.theirs, 0)
+
+    def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:
+        start, end = (slices[0] if slices else None) or (0, shapes[name][0])
+        if len(slices) > 1 and (cols := slices[1]):
+            first_col[name] = cols[0]
+        return (torch.arange(start, end) + 1 + entry.theirs.index(name) * _FAR)[:, None]
+
+    codes = entry.layout.load(read, entry.theirs, rank, ranks).flatten()
+    breaks = (codes.diff() != 1).nonzero().flatten() + 1
+    blocks, start = [], 0
+    for run in codes.tensor_split(breaks):
+        if code := int(run[0]):
+            number, row = divmod(code - 1, _FAR)
+            name = entry.theirs[number]
+            blocks.append(Block(name, start, len(run), row, first_col[name]))
+        start += len(run)
+    return blocks
+
+
+def rectangles(start: int, end: int, width: int) -> Iterator[Place]:
+    """The rectangles that make up the places [start, end) of a flattened matrix: the end of a
+    row, whole rows, the beginning of a row."""
+    while start < end:
+        row, col = divmod(start, width)
+        if col or end - start < width:
+            rows, cols = 1, min(width - col, end - start)
+        else:
+            rows, cols = (end - start) // width, width
+        yield row, col, rows, cols
+        start += rows * cols
+
+
+def cut(prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[Block]) -> list[Piece]:
+    """The pieces of the part of a parameter that begins at `start`, flattened."""
+    pieces = []
+    for row, col, rows, cols in rectangles(start, start + len(flat), width):
+        for block in blocks:
+            first, last = max(row, block.start), min(row + rows, block.start + block.rows)
+            if first < last:
+                place = first * width + col - start
+                data = flat[place : place + (last - first) * cols].view(last - first, cols)
+                at = block.row + first - block.start
+                pieces.append(Piece(prefix + block.name, at, block.col + col, data))
+    return pieces
+
+
+def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, one tensor at a time: no second copy of all of them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in tensors.values():
+        yield tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+
+def make_index(
+    shapes: Mapping[str, Shape], held: Sequence[Sequence[tuple[str, Place]]]
+) -> dict[str, Any]:
+    """Which rank's file has which rectangles of a tensor, for all of them."""
+    index: dict[str, Any] = {}
+    for rank, pieces in enumerate(held):
+        for key, place in pieces:
+            shape = shapes[key.rpartition("/")[2]]
+            entry = index.setdefault(key, {"shape": list(shape), "pieces": []})
+            entry["pieces"].append([rank, *place])
+    for key, entry in index.items():
+        covered = sum(rows * cols for _, _, _, rows, cols in entry["pieces"])
+        assert covered == math.prod(entry["shape"]), (key, entry)
+    return index
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+class Reader:
+    """Reads rectangles of a checkpoint's tensors from the ranks' files."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]):
+        self.folder = folder
+        self.index = index
+        self.files: dict[int, Any] = {}
+
+    def check(self, pieces: Iterable[Piece], shapes: Mapping[str, Shape]) -> None:
+        """Refuse a checkpoint of another model before anything is filled."""
+        faults = {}
+        for key in dict.fromkeys(piece.key for piece in pieces):
+            asked = list(shapes[key.rpartition("/")[2]])
+            if key not in self.index:
+                faults[key] = "is not in it"
+            elif (found := self.index[key]["shape"]) != asked:
+                faults[key] = f"is {found} in it, and {asked} in the model"
+        if faults:
+            lines = [f"{key} {fault}" for key, fault in list(faults.items())[:10]]
+            raise CheckpointError(
+                f"{self.folder} is not of this model and its model.freeze_*: {len(faults)} tensors "
+                "differ; resume with the configuration in its config.yaml\n  " + "\n  ".join(lines)
+            )
+
+    def fill(self, piece: Piece) -> None:
+        """Copy a rectangle into `piece.data`, from however many pieces it was written as."""
+        row, col, rows, cols = piece.place
+        missing = rows * cols
+        for rank, at_row, at_col, num_rows, num_cols in self.index[piece.key]["pieces"]:
+            top, bottom = max(row, at_row), min(row + rows, at_row + num_rows)
+            left, right = max(col, at_col), min(col + cols, at_col + num_cols)
+            if top >= bottom or left >= right:
+                continue
+            stored = self._slice(rank, _piece_name(piece.key, at_row, at_col))
+            found = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
+            piece.data[top - row : bottom - row, left - col : right - col].copy_(found)
+            missing -= found.numel()
+        assert not missing, piece
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor in its own shape, in fp32, which holds each of its types exactly."""
+        shape = self.index[key]["shape"]
+        tensor = torch.empty(shape, dtype=torch.float32)
+        self.fill(Piece(key, 0, 0, tensor.view(shape[0], -1)))
+        return tensor
+
+    def named(self, rank: int, prefix: str) -> dict[str, Tensor]:
+        """The whole tensors of a rank's file whose names begin so."""
+        file = self._file(rank)
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in names}
+
+    def _slice(self, rank: int, name: str) -> Any:
+        return self._file(rank).get_slice(name)
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self.files:
+            path = self.folder / rank_file(rank)
+            try:
+                self.files[rank] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return self.files[rank]

@@ -1,0 +1,395 @@
+# .venv/bin/python -m pytest tests/test_checkpoint.py
+"""A run that was saved, killed and resumed is the run that was not: bit for bit at its own layout,
+within rounding at another. Checkpoints of the tensors; test_checkpoint_store.py has the files."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.checkpoint.pieces import Block, Piece, Reader, cut, rectangles
+from megatron_vlm.checkpoint.store import find_latest, partial_of, step_folder
+from megatron_vlm.errors import CheckpointError
+from tests.batches import MIXED, make_rows
+from tests.runs import Case, my_rows
+from tests.test_parity import layout
+
+ROOT = Path(__file__).parent.parent
+LR = 1e-3
+# A checkpoint at another layout is the same bits; the steps after it round differently. As in
+# test_steps.py, in units of the learning rate, after two steps at each of three layouts.
+MEAN_TOLERANCE_LR = 1.2e-4  # mean difference of the worst tensor; measured 1.2e-5
+MAX_TOLERANCE_LR = 0.09  # worst single weight; measured 0.0086
+
+
+def bf16(case: Case) -> Case:
+    return replace(case, train={"precision": "bf16"})
+
+
+CASES = {
+    "1x1": (layout(), {}),
+    "1x1-bf16": (bf16(layout()), {}),
+    "dp2": (layout(dp=2), {}),
+    "dp2-bf16": (bf16(layout(dp=2)), {}),
+    "dp2-plain-optimizer": (layout(dp=2, distributed_optimizer=False), {}),
+    "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}),
+    "tp2-odd-vocab": (layout(tp=2), {"vocab": 509}),
+    "pp2-tied-odd-vocab": (layout(pp=2, layers_per_stage=[1, 3]), {"vocab": 509, "tied": True}),
+    "pp2-vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
+    "dp2-language-frozen": (layout(dp=2, freeze_language=True), {}),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some steps of a run, from a checkpoint or from the beginning."""
+
+    run: Path
+    steps: range
+    start: Path | None = None
+    save_at: tuple[int, ...] = ()
+    async_save: bool = False
+    vocab: int = 512
+
+
+def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
+    """Losses and gradient norms. Draws random numbers as a model with dropout would."""
+    from megatron_vlm.checkpoint.state import load, save
+    from megatron_vlm.worker import MegatronWorker
+
+    worker = MegatronWorker(replace(case, optim={"lr": LR, "weight_decay": 0.1}).config(path))
+    if part.start is not None:
+        assert load(worker, part.start) == progress(part.steps.start)
+    figures, pending = [], None
+    for step in part.steps:
+        loss = worker.forward_backward(my_rows(make_rows(MIXED, part.vocab, step))).loss
+        # Step 1 sets a rate, and the steps after it keep to that.
+        figures.append((loss, worker.optim_step(lr=LR / 2 if step == 1 else None)[0]))
+        torch.rand(3), random.random(), np.random.rand()
+        if pending is not None:
+            pending.finish(blocking=False)
+        if step + 1 in part.save_at:
+            folder = step_folder(part.run, step + 1)
+            pending = save(worker, folder, progress(step + 1), part.async_save)
+    if part.steps.start in part.save_at:
+        save(worker, step_folder(part.run, part.steps.start), progress(part.steps.start))
+    elif pending is not None:
+        assert pending.finish()
+    return figures
+
+
+def progress(step: int) -> dict[str, Any]:
+    return {"step": step, "data": {"epoch": 0, "taken": 8 * step, "stream": None}, "best": 1 / 3}
+
+
+def whole(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint."""
+    reader, tensors = Reader(folder, json.loads((folder / "index.json").read_text())), {}
+    for key, entry in reader.index.items():
+        rows = entry["shape"][0]
+        tensors[key] = torch.empty(rows, int(np.prod(entry["shape"])) // rows)
+        reader.fill(Piece(key, 0, 0, tensors[key]))
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def first_halves(pool, tiny, tmp_path_factory):
+    """Every case: four steps without a break, saved after two and four. Then fresh processes."""
+    found = {}
+    for name, (case, sizes) in CASES.items():
+        run = tmp_path_factory.mktemp(name)
+        part = Part(run, range(4), None, (2, 4), name != "1x1", sizes.get("vocab", 512))
+        found[name] = run, pool.run(go, case.world, tiny(**sizes), case, part)[0]
+    pool.close()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_is_bit_for_bit_the_run_without_a_break(name, first_halves, pool, tiny, tmp_path):
+    case, sizes = CASES[name]
+    run, figures = first_halves[name]
+    assert find_latest(run) == step_folder(run, 4)
+    part = Part(tmp_path, range(2, 4), step_folder(run, 2), (4,), False, sizes.get("vocab", 512))
+    assert pool.run(go, case.world, tiny(**sizes), case, part)[0] == figures[2:]
+    ours, theirs = step_folder(tmp_path, 4), step_folder(run, 4)
+    names = {path.name for path in theirs.iterdir()}
+    assert {"complete.json", "config.yaml", "index.json", "state.json"} < names
+    for file in names:  # weights, moments, steps, learning rate and every random generator
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+
+
+TO_ANOTHER = {
+    "dp2": layout(),
+    "dp2-bf16": bf16(layout()),
+    "1x1-bf16": layout(dp=2),
+    "1x1": layout(tp=2, dp=2),
+    "dp2-plain-optimizer": layout(pp=2, dp=2),
+    "tp2-pp2": layout(dp=2),
+    "tp2-odd-vocab": layout(pp=2),
+    "pp2-tied-odd-vocab": layout(tp=2, dp=2),
+    "pp2-vision-frozen": layout(tp=2, freeze_vision=True, freeze_merger=True),
+    "dp2-language-frozen": layout(pp=2, dp=2, freeze_language=True),
+}
+
+
+@pytest.mark.parametrize("name", TO_ANOTHER)
+def test_another_layout_holds_the_same_bits(name, first_halves, pool, tiny, tmp_path):
+    case, sizes = TO_ANOTHER[name], CASES[name][1]
+    before = step_folder(first_halves[name][0], 4)
+    part = Part(tmp_path, range(4, 4), before, (4,), vocab=sizes.get("vocab", 512))
+    pool.run(go, case.world, tiny(**sizes), case, part)
+    found, expected = whole(step_folder(tmp_path, 4)), whole(before)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    embedding = "exp_avg/model.language_model.embed_tokens.weight"
+    if embedding in found:  # without padding
+        assert len(found[embedding]) == sizes.get("vocab", 512)
+
+
+def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
+    """TP2, then PP2, then DP2 with sharded state, then one process: the run of one process."""
+    straight, path = tmp_path / "straight", tiny()
+    pool.run(go, 1, path, layout(), Part(straight, range(8), save_at=(8,)))
+    start = None
+    for number, case in enumerate((layout(tp=2), layout(pp=2), layout(dp=2), layout())):
+        steps = range(2 * number, 2 * number + 2)
+        pool.run(go, case.world, path, case, Part(tmp_path, steps, start, (steps.stop,)))
+        start = step_folder(tmp_path, steps.stop)
+    found, expected = whole(step_folder(tmp_path, 8)), whole(step_folder(straight, 8))
+    errors = {
+        key: (found[key] - expected[key]).abs() / LR for key in expected if "exp_avg" not in key
+    }
+    mean = max(float(error.mean()) for error in errors.values())
+    most = max(float(error.max()) for error in errors.values())
+    record_property("mean", mean)
+    record_property("max", most)
+    assert mean <= MEAN_TOLERANCE_LR
+    assert most <= MAX_TOLERANCE_LR
+
+
+def save_slowly(path: str, case: Case, run: Path) -> None:
+    """Save as it is, then in the background while training goes on; rank 1's disk is slow."""
+    from megatron_vlm.checkpoint import store
+    from megatron_vlm.checkpoint.state import save
+    from megatron_vlm.worker import MegatronWorker
+
+    worker = MegatronWorker(replace(case, optim={"lr": LR}).config(path))
+    save(worker, step_folder(run, 1), progress(1))
+    gate, write_file = threading.Event(), store.write_file
+
+    def write_late(path: Path, chunks: Any) -> store.FileRecord:
+        if path.name == "rank-00001.safetensors":
+            gate.wait()
+        return write_file(path, chunks)
+
+    store.write_file = write_late
+    try:
+        pending = save(worker, step_folder(run, 2), progress(1), async_save=True)
+        worker.forward_backward(my_rows(make_rows(MIXED)))
+        worker.optim_step()
+        assert not pending.finish(blocking=False)
+        assert not step_folder(run, 2).exists()
+        threading.Timer(0.1, gate.set).start()
+        save(worker, step_folder(run, 3), progress(3), async_save=True)
+        assert step_folder(run, 2).exists()  # one is written at a time
+        assert pending.finish(blocking=False) and pending.finish()
+    finally:
+        store.write_file = write_file
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(pool, tiny, tmp_path):
+    pool.run(save_slowly, 2, tiny(), layout(dp=2), tmp_path)
+    first, second = (whole(step_folder(tmp_path, step)) for step in (1, 2))
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+    assert find_latest(tmp_path) == step_folder(tmp_path, 2)
+    assert partial_of(step_folder(tmp_path, 3)).exists()  # nobody finished it
+
+
+def refusal(path: str, case: Case, folder: Path) -> str:
+    from megatron_vlm.checkpoint.state import load
+    from megatron_vlm.worker import MegatronWorker
+
+    with pytest.raises(CheckpointError) as caught:
+        load(MegatronWorker(case.config(path)), folder)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tmp_path):
+    run = first_halves["pp2-vision-frozen"][0]
+    for message in pool.run(refusal, 2, tiny(), layout(pp=2), step_folder(run, 4)):
+        assert "exp_avg/model.visual.patch_embed.proj.weight is not in it" in message
+    run = first_halves["tp2-odd-vocab"][0]
+    for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 4)):
+        assert "lm_head.weight is [509, 64] in it, and [512, 64] in the model" in message
+    for message in pool.run(refusal, 2, tiny(), layout(tp=2), tmp_path / "none"):
+        assert "complete.json cannot be read: No such file or directory" in message
+    shard = step_folder(run, 2) / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    for message in pool.run(refusal, 2, tiny(), layout(tp=2), step_folder(run, 2)):
+        assert "rank-00001.safetensors has changed since it was written" in message
+
+
+def full_disk(path: str, case: Case, run: Path, async_save: bool) -> tuple[str, Path | None]:
+    """Rank 1 can write no file of more than 100 kB."""
+    from megatron_vlm.checkpoint.state import find_latest, save
+    from megatron_vlm.worker import MegatronWorker
+
+    worker = MegatronWorker(case.config(path))
+    save(worker, step_folder(run, 1), progress(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save(worker, step_folder(run, 2), progress(2), async_save).finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return str(caught.value), find_latest(run)
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_full_disk_on_one_rank(async_save, pool, tiny, tmp_path):
+    for message, latest in pool.run(full_disk, 2, tiny(), layout(dp=2), tmp_path, async_save):
+        assert "step-00000002.partial/rank-00001.safetensors cannot be written" in message
+        assert "File too large" in message and "free space" in message
+        assert latest == step_folder(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def unwritable(path: str, case: Case, folder: Path) -> str:
+    from megatron_vlm.checkpoint.state import save
+    from megatron_vlm.worker import MegatronWorker
+
+    with pytest.raises(CheckpointError) as caught:
+        save(MegatronWorker(case.config(path)), folder, {})
+    return str(caught.value)
+
+
+def test_unwritable_folder(pool, tiny, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    for message in pool.run(unwritable, 2, tiny(), layout(dp=2), step_folder(tmp_path / "run", 1)):
+        assert "step-00000001.partial cannot be made: Not a directory" in message
+
+
+def test_rectangles_cover_a_range_once():
+    width = 5
+    for start in range(23):
+        for end in range(start, 24):
+            cells = [
+                (row + i) * width + col + j
+                for row, col, rows, cols in rectangles(start, end, width)
+                for i in range(rows)
+                for j in range(cols)
+            ]
+            assert cells == list(range(start, end))
+            assert sum(1 for _ in rectangles(start, end, width)) <= 3
+
+
+def test_cut_leaves_padding_out():
+    blocks = [Block("a", 0, 2, 10, 3), Block("b", 2, 1, 0, 0)]  # row 3 is padding
+    pieces = cut("m/", torch.arange(2.0, 12.0), 2, 3, blocks)
+    assert [(p.name, p.data.tolist()) for p in pieces] == [
+        ("m/a@10,5", [[2.0]]),
+        ("m/a@11,3", [[3.0, 4.0, 5.0]]),
+        ("m/b@0,0", [[6.0, 7.0, 8.0]]),
+    ]
+
+
+def run_until_killed(path: str, run: Path, steps: int) -> None:
+    """Steps with a checkpoint after each, from where the run was; says when it saves."""
+    from megatron_vlm.checkpoint.state import find_latest, load, save
+    from megatron_vlm.worker import MegatronWorker
+
+    random.seed(0)
+    np.random.seed(0)
+    worker = MegatronWorker(replace(layout(), optim={"lr": LR}).config(path))
+    latest = find_latest(run)
+    done = 0 if latest is None else load(worker, latest)["step"]
+    for step in range(done, steps):
+        worker.forward_backward(make_rows(MIXED, seed=step))
+        worker.optim_step()
+        print("saving", flush=True)
+        save(worker, step_folder(run, step + 1), progress(step + 1), step % 2 == 0).finish()
+        print("saved", flush=True)
+
+
+def serve_forks(path: str) -> None:
+    """A process with everything imported: each line of stdin forks one that trains."""
+    import warnings
+
+    import megatron_vlm.checkpoint.state
+    import megatron_vlm.worker  # noqa: F401
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            run, steps = line.split()
+            print(os.getpid(), flush=True)
+            run_until_killed(path, Path(run), int(steps))
+            os._exit(0)
+        os.waitpid(child, 0)
+        print("ended", flush=True)
+    os._exit(0)
+
+
+def start_server(path: str) -> subprocess.Popen[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "tests.test_checkpoint", path]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
+
+
+def train_in_fork(server: subprocess.Popen[str], run: Path, steps: int, kill_at: float | None):
+    """Train in a fork to the last step, or kill it in its second save, `kill_at` of the way."""
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(f"{run} {steps}\n")
+    server.stdin.flush()
+    child, times = int(server.stdout.readline()), []
+    for line in iter(server.stdout.readline, "ended\n"):
+        times.append(time.monotonic())
+        if len(times) == 3 and kill_at is not None:
+            assert line == "saving\n"
+            time.sleep(kill_at * (times[1] - times[0]))
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path):
+    """Killed at random moments of its saves, again and again, and resumed in a new process."""
+    steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    with start_server(tiny()) as server:
+        for _ in range(kills):
+            before = find_latest(run)
+            train_in_fork(server, run, steps, rng.random())
+            cut_short += any(run.glob("*.partial"))
+            after = find_latest(run)
+            assert after is not None and (before is None or after > before)
+        train_in_fork(server, run, steps, None)
+        train_in_fork(server, straight, steps, None)
+        assert server.stdin is not None
+        server.stdin.close()
+    assert cut_short >= kills // 4
+    for file in step_folder(straight, steps).iterdir():
+        assert (step_folder(run, steps) / file.name).read_bytes() == file.read_bytes(), file.name
+    assert not list(run.glob("*.partial"))
+
+
+if __name__ == "__main__":
+    serve_forks(sys.argv[1])
