@@ -7,14 +7,14 @@ or a TensorBatch), cut into micro-batches in order, or micro-batches as the load
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_vlm.constraints import check_built, check_config
@@ -30,6 +30,7 @@ from megatron_vlm.loss import collect, loss_of
 from megatron_vlm.model.build import build_model
 from megatron_vlm.optimizer import build_optimizer, set_lr, step, wrap_data_parallel
 from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.pipeline import broadcast_from_last, evaluating, run_schedule
 from megatron_vlm.platform import Platform, pick_platform
 from megatron_vlm.schema import Config
 
@@ -48,7 +49,8 @@ class StepMetrics:
 class MegatronWorker:
     """Build it from a Config inside torchrun (or any launcher that sets torch's variables)."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, training: bool = True):
+        """Without `training` there are no gradients and no optimizer, nor the memory for them."""
         self.cfg = cfg
         self.platform: Platform = pick_platform(cfg.platform)
         self.source = Source(cfg.model.path)
@@ -69,18 +71,19 @@ class MegatronWorker:
         self.model = build_model(cfg, hf_config, self.dims, self.platform)
         load_hf(self.model, self.source, self.table)
         self.pixels = PixelTables(cfg.model.path, self.platform.device)
-        self.ddp = wrap_data_parallel(cfg, self.model)
-        self.optimizer = build_optimizer(cfg, self.ddp)
+        self.ddp: Any = self.model
+        self.optimizer: MegatronOptimizer | None = None
+        if training:
+            self.ddp = wrap_data_parallel(cfg, self.model)
+            self.optimizer = build_optimizer(cfg, self.ddp)
         self.lr = cfg.optim.lr
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
         where a token is not supervised. The same on every rank of the replica."""
         batches = self._micro_batches(batch)
-        self.ddp.eval()
-        with torch.no_grad():
-            outputs = self._run_schedule(batches, forward_only=True)
-        self.ddp.train()
+        with evaluating(self.ddp):
+            outputs = run_schedule(self.ddp, batches, self._forward_step, forward_only=True)
         return self._per_row(batches, outputs)
 
     def forward_backward(self, batch: Batch, return_per_token_outputs: bool = False) -> StepMetrics:
@@ -88,18 +91,19 @@ class MegatronWorker:
 
         `return_per_token_outputs` also copies each token's log-prob to the host of every rank.
         """
+        assert self.optimizer is not None, "made without training"
         batches = self._micro_batches(batch)
         check_built(self.model.config)
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._run_schedule(batches, forward_only=False)
+        outputs = run_schedule(self.ddp, batches, self._forward_step, forward_only=False)
         total = torch.zeros(2, dtype=torch.float64, device=self.platform.device)
         if self.last:
             total[0] = sum(output["loss_sum"].double() for output in outputs)
             total[1] = sum(batch.num_supervised for batch in batches)
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        self._broadcast_from_last(total)
+        broadcast_from_last(total)
         loss_sum, count = total.tolist()
         log_probs = None
         if return_per_token_outputs:
@@ -109,6 +113,7 @@ class MegatronWorker:
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
         """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).
         Where the norm is not finite, nothing is applied."""
+        assert self.optimizer is not None, "made without training"
         self.lr = self.lr if lr is None else lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         return step(self.optimizer), self.lr
@@ -124,34 +129,23 @@ class MegatronWorker:
             return list(batch)  # type: ignore[arg-type]
         return cut_micro_batches(batch, self.cfg.train.micro_batch_size, self.model.tokens)  # type: ignore[arg-type]
 
-    def _run_schedule(self, batches: list[MicroBatch], forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; outputs of the last stage, else []."""
-        run = get_forward_backward_func()
-        outputs: list[Any] = run(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(batches),
-            model=[self.ddp],
-            num_microbatches=len(batches),
-            # Not used: variable_seq_lengths sends each tensor's shape ahead of it.
-            seq_length=batches[0].tokens_BS5.shape[1],
-            micro_batch_size=batches[0].tokens_BS5.shape[0],
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-        return outputs
-
-    def _forward_step(self, data: Any, model: Any) -> tuple[Tensor, Any]:
-        batch = next(data).for_stage(self.first, self.platform.device)
-        output = model(
+    def call_model(self, model: Any, batch: MicroBatch, **more: Any) -> Tensor:
+        """The stage's output for a micro-batch that `for_stage` has brought to the device."""
+        output: Tensor = model(
             input_ids=batch.ids_BS,
             position_ids=batch.position_ids_3BS,
-            attention_mask=None,
-            labels=batch.targets_BS if self.last else None,
             pixel_values=self.pixels.images(batch.pixel_values_PC),
             image_grid_thw=batch.image_grid_I3,
             pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
             video_grid_thw=batch.video_grid_I3,
+            **more,
         )
+        return output
+
+    def _forward_step(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+        batch = next(data).for_stage(self.first, self.platform.device)
+        labels = batch.targets_BS if self.last else None
+        output = self.call_model(model, batch, labels=labels)
         return output, loss_of if torch.is_grad_enabled() else collect
 
     def _per_row(self, batches: list[MicroBatch], outputs: list[Tensor]) -> list[Tensor]:
@@ -159,7 +153,7 @@ class MegatronWorker:
         flat = torch.empty(sum(counts), device=self.platform.device)
         if self.last:
             flat.copy_(torch.cat(outputs))
-        self._broadcast_from_last(flat)
+        broadcast_from_last(flat)
         pieces = flat.cpu().split(counts)
         found = {
             place: row
@@ -167,11 +161,6 @@ class MegatronWorker:
             for place, row in zip(batch.rows, batch.log_probs_by_row(piece), strict=False)
         }
         return [found[place] for place in sorted(found)]
-
-    def _broadcast_from_last(self, tensor: Tensor) -> None:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        source = parallel_state.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(tensor, source, group=group)
 
 
 def _join_world(platform: Platform, cfg: Config) -> None:
