@@ -21,7 +21,6 @@ from megatron_vlm.data.batching import (
 )
 from megatron_vlm.data.dataset import DataSet
 from megatron_vlm.data.progress import Position
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.inspect.views import ShownSample, show_sample
 from megatron_vlm.schema import Config
 
@@ -176,7 +175,8 @@ def _source_figures(data: DataSet) -> Iterator[SourceFigures]:
 def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
     """Padding and balance of the first epoch's steps, planned as the loader plans them, and as
     plain order would make them with as many rows in each micro-batch."""
-    batch_size, limits = cfg.train.global_batch_size, _limits(cfg)
+    batch_size = cfg.train.global_batch_size
+    limits = Limits(cfg.train.micro_batch_size, cfg.train.micro_batch_tokens)
     epoch = itertools.islice(data.epoch(Position()), MOST_STEPS * batch_size)
     sizes = [size for _, size, _ in epoch]
     steps = [sizes[start : start + batch_size] for start in range(0, len(sizes), batch_size)]
@@ -191,15 +191,6 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
     return Batching(
         ranks, batch_size, limits, math.ceil(len(data.order) / batch_size), len(steps), ways
     )
-
-
-def _limits(cfg: Config) -> Limits:
-    train = cfg.train
-    for key in ("global_batch_size", "micro_batch_size", "micro_batch_tokens"):
-        value = getattr(train, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"train.{key}={value}: give at least 1")
-    return Limits(train.micro_batch_size, train.micro_batch_tokens)
 
 
 def _way(name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]) -> Way:

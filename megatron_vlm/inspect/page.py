@@ -1,58 +1,25 @@
-"""An inspection as one HTML page that needs nothing else: no script, no file, no network.
+"""An inspection as one HTML page."""
 
-`tag` escapes every string that is not itself markup, so text of a record stays text.
-"""
-
-import base64
-import io
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 
 import numpy as np
-import PIL.Image
 
 from megatron_vlm.inspect.collect import SUMMARY, Batching, Column, Inspection, figure
 from megatron_vlm.inspect.style import CSS
-from megatron_vlm.inspect.views import Piece, ShownSample, ShownTurn, View, visible
+from megatron_vlm.inspect.views import Piece, ShownSample, ShownTurn, View
+from megatron_vlm.page import Html, contents, data_uri, document, table, tag, tiles, visible
 
 _MOST_ERRORS = 50
 _MOST_BARS = 24
-# Should anything of a record become markup after all, it can still load and run nothing.
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
-class Html(str):
-    """Markup. Any other string is text."""
-
-    __slots__ = ()
-
-
-def tag(name: str, /, *content: str, **attributes: object) -> Html:
-    """An element; `class_` is its class."""
-    inner = "".join(c if isinstance(c, Html) else escape(visible(c)) for c in content)
-    given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(visible(str(value)))}"'
-        for key, value in attributes.items()
-    )
-    if name in ("meta", "img", "rect", "line"):
-        return Html(f"<{name}{given}/>")
-    return Html(f"<{name}{given}>{inner}</{name}>")
 
 
 def render_page(inspection: Inspection) -> str:
     """The whole page."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", "What the model sees"),
-        Html(f"<style>{CSS}</style>"),
-    )
-    body = tag("body", *_header(inspection), *_samples(inspection), *_figures(inspection))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    body = (*_header(inspection), *_samples(inspection), *_figures(inspection))
+    return document("What the model sees", CSS, body)
 
 
 def _header(inspection: Inspection) -> Iterator[Html]:
@@ -63,18 +30,18 @@ def _header(inspection: Inspection) -> Iterator[Html]:
     links.append(("batches", "Micro-batches"))
     if inspection.dropped or inspection.errors:
         links.append(("left-out", "Left out"))
-    yield tag("nav", *(tag("a", text, href=f"#{name}") for name, text in links))
+    yield contents(links)
     totals = {column.name: column.summary[0] for column in inspection.columns}
-    tiles = [
-        (figure(inspection.num_samples), "samples"),
-        (figure(totals["tokens"]), "tokens"),
-        (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
-        (figure(totals["images"]), "images"),
-        (figure(len(inspection.dropped)), "dropped"),
-        (figure(len(inspection.errors)), "wrong"),
-    ]
-    cards = (tag("div", tag("b", value), tag("span", name), class_="card") for value, name in tiles)
-    yield tag("div", *cards, class_="tiles")
+    yield tiles(
+        [
+            (figure(inspection.num_samples), "samples"),
+            (figure(totals["tokens"]), "tokens"),
+            (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
+            (figure(totals["images"]), "images"),
+            (figure(len(inspection.dropped)), "dropped"),
+            (figure(len(inspection.errors)), "wrong"),
+        ]
+    )
 
 
 def _samples(inspection: Inspection) -> Iterator[Html]:
@@ -138,23 +105,19 @@ def _view(view: View) -> Html:
 
 
 def _image(pixels: np.ndarray) -> Html:
-    """PNG keeps every pixel."""
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG")
-    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return tag("img", src=uri, width=pixels.shape[1], height=pixels.shape[0], alt="")
+    return tag("img", src=data_uri(pixels), width=pixels.shape[1], height=pixels.shape[0], alt="")
 
 
 def _figures(inspection: Inspection) -> Iterator[Html]:
     yield tag("h2", "Sizes of samples", id="sizes")
     charted = [column for column in inspection.columns if column.name != "patches"]
     yield tag("div", *map(histogram, charted), class_="charts")
-    yield _table(
-        ("", *SUMMARY),
+    yield table(
+        ("of a sample", *SUMMARY),
         [(column.name, *map(figure, column.summary)) for column in inspection.columns],
     )
     yield tag("h2", "Sources", id="sources")
-    yield _table(
+    yield table(
         ("source", "weight", "records", "samples", "dropped", "wrong", "per epoch"),
         [
             (s.name, f"{s.weight:g}")
@@ -181,13 +144,13 @@ def _batching(batching: Batching) -> Html:
         for way in batching.ways
     ]
     header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
-    return _table(header, rows, batching.caption)
+    return table(header, rows, batching.caption)
 
 
 def _faults(inspection: Inspection) -> Iterator[Html]:
     if inspection.dropped:
         rows = [(rule, figure(count), where) for rule, count, where in inspection.rules]
-        yield _table(("dropped by rule", "records", "the first"), rows)
+        yield table(("dropped by rule", "records", "the first"), rows)
     if not inspection.errors:
         return
     messages = [tag("li", message) for message in inspection.errors[:_MOST_ERRORS]]
@@ -196,13 +159,6 @@ def _faults(inspection: Inspection) -> Iterator[Html]:
         f", the first {len(messages)}" if more else ""
     )
     yield tag("div", tag("p", title), tag("ol", *messages, class_="alarm"), class_="card")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Html:
-    lines = [tag("tr", *(tag("th", name) for name in header))]
-    lines += [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
-    named = [tag("caption", caption)] if caption else []
-    return tag("div", tag("table", *named, *lines), class_="card scroll")
 
 
 def histogram(column: Column) -> Html:

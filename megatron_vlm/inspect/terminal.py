@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vlm.inspect.collect import SUMMARY, Batching, Inspection, SourceFigures, figure
-from megatron_vlm.inspect.views import Piece, ShownSample, ShownTurn, visible
+from megatron_vlm.inspect.views import Piece, ShownSample, ShownTurn
+from megatron_vlm.page import visible
 
 TRAINED = "black on green"
 VIEW = "cyan"

@@ -7,7 +7,6 @@ Shapes: S tokens, P patches, C values of a patch, H W 3 a picture in RGB.
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,12 +21,9 @@ from megatron_vlm.data.positions import GridQueue
 from megatron_vlm.data.records import Image, Record, Video
 from megatron_vlm.data.sample import Sample
 from megatron_vlm.errors import DataError
+from megatron_vlm.page import visible as visible  # for those who show what is here
 
 MOST_FRAMES = 16  # temporal patches of a video that get pictures
-# Characters that could steer a terminal, turn text around or not be written at all.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
-)
 
 
 @dataclass(frozen=True)
@@ -85,11 +81,6 @@ class ShownSample:
         if self.sample.num_patches:
             sizes.append(f"{self.sample.num_patches:,} patches")
         return ", ".join(sizes)
-
-
-def visible(text: str) -> str:
-    """The text with control characters spelled out."""
-    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def show_sample(data: DataSet, number: int, pictures: bool) -> ShownSample:
