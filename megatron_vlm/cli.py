@@ -1,17 +1,21 @@
 """The `megatron-vlm` command. Errors a user can put right end with one sentence, no traceback."""
 
 import argparse
+import os
 import sys
 from dataclasses import fields
 from typing import Any
 
 from megatron_vlm import __version__
 from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.launch import DEBUG
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse and run; the exit status."""
     args = _parse(argv)
+    if args.debug:
+        os.environ[DEBUG] = "1"  # for the processes that a command starts
     try:
         return args.run(args)
     except MegatronVLMError as error:
@@ -41,6 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_eval(commands)
+    _add_export(commands)
+    _add_report(commands)
+    _add_doctor(commands)
     _add_inspect(commands)
     _add_shapes(commands)
     _add_tiny(commands)
@@ -72,7 +80,90 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     from megatron_vlm.launch import launch
 
-    return launch(cfg, args.overrides)
+    return launch(cfg, "megatron_vlm.train", "run_train", args.overrides)
+
+
+def _add_eval(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval",
+        help="score a checkpoint on held-out sets",
+        description="Loss and token accuracy of each set in data.eval, exact match of generated "
+        "answers (eval.generate=true) and the rank of the right one among eval.candidates. Prints "
+        "one line of JSON a set.",
+        epilog="example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true",
+    )
+    evaluate.add_argument(
+        "where", help="a Hugging Face folder, a run, or one of its checkpoints: its configuration"
+    )
+    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
+    evaluate.set_defaults(run=_eval)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from megatron_vlm.evaluation.command import locate
+    from megatron_vlm.launch import launch
+
+    cfg, _ = locate(args.where, args.overrides)
+    words = [args.where, *args.overrides]
+    return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", words)
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint of a run as a Hugging Face folder",
+        description="Write a folder that transformers and vLLM load, from a checkpoint of a run. "
+        "Needs no GPU, and memory for one file of weights.",
+        epilog="example: megatron-vlm export runs/first/checkpoints/step-00001000 tuned",
+    )
+    export.add_argument("checkpoint", help="RUN/checkpoints/step-..., or RUN for its newest")
+    export.add_argument("out", help="folder to write; must not exist or be empty")
+    export.add_argument("--model", help="the folder that was trained, where it lies elsewhere now")
+    export.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_vlm.checkpoint.export import export_checkpoint
+
+    folder = export_checkpoint(args.checkpoint, args.out, args.model)
+    print(f"wrote {args.out} from {folder}")
+    return 0
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write the page of a run: RUN/report.html",
+        description="Curves, scores, example answers, history and configuration of a run, of one "
+        "that still goes on too, as one file that needs no network.",
+    )
+    report.add_argument("folder", metavar="RUN", help="the folder given to training as run=")
+    report.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from megatron_vlm.run_report import write_report
+
+    print(f"wrote {write_report(Path(args.folder))}")
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine can run, and what is missing",
+        description="Check Python, packages, GPUs, NCCL, gloo, shared memory and disks. The exit "
+        "status is 1 where training cannot run.",
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from megatron_vlm.doctor import run_doctor
+
+    return run_doctor()
 
 
 def _add_tiny(commands: Any) -> None:

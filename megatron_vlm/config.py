@@ -3,6 +3,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.schema import Config
@@ -25,14 +27,14 @@ def config_dir() -> Path:
     return inside if inside.is_dir() else Path(__file__).parent.parent / "configs"
 
 
-def load_config(overrides: list[str], config_name: str = "train") -> Config:
+def load_config(overrides: Sequence[str], config_name: str = "train") -> Config:
     """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
     _check_keys(overrides)
     ConfigStore.instance().store(name="schema", node=_schema())
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            composed = compose(config_name, overrides=overrides)
+            composed = compose(config_name, overrides=list(overrides))
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
@@ -46,13 +48,17 @@ def to_yaml(cfg: Config) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
 
 
-def from_yaml(text: str) -> Config:
-    """A Config that `to_yaml` wrote."""
+def from_yaml(text: str, overrides: Sequence[str] = ()) -> Config:
+    """A Config that `to_yaml` wrote, with single keys changed; recipes are not composed again."""
+    _check_keys(overrides)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_schema(), OmegaConf.create(text)))
-    except OmegaConfBaseException as error:
+        changes = OmegaConf.from_dotlist(list(overrides))
+        merged = OmegaConf.merge(_schema(), OmegaConf.create(text), changes)
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explain(error)) from error
     assert isinstance(config, Config)
+    check_values(config)
     return config
 
 
@@ -76,7 +82,7 @@ def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def _check_keys(overrides: list[str]) -> None:
+def _check_keys(overrides: Sequence[str]) -> None:
     """Refuse an override of a key that does not exist, with the nearest one that does."""
     keys = known_keys()
     for override in overrides:

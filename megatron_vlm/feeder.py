@@ -61,8 +61,8 @@ class Feeder:
             except MegatronVLMError as error:
                 opened = DataError(str(error))
         together(self.device, isinstance(opened, DataError), opened)
-        self.length, print_ = share_object(opened, self.device)
-        _check_same(print_)
+        self.length, self.print = share_object(opened, self.device)
+        _check_same(self.print)
         self.loader: Loader | None = None
         self.batches: Iterator[StepBatch] | None = None
 

@@ -1,15 +1,30 @@
-"""Start the processes of a run on this machine, where torchrun has not: torchrun does it."""
+"""Start the processes of a command on this machine, where torchrun has not: torchrun does it."""
 
+import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
 
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.schema import Config
+
+DEBUG = "MEGATRON_VLM_DEBUG"  # set: errors keep their traceback
 
 
 def under_launcher() -> bool:
     """Whether torchrun (or Slurm, or Ray) has started this process as one of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """What each process of a job calls: its exit status, one plain sentence for a mistake."""
+    try:
+        return command(words)
+    except MegatronVLMError as error:
+        if os.environ.get(DEBUG):
+            raise
+        print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return 2
 
 
 def processes_for(cfg: Config, gpus: int) -> int:
@@ -26,12 +41,11 @@ def processes_for(cfg: Config, gpus: int) -> int:
     return count
 
 
-def launch(cfg: Config, overrides: list[str]) -> int:
-    """Run `megatron_vlm.train` in as many processes as it takes; the exit status."""
-    from megatron_vlm.train import main
-
+def launch(cfg: Config, module: str, function: str, words: Sequence[str]) -> int:
+    """Run `module.function(words)` in as many processes as it takes; the exit status."""
+    command = getattr(importlib.import_module(module), function)
     if under_launcher():
-        return main(overrides)
+        return guarded(command, words)
     import torch
 
     count = processes_for(cfg, torch.cuda.device_count())
@@ -39,13 +53,16 @@ def launch(cfg: Config, overrides: list[str]) -> int:
         # Each process would take all cores, and they would wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     if count == 1:
-        return main(overrides)
+        return guarded(command, words)
+    return _torchrun(count, module, words)
+
+
+def _torchrun(count: int, module: str, words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    words = ["--standalone", f"--nproc-per-node={count}", "-m", "megatron_vlm.train", *overrides]
     try:
-        torchrun(words)
+        torchrun(["--standalone", f"--nproc-per-node={count}", "-m", module, *words])
     except ChildFailedError as error:  # each child has said itself what was wrong
         codes = [failure.exitcode for failure in error.failures.values()]
         print(f"megatron-vlm: a process ended with exit status {codes[0]}", file=sys.stderr)

@@ -21,6 +21,10 @@ class Meter:
         self.peak = None if peak is None else peak * dist.get_world_size()
         self.last = time.perf_counter()
 
+    def skip(self) -> None:
+        """What happened since the last reading was no step."""
+        self.last = time.perf_counter()
+
     def read(
         self,
         step: int,

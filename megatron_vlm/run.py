@@ -1,18 +1,23 @@
 """All that a training run holds on one rank, opened in order and closed in order."""
 
 import importlib.metadata
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
 from megatron_vlm.agree import OK, STOP, Signals
 from megatron_vlm.data.processes import start_server
-from megatron_vlm.data.progress import Position
+from megatron_vlm.evaluation.evaluate import Examiner, write_examples
 from megatron_vlm.feeder import Feeder, StepData
 from megatron_vlm.meter import Guard, Meter
+from megatron_vlm.progress import Progress
 from megatron_vlm.report import print_report, stage_reports
 from megatron_vlm.run_log import RunLog
+from megatron_vlm.run_report import write_report
+from megatron_vlm.saver import Saver
 from megatron_vlm.schema import Config
 from megatron_vlm.watchdog import Watchdog
 from megatron_vlm.worker import MegatronWorker, StepMetrics
@@ -30,9 +35,12 @@ class Run:
     signals: Signals
     meter: Meter
     guard: Guard
-    first_step: int
+    saver: Saver
+    examiner: Examiner
+    progress: Progress
     total_steps: int
-    position: Position = field(default_factory=Position)
+    resumed_step: int  # 0 at a start
+    evaluated_step: int = -1
 
     @staticmethod
     def open(cfg: Config) -> "Run":
@@ -45,12 +53,15 @@ class Run:
         store = dist.distributed_c10d._get_default_store() if world > 1 else None
         watchdog = Watchdog(store, rank, world, 60 * cfg.launch.timeout_minutes)
         print_report(worker)
-        watchdog.at(0, "opening the data")
+        watchdog.at(0, "opening the data", patient=True)
         feeder = Feeder(worker, cfg)
+        examiner = Examiner(worker, cfg, watchdog.alive)
         total = feeder.total_steps()
-        first, position = 0, Position()
-        feeder.start(position)
-        log = RunLog(cfg, rank == 0, total, first)
+        watchdog.at(0, "resuming")
+        saver = Saver(cfg, worker, feeder.print)
+        progress, origin = saver.resume()
+        feeder.start(progress.position)
+        log = RunLog(cfg, rank == 0, total, progress.step)
         run = Run(
             cfg,
             worker,
@@ -60,18 +71,22 @@ class Run:
             signals,
             Meter(worker.platform),
             Guard(cfg),
-            first,
+            saver,
+            examiner,
+            progress,
             total,
-            position,
+            progress.step,
         )
         run._announce()
+        if origin is not None:
+            log.event(progress.step, f"resumed from {origin}")
         return run
 
     def _announce(self) -> None:
         dims = self.worker.dims
         reports = stage_reports(self.worker)
         self.log.start(
-            step=self.first_step,
+            step=self.progress.step,
             platform=self.worker.platform.name,
             world=dist.get_world_size(),
             layout={"tp": dims.tp, "pp": dims.pp, "dp": dims.dp},
@@ -86,9 +101,9 @@ class Run:
             },
         )
 
-    def at(self, step: int, phase: str) -> None:
+    def at(self, step: int, phase: str, patient: bool = False) -> None:
         """Tell the watchdog."""
-        self.watchdog.at(step, phase)
+        self.watchdog.at(step, phase, patient)
 
     def next_batch(self) -> StepData:
         """The next step's data; all ranks go on together or stop together."""
@@ -98,7 +113,7 @@ class Run:
         self, step: int, batch: StepData, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
         """Figures of a step that was done."""
-        self.position = batch.after
+        self.progress = replace(self.progress, step=step + 1, position=batch.after)
         figures = self.meter.read(
             step, batch.after.epoch, metrics.loss, metrics.num_tokens, lr, norm, batch.figures
         )
@@ -106,18 +121,67 @@ class Run:
         if (warning := self.guard.check(step, metrics.loss, norm)) is not None:
             self.log.event(step, warning)
 
-    def evaluate_and_save(self, steps_done: int) -> None:
-        """What is due after so many steps."""
+    def evaluate_if_due(self) -> None:
+        """After a step. The last one is evaluated in `finish`."""
+        every = self.cfg.eval.every
+        if every is not None and self.progress.step % every == 0:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Every held-out set, unless this step has been; it may be the best so far."""
+        step = self.progress.step
+        if self.evaluated_step == step:
+            return
+        self.evaluated_step = step
+        self.at(step, "evaluation")
+        for place, done in enumerate(self.examiner.examine()):
+            self.log.evaluation(step, done.name, done.scores)
+            if place == 0 and self.log.speaks and done.examples:
+                write_examples(Path(self.cfg.run), step, done)
+            self.progress = self.progress.better(self.cfg.checkpoint, done.name, done.scores)
+        self.meter.skip()
+
+    def save_if_due(self) -> None:
+        """After a step: what was being written may be complete now, and a new one may be due."""
+        self.at(self.progress.step, "checkpoint")
+        self.saver.poll()
+        every, step = self.cfg.checkpoint.every, self.progress.step
+        if (every is not None and step % every == 0) or self.progress.best_step == step:
+            self.saver.save(self.progress)
+            self.meter.skip()
 
     def stop_early(self) -> None:
         """A signal came: save, and say how to go on."""
-        self.log.event(self.first_step, "stopped by a signal")
+        self.at(self.progress.step, "checkpoint")
+        self.saver.save(self.progress)
+        self.saver.finish()
+        self.log.event(
+            self.progress.step,
+            f"stopped by a signal after {self.progress.step} steps; start again to go on",
+        )
 
     def finish(self) -> None:
-        """After the last step."""
-        dropped = self.feeder.faults()
-        if dropped:
-            self.log.say(dropped)
+        """After the last step: its scores, its checkpoint, the weights for everybody else."""
+        self.evaluate()
+        self.at(self.progress.step, "checkpoint")
+        self.saver.save(self.progress)
+        self.saver.finish()
+        if self.cfg.checkpoint.export:
+            self._export(Path(self.cfg.run) / "export")
+        if text := self.feeder.faults():
+            self.log.say(text)
+        if self.cfg.log.report and self.log.speaks:
+            self.log.say(f"report: {write_report(Path(self.cfg.run))}")
+
+    def _export(self, target: Path) -> None:
+        self.at(self.progress.step, "export", patient=True)
+        if self.progress.step == self.resumed_step and target.is_dir():
+            self.log.say(f"nothing was left to train; {target} is as it was")
+            return
+        if dist.get_rank() == 0 and target.is_dir():  # of fewer steps
+            shutil.rmtree(target)
+        self.worker.export_hf(str(target))
+        self.log.say(f"exported to {target}")
 
     def __enter__(self) -> "Run":
         return self

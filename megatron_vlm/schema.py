@@ -39,7 +39,7 @@ class DataConfig:
     """Where records come from, and how each becomes tokens and patches. See docs/data.md."""
 
     train: Any = None  # a path or name, {path: ..., weight: ...}, or a list of those
-    eval: Any = None  # the same
+    eval: Any = None  # the same, each a set of its own; or {name: ...}
     image_root: str | None = None  # images lie inside; null: the folder of the file that names them
     allow_http: bool = False  # fetch http(s) images, from public addresses only
     exif_orientation: bool = True  # turn pictures as their camera says
@@ -104,7 +104,9 @@ class EvalConfig:
     batch_size: int = 8  # samples of one forward, over all data parallel ranks
     samples: int | None = None  # of each set; null: all
     generate: bool = False  # also exact match of greedily generated answers
-    generate_samples: int | None = None  # of each set; null: as many as `samples`
+    candidates: Any = None  # also rank these answers: a list, or a file with one in each line
+    answer_samples: int | None = None  # of each set, to generate or rank; null: `samples`
+    prefill: str = ""  # what every answer begins with; generation goes on from there
     max_new_tokens: int = 32
     examples: int = 12  # predictions kept for the report
 
@@ -117,8 +119,7 @@ class CheckpointConfig:
     resume: str = "auto"  # auto (the newest complete one of this run) | never | a folder
     keep_last: int = 2
     keep_every: int | None = None  # steps: those are kept for good
-    best: str | None = None  # a metric of an evaluation, e.g. eval/loss; the best one is kept too
-    best_is: str = "min"  # min | max
+    best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is kept too
     async_save: bool = True  # write while training goes on
     export: bool = True  # write a Hugging Face checkpoint at the end
 

@@ -5,11 +5,13 @@ Nothing heavy is imported before the configuration was found right.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config, to_yaml
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.launch import guarded
 from megatron_vlm.schedule import lr_at
 from megatron_vlm.schema import Config
 
@@ -25,9 +27,10 @@ def train(cfg: Config) -> int:
 
     with Run.open(cfg) as run:
         try:
-            for step in range(run.first_step, run.total_steps):
+            for step in range(run.progress.step, run.total_steps):
                 train_step(run, step)
-                run.evaluate_and_save(step + 1)
+                run.evaluate_if_due()
+                run.save_if_due()
         except Stopped:
             run.stop_early()
             return PREEMPTED
@@ -47,21 +50,23 @@ def train_step(run: "Run", step: int) -> None:
     run.record(step, batch, metrics, norm, lr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compose the configuration and train; one plain sentence where that cannot be."""
-    overrides = sys.argv[1:] if argv is None else argv
+def run_train(overrides: Sequence[str]) -> int:
+    """Compose the configuration and train, on one rank; its exit status."""
+    cfg = load_config(overrides)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _keep_config(cfg)
+    return train(cfg)
+
+
+def _keep_config(cfg: Config) -> None:
     try:
-        cfg = load_config(overrides)
-        if int(os.environ.get("RANK", "0")) == 0:
-            Path(cfg.run).mkdir(parents=True, exist_ok=True)
-            (Path(cfg.run) / "config.yaml").write_text(to_yaml(cfg))
-        return train(cfg)
-    except MegatronVLMError as error:
-        if os.environ.get("MEGATRON_VLM_DEBUG"):
-            raise
-        print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        return 2
+        Path(cfg.run).mkdir(parents=True, exist_ok=True)
+        (Path(cfg.run) / "config.yaml").write_text(to_yaml(cfg))
+    except OSError as error:
+        raise ConfigError(
+            f"run={cfg.run} cannot be written: {error.strerror}; give another folder"
+        ) from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(run_train, sys.argv[1:]))

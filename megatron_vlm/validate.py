@@ -15,7 +15,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "train.precision": ("auto", "fp32", "bf16"),
     "train.on_nonfinite": ("skip", "stop"),
-    "checkpoint.best_is": ("min", "max"),
 }
 _ROLES = ("system", "user", "assistant", "tool")
 _TRAIN_ON = ("all_assistant", "last_assistant", "record")
@@ -44,7 +43,7 @@ _LEAST: dict[str, float] = {
     "eval.every": 1,
     "eval.batch_size": 1,
     "eval.samples": 1,
-    "eval.generate_samples": 1,
+    "eval.answer_samples": 1,
     "eval.max_new_tokens": 1,
     "checkpoint.every": 1,
     "checkpoint.keep_last": 1,
@@ -89,10 +88,19 @@ def _check_together(cfg: Config) -> None:
         )
     if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
         raise ConfigError(f"log.profile_steps={profile}: give [first, last), e.g. [10,12]")
-    if cfg.checkpoint.best is not None and not cfg.checkpoint.best.startswith("eval"):
+    if cfg.checkpoint.best is not None:
+        _check_best(cfg.checkpoint.best, cfg)
+
+
+def _check_best(best: str, cfg: Config) -> None:
+    measured = {"loss": True, "token_accuracy": True, "exact_match": cfg.eval.generate}
+    measured["ranking"] = cfg.eval.candidates is not None
+    name, _, score = best.rpartition("/")
+    if not name or not measured.get(score):
         raise ConfigError(
-            f"checkpoint.best={cfg.checkpoint.best!r}: name a metric of an evaluation, e.g. "
-            "eval/loss or eval/exact_match"
+            f"checkpoint.best={best!r}: give SET/SCORE with a score that is measured: "
+            f"{', '.join(score for score, is_on in measured.items() if is_on)}; exact_match takes "
+            "eval.generate=true, ranking takes eval.candidates"
         )
 
 

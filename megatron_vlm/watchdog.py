@@ -34,15 +34,22 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float):
         self.store, self.rank, self.world, self.timeout_s = store, rank, world, timeout_s
         self.count, self.step, self.phase = 0, 0, "start"
+        self.patient = False
         self.since = time.monotonic()
         self.done = threading.Event()
         self.seen: dict[int, tuple[str, float]] = {}
         if store is not None and world > 1:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
-    def at(self, step: int, phase: str) -> None:
-        """This rank begins a phase."""
+    def at(self, step: int, phase: str, patient: bool = False) -> None:
+        """This rank begins a phase; a patient one may take as long as it likes."""
         self.count, self.step, self.phase = self.count + 1, step, phase
+        self.patient = patient
+        self.since = time.monotonic()
+
+    def alive(self) -> None:
+        """The phase goes on, and is getting somewhere."""
+        self.count += 1
         self.since = time.monotonic()
 
     def stop(self) -> None:
@@ -54,7 +61,7 @@ class Watchdog:
         beat = 0
         while not self.done.wait(every):
             beat += 1
-            still = time.monotonic() - self.since
+            still = 0.0 if self.patient else time.monotonic() - self.since
             mine = [beat, self.count, self.step, self.phase, still]
             try:
                 self.store.set(f"watchdog/{self.rank}", json.dumps(mine))

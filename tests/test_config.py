@@ -52,7 +52,7 @@ def test_the_resolved_configuration_reads_back():
         ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2.0: give 0 to 1"),
         ("data.train_on=[robot]", "data.train_on=.*choose one of all_assistant"),
         ("log.profile_steps=[3]", r"log.profile_steps=\[3\]: give \[first, last\)"),
-        ("checkpoint.best=loss", "checkpoint.best='loss': name a metric of an evaluation"),
+        ("checkpoint.best=loss", "checkpoint.best='loss': give SET/SCORE"),
         ("parallel.tp=two", "parallel.tp: Value 'two' of type 'str' could not be converted"),
     ],
 )

@@ -1,0 +1,50 @@
+"""`megatron-vlm eval WHERE KEY=VALUE ...`: score a checkpoint, a run or a Hugging Face folder."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_vlm.config import from_yaml, load_config
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.launch import guarded
+from megatron_vlm.schema import Config
+
+
+def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
+    """The configuration, and the checkpoint to load; none for a Hugging Face folder."""
+    from megatron_vlm.checkpoint.export import find_checkpoint
+
+    folder = Path(where)
+    if (folder / "config.json").is_file():
+        cfg, checkpoint = load_config([f"model.path={where}", *overrides]), None
+    else:
+        checkpoint = find_checkpoint(folder)
+        cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides)
+    if cfg.data.eval is None:
+        raise ConfigError("data.eval is not set; give it as data.eval=FILE")
+    return cfg, checkpoint
+
+
+def run_eval(words: Sequence[str]) -> int:
+    """On one rank: `words` is WHERE and the overrides."""
+    where, *overrides = words
+    cfg, checkpoint = locate(where, overrides)
+    import torch.distributed as dist
+
+    from megatron_vlm.checkpoint.state import load
+    from megatron_vlm.evaluation.evaluate import Examiner
+    from megatron_vlm.worker import MegatronWorker
+
+    worker = MegatronWorker(cfg, training=False)
+    if checkpoint is not None:
+        load(worker, checkpoint)
+    for done in Examiner(worker, cfg, lambda: None).examine():
+        if dist.get_rank() == 0:
+            print(json.dumps({"name": done.name, **done.scores}), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(run_eval, sys.argv[1:]))

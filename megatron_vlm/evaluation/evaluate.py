@@ -1,0 +1,115 @@
+"""Every held-out set, scored; what the model said to a few questions, for the report."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_vlm.data.dataset import DataSet
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.evaluation.scores import Answer, exact_match, ranking, token_scores
+from megatron_vlm.evaluation.sets import EvalSet, open_sets
+from megatron_vlm.inspect.views import show_sample
+from megatron_vlm.page import data_uri
+from megatron_vlm.schema import Config
+from megatron_vlm.worker import MegatronWorker
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One set's scores, the same on every rank, and on the loading ranks examples."""
+
+    name: str
+    scores: dict[str, float]
+    examples: list[dict[str, Any]]
+
+
+class Examiner:
+    """The held-out sets of a run. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config, alive: Callable[[], None]):
+        """`alive` is called now and then: an evaluation may take long."""
+        self.worker, self.cfg, self.alive = worker, cfg, alive
+        self.candidates: list[str] | None = None
+        if cfg.eval.candidates is not None:
+            self.candidates = read_candidates(cfg.eval.candidates)
+        self.sets = open_sets(worker, cfg)
+
+    def examine(self) -> Iterator[Evaluation]:
+        """Every set in turn."""
+        for held_out in self.sets:
+            self.alive()
+            yield self._evaluate(held_out)
+
+    def _evaluate(self, held_out: EvalSet) -> Evaluation:
+        worker, cfg, start = self.worker, self.cfg, time.perf_counter()
+        scores = token_scores(worker, cfg, held_out, self.alive)
+        answers: list[Answer] = []
+        if self.candidates is not None:
+            found = ranking(worker, cfg, held_out, self.candidates, self.alive)
+            scores["ranking"], answers = found
+        if cfg.eval.generate:
+            scores["exact_match"], answers = exact_match(worker, cfg, held_out, self.alive)
+        scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
+        examples = []
+        if held_out.data is not None and dist.get_rank() == 0:
+            few = _few(answers, cfg.eval.examples)
+            examples = [_example(held_out.data, answer) for answer in few]
+        return Evaluation(held_out.name, scores, examples)
+
+
+def read_candidates(value: Any) -> list[str]:
+    """eval.candidates: a list, or a text file with one in each line."""
+    if isinstance(value, str):
+        try:
+            lines = Path(value).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"eval.candidates={value}: {error}; give a text file") from error
+        value = [line for line in lines if line.strip()]
+    names = [str(name) for name in value]
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ConfigError(
+            f"eval.candidates has {len(names)} entries, {len(set(names))} of them different; "
+            "give at least 2, each once"
+        )
+    return names
+
+
+def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
+    """RUN/examples.json, which the report shows."""
+    content = {"name": evaluation.name, "step": step, "examples": evaluation.examples}
+    (run / "examples.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _few(answers: Sequence[Answer], most: int) -> list[Answer]:
+    """Wrong answers first, they teach more; but not only those."""
+    wrong = [answer for answer in answers if not answer.is_right][: most - most // 3]
+    right = [answer for answer in answers if answer.is_right][: most - len(wrong)]
+    return [*wrong, *right]
+
+
+def _example(data: DataSet, answer: Answer) -> dict[str, Any]:
+    source, place = answer.handle
+    number = sum(len(index) for index in data.indexes[:source]) + place
+    try:
+        shown = show_sample(data, number, pictures=True)
+    except DataError as error:
+        return {
+            "where": str(error),
+            "prompt": "",
+            "answer": answer.right,
+            "prediction": answer.said,
+        }
+    pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]
+    views = [piece.view for piece in pieces if piece.view is not None]
+    return {
+        "where": shown.where,
+        "prompt": "".join(f"{piece.text}" for piece in pieces if not piece.special).strip(),
+        "answer": answer.right,
+        "prediction": answer.said,
+        "images": [data_uri(view.pictures[0]) for view in views if view.pictures],
+    }

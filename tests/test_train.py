@@ -1,0 +1,157 @@
+# .venv/bin/python -m pytest tests/test_train.py
+"""Whole runs as a user starts them: files in, checkpoints, resume, signals, an export out."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+
+from tests.sets import write_set
+
+STEPS = 6
+
+
+def command(folder: Path, model: str, run: str, *overrides: str) -> list[str]:
+    """Two steps an epoch are not enough for the set: the run crosses the end of one."""
+    keys = {
+        "model": "tiny_cpu",
+        "model.path": model,
+        "data.train": folder / "train.jsonl",
+        "data.cache_dir": folder / "cache",
+        "data.num_workers": 0,
+        "run": folder / run,
+        "parallel.pp": 2,
+        "train.steps": STEPS,
+        "train.global_batch_size": 7,
+        "train.micro_batch_tokens": 400,
+        "checkpoint.every": 3,
+        "launch.timeout_minutes": 2,
+    }
+    words = [f"{key}={value}" for key, value in keys.items()]
+    return [sys.executable, "-m", "megatron_vlm.cli", "train", *words, *overrides]
+
+
+def go(*args: str, **more) -> subprocess.CompletedProcess:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, timeout=280, env=env, **more
+    )
+
+
+def steps_of(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def values(steps: list[dict]) -> list[tuple]:
+    return [(s["step"], s["loss"], s["grad_norm"], s["lr"], s["epoch"]) for s in steps]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """A run from the first step to the last."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_set(folder)
+    done = go(folder, tiny(), "whole")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def test_a_run_says_what_it_does(whole):
+    folder, out = whole
+    assert "The vision tower sits on stage 0" in out
+    assert f"step {STEPS}/{STEPS}  loss " in out and "exported to" in out
+    steps = steps_of(folder / "whole")
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [step["epoch"] for step in steps] == [0, 0, 0, 1, 1, 1]
+    start = json.loads((folder / "whole" / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["samples"] == 23 and start["layout"] == {"tp": 1, "pp": 2, "dp": 1}
+    assert "global_batch_size: 7" in (folder / "whole" / "config.yaml").read_text()
+
+
+def test_the_export_loads_in_transformers(whole, tiny):
+    folder, _ = whole
+    tuned = Qwen3VLForConditionalGeneration.from_pretrained(folder / "whole" / "export")
+    base = Qwen3VLForConditionalGeneration.from_pretrained(tiny())
+    moved = [
+        not torch.equal(a, b)
+        for a, b in zip(tuned.state_dict().values(), base.state_dict().values(), strict=True)
+    ]
+    assert all(moved)
+
+
+def test_resume_is_exact(whole, tiny):
+    """From the checkpoint in the middle: every digit, and every byte of the export."""
+    folder, _ = whole
+    (folder / "resumed" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(
+        folder / "whole" / "checkpoints" / "step-00000003",
+        folder / "resumed" / "checkpoints" / "step-00000003",
+    )
+    done = go(folder, tiny(), "resumed")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed from" in done.stdout
+    assert values(steps_of(folder / "resumed")) == values(steps_of(folder / "whole")[3:])
+    one, other = (folder / run / "export" / "model.safetensors" for run in ("whole", "resumed"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_other_data_is_refused_on_resume(whole, tiny):
+    folder, _ = whole
+    done = go(folder, tiny(), "whole", "data.seed=1")
+    assert done.returncode == 2
+    assert "was trained on other data" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
+    folder, _ = whole
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    # One process, so that its status is the command's.
+    words = command(folder, tiny(), "stopped", "parallel.pp=1", "train.steps=500")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as job:
+        metrics = folder / "stopped" / "metrics.jsonl"
+        until = time.monotonic() + 200
+        while time.monotonic() < until and not (
+            metrics.exists() and '"step": 4' in metrics.read_text()
+        ):
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(timeout=120)
+    assert job.returncode == 75, err.decode()[-3000:]
+    assert b"stopped by a signal after" in out
+    done = len(steps_of(folder / "stopped"))
+    assert (folder / "stopped" / "checkpoints" / f"step-{done:08d}" / "complete.json").exists()
+    assert done < 500
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.train=nowhere.jsonl", "no file or folder nowhere.jsonl"),
+        ("model.path=nowhere", "model.path='nowhere' has no config.json"),
+        ("parallel.sequence_parallel=true", "parallel.sequence_parallel=True"),
+        ("optim.lrr=1", "'optim.lrr' is not a configuration key; did you mean 'optim.lr'"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(override, words, whole, tiny):
+    folder, _ = whole
+    done = go(folder, tiny(), "mistake", "parallel.pp=1", override)
+    assert done.returncode == 2
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (folder / "mistake" / "metrics.jsonl").exists()
+
+
+def test_cfg_job_prints_and_does_nothing(tmp_path, tiny):
+    done = go(tmp_path, tiny(), "none", "--cfg", "job")
+    assert done.returncode == 0 and "micro_batch_tokens: 400" in done.stdout
+    assert not (tmp_path / "none").exists()
