@@ -68,6 +68,11 @@ def _add_train(commands: Any) -> None:
     train.add_argument(
         "--cfg", choices=["job"], help="print the resolved configuration and do nothing"
     )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print layout, memory and the first batches, and stop there",
+    )
     train.set_defaults(run=_train)
 
 
@@ -78,12 +83,18 @@ def _train(args: argparse.Namespace) -> int:
     if args.cfg:
         print(to_yaml(cfg), end="")
         return 0
+    if args.dry_run:
+        from megatron_vlm.dry_run import dry_run
+
+        return dry_run(cfg)
     from megatron_vlm.launch import launch
 
     return launch(cfg, "megatron_vlm.train", "run_train", args.overrides)
 
 
 def _add_eval(commands: Any) -> None:
+    from megatron_vlm.evaluation.command import add_arguments
+
     evaluate = commands.add_parser(
         "eval",
         help="score a checkpoint on held-out sets",
@@ -92,10 +103,7 @@ def _add_eval(commands: Any) -> None:
         "one line of JSON a set.",
         epilog="example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true",
     )
-    evaluate.add_argument(
-        "where", help="a Hugging Face folder, a run, or one of its checkpoints: its configuration"
-    )
-    evaluate.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
+    add_arguments(evaluate)
     evaluate.set_defaults(run=_eval)
 
 
@@ -105,6 +113,8 @@ def _eval(args: argparse.Namespace) -> int:
 
     cfg, _ = locate(args.where, args.overrides)
     words = [args.where, *args.overrides]
+    if args.predictions:
+        words += ["--predictions", args.predictions]
     return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", words)
 
 

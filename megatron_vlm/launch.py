@@ -9,6 +9,7 @@ from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.schema import Config
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # set: errors keep their traceback
+MISTAKE = 2  # exit status
 
 
 def under_launcher() -> bool:
@@ -16,15 +17,26 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def run_process(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """All that one process of a job does; its exit status."""
+    status = guarded(command, words)
+    if status != MISTAKE and "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return status
+
+
 def guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """What each process of a job calls: its exit status, one plain sentence for a mistake."""
+    """The command's exit status; one plain sentence for a mistake of its user."""
     try:
         return command(words)
     except MegatronVLMError as error:
         if os.environ.get(DEBUG):
             raise
         print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        return 2
+        return MISTAKE
 
 
 def processes_for(cfg: Config, gpus: int) -> int:
@@ -45,7 +57,7 @@ def launch(cfg: Config, module: str, function: str, words: Sequence[str]) -> int
     """Run `module.function(words)` in as many processes as it takes; the exit status."""
     command = getattr(importlib.import_module(module), function)
     if under_launcher():
-        return guarded(command, words)
+        return run_process(command, words)
     import torch
 
     count = processes_for(cfg, torch.cuda.device_count())
@@ -53,7 +65,7 @@ def launch(cfg: Config, module: str, function: str, words: Sequence[str]) -> int
         # Each process would take all cores, and they would wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     if count == 1:
-        return guarded(command, words)
+        return run_process(command, words)
     return _torchrun(count, module, words)
 
 

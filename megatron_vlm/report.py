@@ -1,16 +1,17 @@
-"""The start-up report: which stage holds what, and what of it learns."""
+"""The start-up report: which stage holds what, and what of it learns. Needs no weights."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from megatron_vlm.model.build import part_of
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.names import Entry
+from megatron_vlm.hf.source import Source
+from megatron_vlm.model.build import is_frozen, part_of
+from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.schema import Config
 
 _SUBMODULES = ("vision", "merger", "embed", "decoder", "head")
 
@@ -32,33 +33,26 @@ def submodule_of(name: str) -> str:
     return {"embedding": "embed", "output_layer": "head"}.get(name.split(".")[0], "decoder")
 
 
-def stage_reports(worker: MegatronWorker) -> list[StageReport]:
-    """One report a stage, on every rank. A collective. TP's vocabulary padding is not counted."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    mine = StageReport(stage, worker.dims.layers_of(stage))
-    params = dict(worker.model.named_parameters())
-    for entry in worker.table:
-        if entry.stage != stage:
-            continue
-        count = sum(worker.source.num_values(name) for name in entry.theirs)
-        mine.total[submodule_of(entry.ours)] += count
-        if params[entry.ours].requires_grad:
-            mine.trainable[submodule_of(entry.ours)] += count
-    group = parallel_state.get_pipeline_model_parallel_group()
-    found: list[StageReport | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return [report for report in found if report is not None]
+def stage_reports(
+    cfg: Config, source: Source, dims: ParallelDims, table: Sequence[Entry]
+) -> list[StageReport]:
+    """One a stage. TP's vocabulary padding is not counted."""
+    reports = [StageReport(stage, dims.layers_of(stage)) for stage in range(dims.pp)]
+    for entry in table:
+        count = sum(source.num_values(name) for name in entry.theirs)
+        report, part = reports[entry.stage], submodule_of(entry.ours)
+        report.total[part] += count
+        if not is_frozen(entry.ours, cfg.model):
+            report.trainable[part] += count
+    return reports
 
 
-def print_report(worker: MegatronWorker) -> None:
-    """Print the report on rank 0. A collective."""
-    reports = stage_reports(worker)
-    if dist.get_rank() != 0:
-        return
-    dims, cfg = worker.dims, worker.cfg
+def layout_table(
+    cfg: Config, dims: ParallelDims, where: str, reports: Sequence[StageReport]
+) -> Table:
+    """The reports, for people. `where`: the platform and the type of weights."""
     table = Table(
-        title=f"{worker.platform.name}, {worker.model.config.params_dtype}: "
-        f"tp={dims.tp} pp={dims.pp} dp={dims.dp}; backend={cfg.model.backend}, "
+        title=f"{where}: tp={dims.tp} pp={dims.pp} dp={dims.dp}; backend={cfg.model.backend}, "
         f"recompute={cfg.model.recompute}",
         title_justify="left",
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
@@ -73,18 +67,18 @@ def print_report(worker: MegatronWorker) -> None:
         layers = report.layers
         span = f"{layers[0]}-{layers[-1]}" if len(layers) else "none"
         cells = [_cell(report.total[key], report.trainable[key]) for key in _SUBMODULES]
-        totals = (_short(report.total.total()), _short(report.trainable.total()))
+        totals = (short(report.total.total()), short(report.trainable.total()))
         table.add_row(str(report.stage), span, *cells, *totals)
-    Console().print(table)
+    return table
 
 
 def _cell(total: int, trainable: int) -> str:
     if not total:
         return "-"
-    return _short(total) if trainable else f"[dim]({_short(total)})[/dim]"
+    return short(total) if trainable else f"[dim]({short(total)})[/dim]"
 
 
-def _short(count: int) -> str:
+def short(count: int) -> str:
     """1,720,574,976 as 1.72B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from megatron_vlm.agree import OK, STOP, Signals
 from megatron_vlm.data.processes import start_server
-from megatron_vlm.evaluation.evaluate import Examiner, write_examples
+from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feeder import Feeder, StepData
 from megatron_vlm.meter import Guard, Meter
 from megatron_vlm.progress import Progress
-from megatron_vlm.report import print_report, stage_reports
+from megatron_vlm.report import layout_table, stage_reports
 from megatron_vlm.run_log import RunLog
 from megatron_vlm.run_report import write_report
 from megatron_vlm.saver import Saver
@@ -52,7 +52,6 @@ class Run:
         rank, world = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store() if world > 1 else None
         watchdog = Watchdog(store, rank, world, 60 * cfg.launch.timeout_minutes)
-        print_report(worker)
         watchdog.at(0, "opening the data", patient=True)
         feeder = Feeder(worker, cfg)
         examiner = Examiner(worker, cfg, watchdog.alive)
@@ -84,7 +83,10 @@ class Run:
 
     def _announce(self) -> None:
         dims = self.worker.dims
-        reports = stage_reports(self.worker)
+        worker = self.worker
+        reports = stage_reports(self.cfg, worker.source, dims, worker.table)
+        where = f"{worker.platform.name}, {worker.model.config.params_dtype}"
+        self.log.say(layout_table(self.cfg, dims, where, reports))
         self.log.start(
             step=self.progress.step,
             platform=self.worker.platform.name,
@@ -136,8 +138,10 @@ class Run:
         self.at(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
-            if place == 0 and self.log.speaks and done.examples:
-                write_examples(Path(self.cfg.run), step, done)
+            if done.predictions:
+                write_predictions(Path(self.cfg.run) / "predictions", done)
+                if place == 0:
+                    write_examples(Path(self.cfg.run), step, done)
             self.progress = self.progress.better(self.cfg.checkpoint, done.name, done.scores)
         self.meter.skip()
 
@@ -197,4 +201,3 @@ class Run:
         self.signals.restore()
         if kind is None:
             dist.barrier()
-            dist.destroy_process_group()

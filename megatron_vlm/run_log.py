@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from megatron_vlm.schema import Config
 
@@ -95,7 +96,7 @@ class RunLog:
         self._write({"kind": "event", "step": step, "text": text})
         self.say(text)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Table) -> None:
         """To the terminal alone."""
         if self.speaks:
             self.console.print(text, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config, to_yaml
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.launch import guarded
+from megatron_vlm.launch import run_process
 from megatron_vlm.schedule import lr_at
 from megatron_vlm.schema import Config
 
@@ -69,4 +69,4 @@ def _keep_config(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run_train, sys.argv[1:]))
+    sys.exit(run_process(run_train, sys.argv[1:]))

@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from megatron_vlm.launch import guarded
+from megatron_vlm.train import run_train
 from tests.sets import write_set
 
 STEPS = 6
@@ -39,11 +43,30 @@ def command(folder: Path, model: str, run: str, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "megatron_vlm.cli", "train", *words, *overrides]
 
 
-def go(*args: str, **more) -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def go(*args: str) -> subprocess.CompletedProcess:
+    """As a user types it."""
     return subprocess.run(
-        command(*args), capture_output=True, text=True, timeout=280, env=env, **more
+        command(*args), capture_output=True, text=True, timeout=280, env=outside_of_jobs()
     )
+
+
+def outside_of_jobs() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def run_rank(words: list[str]) -> tuple[int, str, str]:
+    """The same in a process that has imported all there is: what one rank does and says."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = guarded(run_train, words)
+    return status, out.getvalue(), err.getvalue()
+
+
+def go_pooled(pool, world: int, *args: str) -> tuple[int, str, str]:
+    """Rank 0's status and words."""
+    answers = pool.run(run_rank, world, command(*args)[4:])
+    assert len({status for status, _, _ in answers}) == 1
+    assert all(out == "" for _, out, _ in answers[1:])  # the others are quiet
+    return answers[0]
 
 
 def steps_of(run: Path) -> list[dict]:
@@ -89,7 +112,7 @@ def test_the_export_loads_in_transformers(whole, tiny):
     assert all(moved)
 
 
-def test_resume_is_exact(whole, tiny):
+def test_resume_is_exact(whole, tiny, pool):
     """From the checkpoint in the middle: every digit, and every byte of the export."""
     folder, _ = whole
     (folder / "resumed" / "checkpoints").mkdir(parents=True)
@@ -97,25 +120,35 @@ def test_resume_is_exact(whole, tiny):
         folder / "whole" / "checkpoints" / "step-00000003",
         folder / "resumed" / "checkpoints" / "step-00000003",
     )
-    done = go(folder, tiny(), "resumed")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "resumed from" in done.stdout
+    status, out, err = go_pooled(pool, 2, folder, tiny(), "resumed")
+    assert status == 0, err
+    assert "resumed from" in out
     assert values(steps_of(folder / "resumed")) == values(steps_of(folder / "whole")[3:])
     one, other = (folder / run / "export" / "model.safetensors" for run in ("whole", "resumed"))
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_other_data_is_refused_on_resume(whole, tiny):
+def test_a_finished_run_started_again_changes_nothing(whole, tiny, pool):
     folder, _ = whole
-    done = go(folder, tiny(), "whole", "data.seed=1")
-    assert done.returncode == 2
-    assert "was trained on other data" in done.stderr
-    assert "Traceback" not in done.stderr
+    export = folder / "whole" / "export" / "model.safetensors"
+    before = export.read_bytes(), export.stat().st_mtime_ns
+    status, out, err = go_pooled(pool, 2, folder, tiny(), "whole")
+    assert status == 0, err
+    assert "nothing was left to train" in out
+    assert (export.read_bytes(), export.stat().st_mtime_ns) == before
+    assert len(steps_of(folder / "whole")) == STEPS
+
+
+def test_other_data_is_refused_on_resume(whole, tiny, pool):
+    folder, _ = whole
+    status, _, err = go_pooled(pool, 2, folder, tiny(), "whole", "data.seed=1")
+    assert status == 2
+    assert "was trained on other data" in err and "Traceback" not in err
 
 
 def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
     folder, _ = whole
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = outside_of_jobs()
     # One process, so that its status is the command's.
     words = command(folder, tiny(), "stopped", "parallel.pp=1", "train.steps=500")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as job:
@@ -143,11 +176,11 @@ def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
         ("optim.lrr=1", "'optim.lrr' is not a configuration key; did you mean 'optim.lr'"),
     ],
 )
-def test_mistakes_end_in_one_sentence(override, words, whole, tiny):
+def test_mistakes_end_in_one_sentence(override, words, whole, tiny, pool):
     folder, _ = whole
-    done = go(folder, tiny(), "mistake", "parallel.pp=1", override)
-    assert done.returncode == 2
-    assert words in done.stderr and "Traceback" not in done.stderr
+    status, _, err = go_pooled(pool, 1, folder, tiny(), "mistake", "parallel.pp=1", override)
+    assert status == 2
+    assert words in err and err.count("\n") == 1
     assert not (folder / "mistake" / "metrics.jsonl").exists()
 
 

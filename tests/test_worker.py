@@ -9,22 +9,26 @@ import torch
 from megatron_vlm.data.rows import batch_of, rows_of
 from megatron_vlm.data.tensor_batch import TensorBatch
 from megatron_vlm.errors import DataError
-from megatron_vlm.report import StageReport, stage_reports
+from megatron_vlm.report import StageReport, stage_reports, submodule_of
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.runs import call, my_rows
 from tests.test_parity import layout
 
 
-def _report(worker: MegatronWorker) -> list[StageReport]:
-    return stage_reports(worker)
+def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
+    reports = stage_reports(worker.cfg, worker.source, worker.dims, worker.table)
+    named = worker.model.named_parameters()
+    return reports, {submodule_of(name) for name, param in named if not param.requires_grad}
 
 
 def test_report_counts_every_parameter_once(pool, tiny):
     from transformers import Qwen3VLForConditionalGeneration
 
     case = layout(tp=2, pp=2, layers_per_stage=[1, 3], freeze_vision=True)
-    first, second = pool.run(call, 4, tiny(vocab=509), case, _report)[0]
+    answers = pool.run(call, 4, tiny(vocab=509), case, _report)
+    first, second = answers[0][0]
+    assert [frozen for _, frozen in answers] == [{"vision"}, {"vision"}, set(), set()]
     model = Qwen3VLForConditionalGeneration.from_pretrained(tiny(vocab=509))
     total = sum(p.numel() for p in model.parameters())
     assert first.total.total() + second.total.total() == total

@@ -1,5 +1,6 @@
 """`megatron-vlm eval WHERE KEY=VALUE ...`: score a checkpoint, a run or a Hugging Face folder."""
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from megatron_vlm.config import from_yaml, load_config
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.launch import guarded
+from megatron_vlm.launch import run_process
 from megatron_vlm.schema import Config
 
 
@@ -26,14 +27,27 @@ def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
     return cfg, checkpoint
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the command, and of each of its processes."""
+    parser.add_argument(
+        "where", help="a Hugging Face folder, a run, or one of its checkpoints: its configuration"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
+    parser.add_argument(
+        "--predictions", metavar="DIR", help="write every answer to DIR/SET.jsonl, too"
+    )
+
+
 def run_eval(words: Sequence[str]) -> int:
-    """On one rank: `words` is WHERE and the overrides."""
-    where, *overrides = words
-    cfg, checkpoint = locate(where, overrides)
+    """On one rank."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(words)
+    cfg, checkpoint = locate(args.where, args.overrides)
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.state import load
-    from megatron_vlm.evaluation.evaluate import Examiner
+    from megatron_vlm.evaluation.evaluate import Examiner, write_predictions
     from megatron_vlm.worker import MegatronWorker
 
     worker = MegatronWorker(cfg, training=False)
@@ -42,9 +56,10 @@ def run_eval(words: Sequence[str]) -> int:
     for done in Examiner(worker, cfg, lambda: None).examine():
         if dist.get_rank() == 0:
             print(json.dumps({"name": done.name, **done.scores}), flush=True)
-    dist.destroy_process_group()
+            if args.predictions:
+                write_predictions(Path(args.predictions), done)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(run_eval, sys.argv[1:]))
+    sys.exit(run_process(run_eval, sys.argv[1:]))

@@ -1,5 +1,6 @@
 """Every held-out set, scored; what the model said to a few questions, for the report."""
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_vlm.data.dataset import DataSet
 from megatron_vlm.errors import ConfigError, DataError
@@ -21,11 +23,12 @@ from megatron_vlm.worker import MegatronWorker
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One set's scores, the same on every rank, and on the loading ranks examples."""
+    """One set's scores, the same on every rank, and on rank 0 what was said."""
 
     name: str
     scores: dict[str, float]
-    examples: list[dict[str, Any]]
+    predictions: list[dict[str, str]]  # of all questions: where, answer, prediction
+    examples: list[dict[str, Any]]  # a few of them, with prompt and pictures
 
 
 class Examiner:
@@ -55,11 +58,17 @@ class Examiner:
         if cfg.eval.generate:
             scores["exact_match"], answers = exact_match(worker, cfg, held_out, self.alive)
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
-        examples = []
-        if held_out.data is not None and dist.get_rank() == 0:
-            few = _few(answers, cfg.eval.examples)
-            examples = [_example(held_out.data, answer) for answer in few]
-        return Evaluation(held_out.name, scores, examples)
+        answers = _gathered(answers)
+        if held_out.data is None or dist.get_rank() != 0:
+            return Evaluation(held_out.name, scores, [], [])
+        data = held_out.data
+        few = _few(answers, cfg.eval.examples)
+        return Evaluation(
+            held_out.name,
+            scores,
+            [_prediction(data, answer) for answer in answers],
+            [_example(data, answer) for answer in few],
+        )
 
 
 def read_candidates(value: Any) -> list[str]:
@@ -79,10 +88,32 @@ def read_candidates(value: Any) -> list[str]:
     return names
 
 
+def write_predictions(folder: Path, evaluation: Evaluation) -> None:
+    """FOLDER/SET.jsonl: every question's answer and what the model said."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in evaluation.predictions]
+    (folder / f"{evaluation.name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
 def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
     """RUN/examples.json, which the report shows."""
     content = {"name": evaluation.name, "step": step, "examples": evaluation.examples}
     (run / "examples.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _gathered(answers: Sequence[Answer]) -> list[Answer]:
+    """Of all replicas, in the order in which the questions were dealt out to them."""
+    group = parallel_state.get_data_parallel_group()
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, list(answers), group=group)
+    turns = itertools.zip_longest(*found)
+    return [answer for turn in turns for answer in turn if answer is not None]
+
+
+def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
+    source, place = answer.handle
+    where = data.sources[source].where(int(data.indexes[source].records[place]))
+    return {"where": where, "answer": answer.right, "prediction": answer.said}
 
 
 def _few(answers: Sequence[Answer], most: int) -> list[Answer]:
@@ -107,9 +138,7 @@ def _example(data: DataSet, answer: Answer) -> dict[str, Any]:
     pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]
     views = [piece.view for piece in pieces if piece.view is not None]
     return {
-        "where": shown.where,
-        "prompt": "".join(f"{piece.text}" for piece in pieces if not piece.special).strip(),
-        "answer": answer.right,
-        "prediction": answer.said,
+        **_prediction(data, answer),
+        "prompt": "".join(piece.text for piece in pieces if not piece.special).strip(),
         "images": [data_uri(view.pictures[0]) for view in views if view.pictures],
     }

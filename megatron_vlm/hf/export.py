@@ -135,7 +135,7 @@ def write_folder(
 def check_new(out: Path) -> None:
     """An export does not mix with what is there."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not an empty folder; choose a new one for the export")
+        raise CheckpointError(f"{out} is not empty; choose a new folder for the export")
 
 
 class _ShardWriter:

@@ -18,7 +18,7 @@ from megatron_vlm.constraints import check_built
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.platform import Platform
-from megatron_vlm.schema import Config
+from megatron_vlm.schema import Config, ModelConfig
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
@@ -130,8 +130,13 @@ def part_of(name: str) -> str:
     return "merger" if "merger" in name else "vision"
 
 
+def is_frozen(name: str, cfg: ModelConfig) -> bool:
+    """Whether a parameter of our model stays as it is loaded."""
+    return bool(getattr(cfg, f"freeze_{part_of(name)}"))
+
+
 def freeze(model: torch.nn.Module, cfg: Config) -> None:
     """Turn gradients off in the parts that model.freeze_* names."""
     for name, param in model.named_parameters():
-        if getattr(cfg.model, f"freeze_{part_of(name)}"):
+        if is_frozen(name, cfg.model):
             param.requires_grad_(False)

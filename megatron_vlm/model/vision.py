@@ -90,7 +90,7 @@ class ImageShare:
 class _GatherFeatures(torch.autograd.Function):
     """All ranks' features, in image order. Backward takes this rank's rows and nothing else: the
     decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
-    partial weight gradients are summed over TP once per step (see grads.py)."""
+    partial weight gradients are summed over TP once per step (see optimizer.py)."""
 
     @staticmethod
     def forward(ctx: Any, local_vH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:

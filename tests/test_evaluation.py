@@ -1,0 +1,256 @@
+# .venv/bin/python -m pytest tests/test_evaluation.py
+"""Held-out sets score what Hugging Face's model gives for the same records, at each layout."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from megatron_vlm.data.batch import IGNORE, Row
+from megatron_vlm.data.pixels import PixelTables
+from megatron_vlm.data.positions import VisionTokens
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.evaluation.evaluate import Examiner, read_candidates
+from megatron_vlm.evaluation.sets import cut_row, first_of, last_answer, named_specs
+from megatron_vlm.progress import Progress
+from megatron_vlm.schema import CheckpointConfig, EvalConfig
+from megatron_vlm.worker import MegatronWorker
+from tests.reference import load_reference
+from tests.runs import Case
+from tests.sets import data_config, open_set, write_set
+from tests.test_decode import continue_row
+from tests.test_parity import TOLERANCE, layout
+
+ROWS, NEW_TOKENS = 13, 6
+PREFILL = "word"
+CANDIDATES = ["word", "word word", "cat"]
+MARGIN = 1e-4  # see tests/test_decode.py
+LAYOUTS = {
+    "1x1x1": layout(),
+    "tp2": layout(tp=2),
+    "pp2": layout(pp=2),
+    "dp2": layout(dp=2),
+    "tp2-pp2": layout(tp=2, pp=2),
+}
+
+
+def hf_row(row: Row, pixels: PixelTables) -> Row:
+    """With floats in place of bytes, as the image processor makes them (tests/test_media.py)."""
+    return replace(row, pixel_values_PC=pixels.images(row.pixel_values_PC))
+
+
+def logits_of(model: Any, row: Row) -> torch.Tensor:
+    types = (row.ids_S == model.config.image_token_id).int()
+    with torch.no_grad():
+        return model(
+            input_ids=row.ids_S[None],
+            mm_token_type_ids=types[None],
+            pixel_values=row.pixel_values_PC,
+            image_grid_thw=row.image_grid_I3,
+        ).logits[0]
+
+
+def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:
+    """The set has one answer a record, at its end."""
+    start = int((row.labels_S != IGNORE).nonzero()[0])
+    ids_S = row.ids_S[:start]
+    return replace(row, ids_S=ids_S, labels_S=torch.full_like(ids_S, IGNORE)), row.ids_S[
+        start:
+    ].tolist()
+
+
+@pytest.fixture(scope="module")
+def asked(tiny, tmp_path_factory) -> dict[str, Any]:
+    """A set whose every other answer is what the model says, and what Hugging Face makes of it."""
+    path, folder = tiny(), tmp_path_factory.mktemp("asked")
+    file = Path(write_set(folder, ROWS))
+    model, tokenizer = load_reference(path).eval(), AutoTokenizer.from_pretrained(path)
+    pixels = PixelTables(path, torch.device("cpu"))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = rows_in(str(file), path, pixels)
+    said = [continue_row(model, prompt_and_answer(row)[0], NEW_TOKENS, [end]) for row in rows]
+    assert min(min(each.margins) for each in said) > MARGIN
+    texts = [tokenizer.decode(each.ids).strip() for each in said]
+    special = set(tokenizer.all_special_tokens)
+    for record, text in list(zip(records, texts, strict=True))[::2]:
+        if text and not any(token in text for token in special):
+            record["messages"][-1]["content"] = text
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    right = [record["messages"][-1]["content"].strip() for record in records]
+    return {
+        "file": str(file),
+        "exact_match": sum(a == b for a, b in zip(texts, right, strict=True)) / ROWS,
+        "rows": rows_in(str(file), path, pixels),
+        "model": model,
+        "tokenizer": tokenizer,
+        "path": path,
+    }
+
+
+def rows_in(file: str, path: str, pixels: PixelTables) -> list[Row]:
+    data = open_set(file, path, None, train=False)
+    return [hf_row(data.row((0, i)).row, pixels) for i in range(len(data.order))]
+
+
+@pytest.fixture(scope="module")
+def expected(asked) -> dict[str, float]:
+    """Loss, token accuracy and the rank of candidates, by Hugging Face's logits."""
+    model, tokenizer = asked["model"], asked["tokenizer"]
+    total, right, count, ranked = 0.0, 0, 0, 0
+    for row in asked["rows"]:
+        log_probs = logits_of(model, row)[:-1].log_softmax(-1)
+        targets = row.labels_S[1:]
+        for place in (targets != IGNORE).nonzero()[:, 0]:
+            total -= float(log_probs[place, targets[place]])
+            right += int(log_probs[place].argmax() == targets[place])
+            count += 1
+        prompt, answer = prompt_and_answer(row)
+        sums = []
+        for candidate in CANDIDATES:
+            ids = [*tokenizer(candidate)["input_ids"], answer[-1]]
+            whole = replace(prompt, ids_S=torch.cat([prompt.ids_S, torch.tensor(ids)]))
+            tail = logits_of(model, whole)[-len(ids) - 1 : -1].log_softmax(-1)
+            sums.append(float(tail[range(len(ids)), ids].sum()))
+        assert sorted(sums)[-1] - sorted(sums)[-2] > MARGIN
+        said = CANDIDATES[int(np.argmax(sums))]
+        ranked += said == tokenizer.decode(answer[:-1]).strip()
+    return {"loss": total / count, "token_accuracy": right / count, "ranking": ranked / ROWS}
+
+
+def examine(
+    path: str, case: Case, file: Any, options: dict[str, Any]
+) -> list[tuple[str, dict, list]]:
+    cfg = replace(
+        case.config(path),
+        data=replace(data_config(None), eval=file),
+        eval=EvalConfig(batch_size=4, **options),
+    )
+    worker = MegatronWorker(cfg, training=False)
+    found = Examiner(worker, cfg, lambda: None).examine()
+    return [(done.name, done.scores, done.examples) for done in found]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scores_are_hugging_faces(name, asked, expected, pool):
+    options = {"generate": True, "max_new_tokens": NEW_TOKENS, "candidates": CANDIDATES}
+    case, sets = LAYOUTS[name], {"held out": asked["file"]}
+    found = pool.run(examine, case.world, asked["path"], case, sets, options)
+    for rank, [(title, scores, examples)] in enumerate(found):
+        assert title == "held out" and scores["samples"] == ROWS
+        assert scores["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+        assert scores["token_accuracy"] == pytest.approx(expected["token_accuracy"], abs=1e-12)
+        assert scores["ranking"] == pytest.approx(expected["ranking"], abs=1e-12)
+        assert scores["exact_match"] == pytest.approx(asked["exact_match"], abs=1e-12)
+        assert bool(examples) == (rank == 0)
+    assert 0.2 < asked["exact_match"] < 0.8  # some right, some wrong
+
+
+def test_a_prefill_begins_every_answer(asked, pool):
+    """Generation goes on from it, and it counts as part of the answer."""
+    model, tokenizer = asked["model"], asked["tokenizer"]
+    prefill = tokenizer(PREFILL)["input_ids"]
+    right = 0
+    for row in asked["rows"]:
+        prompt, answer = prompt_and_answer(row)
+        begun = replace(prompt, ids_S=torch.cat([prompt.ids_S, torch.tensor(prefill)]))
+        said = continue_row(model, begun, NEW_TOKENS, [answer[-1]])
+        text = tokenizer.decode([*prefill, *said.ids]).strip()
+        right += text == tokenizer.decode(answer[:-1]).strip()
+    options = {"generate": True, "max_new_tokens": NEW_TOKENS, "prefill": PREFILL + " "}
+    [[(_, scores, examples)]] = pool.run(
+        examine, 1, asked["path"], layout(), asked["file"], options
+    )
+    assert scores["exact_match"] == pytest.approx(right / ROWS, abs=1e-12)
+    assert all(example["prediction"].startswith(PREFILL) for example in examples)
+
+
+def test_examples_show_what_was_asked(asked, pool):
+    options = {"generate": True, "max_new_tokens": NEW_TOKENS, "examples": 6}
+    [[(name, _, examples)]] = pool.run(examine, 1, asked["path"], layout(), asked["file"], options)
+    assert name == "train" and len(examples) == 6
+    for example in examples:
+        line = int(example["where"].rpartition(":")[2])
+        record = json.loads(Path(asked["file"]).read_text().splitlines()[line - 1])
+        user, assistant = record["messages"]
+        assert example["answer"] == assistant["content"].strip()
+        assert user["content"][-1]["text"] in example["prompt"]
+        assert len(example["images"]) == len(user["content"]) - 1
+    verdicts = [example["answer"] == example["prediction"] for example in examples]
+    assert verdicts == [False] * 4 + [True] * 2  # wrong ones first
+
+
+def test_a_part_of_a_set_is_spread_over_it(asked):
+    data = open_set(asked["file"], asked["path"], None, train=False)
+    five = [int(index) for _, index in first_of(data, 5).order.epoch(0)]
+    assert len(set(five)) == 5 and sorted(five) != list(range(5))
+    assert [int(index) for _, index in first_of(data, 5).order.epoch(0)] == five
+    assert [int(index) for _, index in first_of(data, 99).order.epoch(0)] == list(range(ROWS))
+
+
+def test_the_last_answer_is_found():
+    trained = np.array([0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=bool)
+    assert last_answer(trained) == (5, 8)
+    assert last_answer(np.array([1, 1], dtype=bool)) == (0, 2)
+
+
+def test_a_cut_row_keeps_the_images_before_it(asked):
+    tokens = VisionTokens.of(AutoConfig.from_pretrained(asked["path"]))
+    row = next(
+        row
+        for row in asked["rows"]
+        if row.image_grid_I3 is not None and len(row.image_grid_I3) == 3
+    )
+    places = (row.ids_S == tokens.image_id).nonzero()[:, 0]
+    first = int(row.image_grid_I3[0].prod()) // tokens.merge**2
+    cut = cut_row(row, int(places[first]), tokens)
+    assert cut.image_grid_I3.tolist() == row.image_grid_I3[:1].tolist()
+    assert torch.equal(cut.pixel_values_PC, row.pixel_values_PC[: row.image_grid_I3[0].prod()])
+    assert cut_row(row, int(places[0]), tokens).pixel_values_PC is None
+    whole = cut_row(row, len(row.ids_S), tokens)
+    assert torch.equal(whole.pixel_values_PC, row.pixel_values_PC)
+
+
+def test_sets_have_names():
+    def names(value):
+        return [(name, spec.path) for name, spec in named_specs(value)]
+
+    assert names("a/held.jsonl.gz") == [("held", "a/held.jsonl.gz")]
+    assert names(["a/x.jsonl", "b/x.jsonl"]) == [("x-0", "a/x.jsonl"), ("x-1", "b/x.jsonl")]
+    assert names({"charts": "a.jsonl", "maps": {"path": "b.jsonl"}}) == [
+        ("charts", "a.jsonl"),
+        ("maps", "b.jsonl"),
+    ]
+
+
+def test_candidates_from_a_file(tmp_path):
+    file = tmp_path / "names.txt"
+    file.write_text("cat\n\nsea horse\n")
+    assert read_candidates(str(file)) == ["cat", "sea horse"]
+    for wrong, words in (
+        (["cat"], "1 entries"),
+        (["cat", "cat"], "1 of them different"),
+        (str(tmp_path / "none"), "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_candidates(wrong)
+
+
+@pytest.mark.parametrize(
+    ("score", "values", "best"), [("loss", (3, 1, 2), 1), ("exact_match", (0.1, 0.1, 0.4), 2)]
+)
+def test_the_best_step_is_kept(score, values, best):
+    checkpoint = CheckpointConfig(best=f"held/{score}")
+    progress = Progress()
+    for step, value in enumerate(values):
+        progress = replace(progress, step=step).better(checkpoint, "held", {score: value})
+        progress = progress.better(checkpoint, "other", {score: -1.0})
+    assert (progress.best_step, progress.best) == (best, values[best])
+    assert progress.better(checkpoint, "held", {score: math.nan}) is progress
+    assert Progress().better(CheckpointConfig(), "held", {score: 1.0}).best_step is None
