@@ -2,7 +2,9 @@
 
 import signal
 import threading
+import time
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,23 @@ class Signals:
         """Put the former handlers back."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def job_store() -> Any:
+    """The store through which the ranks found each other; None for one alone."""
+    return dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+
+
+def meet(name: str) -> None:
+    """Wait for every rank, however long it takes: indexing a data set may outlast any time-out of
+    a collective. The watchdog sees who is silent. `name`: of this meeting, once in a job."""
+    store, delay = job_store(), 0.01
+    if store is None:
+        return
+    store.add(f"meet/{name}", 1)
+    while store.add(f"meet/{name}", 0) < dist.get_world_size():
+        time.sleep(delay)
+        delay = min(2 * delay, 1.0)
 
 
 def agree(mine: int, device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_vlm.agree import FAILED, OK, STOP, agree
+from megatron_vlm.agree import FAILED, OK, STOP, agree, meet
 from megatron_vlm.data.batch import MicroBatch
 from megatron_vlm.data.batching import Limits
 from megatron_vlm.data.dataset import DataSet, open_data
@@ -60,6 +60,7 @@ class Feeder:
                 opened = (length, fingerprint(self.data))
             except MegatronVLMError as error:
                 opened = DataError(str(error))
+        meet("data.train")
         together(self.device, isinstance(opened, DataError), opened)
         self.length, self.print = share_object(opened, self.device)
         _check_same(self.print)

@@ -8,11 +8,12 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron_vlm.agree import OK, STOP, Signals
+from megatron_vlm.agree import OK, STOP, Signals, job_store
 from megatron_vlm.data.processes import start_server
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feeder import Feeder, StepData
 from megatron_vlm.meter import Guard, Meter
+from megatron_vlm.profiler import Profiler
 from megatron_vlm.progress import Progress
 from megatron_vlm.report import layout_table, stage_reports
 from megatron_vlm.run_log import RunLog
@@ -37,6 +38,7 @@ class Run:
     guard: Guard
     saver: Saver
     examiner: Examiner
+    profiler: Profiler
     progress: Progress
     total_steps: int
     resumed_step: int  # 0 at a start
@@ -50,8 +52,7 @@ class Run:
         signals = Signals()
         worker = MegatronWorker(cfg)
         rank, world = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store() if world > 1 else None
-        watchdog = Watchdog(store, rank, world, 60 * cfg.launch.timeout_minutes)
+        watchdog = Watchdog(job_store(), rank, world, 60 * cfg.launch.timeout_minutes)
         watchdog.at(0, "opening the data", patient=True)
         feeder = Feeder(worker, cfg)
         examiner = Examiner(worker, cfg, watchdog.alive)
@@ -72,6 +73,7 @@ class Run:
             Guard(cfg),
             saver,
             examiner,
+            Profiler(cfg, rank, worker.platform),
             progress,
             total,
             progress.step,
@@ -197,6 +199,7 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self.watchdog.stop()
+        self.profiler.close()
         self.log.close()
         self.signals.restore()
         if kind is None:

@@ -2,7 +2,6 @@
 where they are asked for. Rank 0 alone speaks."""
 
 import datetime
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_vlm.schema import Config
+from megatron_vlm.sinks import JsonLines, TensorBoard, WandB
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class RunLog:
             return
         run = Path(self.cfg.run)
         run.mkdir(parents=True, exist_ok=True)
-        self.sinks.append(_JsonLines(run / "metrics.jsonl"))
+        self.sinks.append(JsonLines(run / "metrics.jsonl"))
         if self.cfg.log.tensorboard:
-            self.sinks.append(_TensorBoard(run / "tensorboard"))
+            self.sinks.append(TensorBoard(run / "tensorboard"))
         if self.cfg.log.wandb is not None:
-            self.sinks.append(_WandB(self.cfg))
+            self.sinks.append(WandB(self.cfg))
         if self.console.is_terminal:
             self.progress = _progress_bar(self.console)
             self.task = self.progress.add_task(
@@ -150,66 +150,3 @@ def _progress_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-class _JsonLines:
-    """A line is written whole or not at all; numbers that are not finite become null."""
-
-    def __init__(self, path: Path):
-        cut_line = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-        self.file = path.open("a")
-        if cut_line:  # a killed run's last line
-            self.file.write("\n")
-
-    def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps({key: _finite(value) for key, value in line.items()}) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder))
-
-    def write(self, line: dict[str, Any]) -> None:
-        for key, value in _numbers(line).items():
-            self.writer.add_scalar(key, value, line["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _WandB:
-    def __init__(self, cfg: Config):
-        import wandb
-
-        self.run = wandb.init(
-            project=cfg.log.wandb, dir=cfg.run, name=Path(cfg.run).name, resume="allow"
-        )
-
-    def write(self, line: dict[str, Any]) -> None:
-        if numbers := _numbers(line):
-            self.run.log(numbers, step=line["step"])
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """A line's scalars under the names of charts: train/loss, eval/exact_match."""
-    prefix = {"step": "train", "eval": line.get("name", "eval")}.get(line["kind"])
-    if prefix is None:
-        return {}
-    return {
-        f"{prefix}/{key}": float(value)
-        for key, value in line.items()
-        if isinstance(value, int | float) and key not in ("step",)
-    }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,6 +14,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.launch import run_process
 from megatron_vlm.schedule import lr_at
 from megatron_vlm.schema import Config
+from megatron_vlm.sinks import check_installed
 
 if TYPE_CHECKING:
     from megatron_vlm.run import Run
@@ -41,6 +42,7 @@ def train(cfg: Config) -> int:
 def train_step(run: "Run", step: int) -> None:
     """Data, gradients, weights, figures."""
     worker = run.worker
+    run.profiler.at(step)
     run.at(step, "data")
     batch = run.next_batch()
     run.at(step, "forward and backward")
@@ -53,6 +55,7 @@ def train_step(run: "Run", step: int) -> None:
 def run_train(overrides: Sequence[str]) -> int:
     """Compose the configuration and train, on one rank; its exit status."""
     cfg = load_config(overrides)
+    check_installed(cfg)
     if int(os.environ.get("RANK", "0")) == 0:
         _keep_config(cfg)
     return train(cfg)

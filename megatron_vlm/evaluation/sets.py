@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from megatron_vlm.agree import meet
 from megatron_vlm.data.batch import MicroBatch, Row
 from megatron_vlm.data.batching import Limits
 from megatron_vlm.data.dataset import DataSet, Handle, open_data
@@ -80,6 +81,7 @@ def _open(worker: MegatronWorker, cfg: Config, name: str, spec: SourceSpec) -> E
             opened = len(data.order)
         except MegatronVLMError as error:
             opened = DataError(str(error))
+    meet(f"data.eval {name}")
     together(worker.platform.device, isinstance(opened, DataError), opened)
     return EvalSet(name, data, share_object(opened, worker.platform.device))
 

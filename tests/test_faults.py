@@ -1,0 +1,129 @@
+# .venv/bin/python -m pytest tests/test_faults.py
+"""Ranks that die or stand still: the others end too, and the run goes on from its checkpoint.
+test_checkpoint.py kills at random moments, test_checkpoint_store.py during every write."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.agree import meet
+from tests.sets import write_set
+from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    write_set(folder)
+    return folder
+
+
+def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
+    return command(folder, model, run, f"train.steps={STEPS}", "checkpoint.every=2", *more)
+
+
+class Job:
+    """A run at PP=2 as a user starts it."""
+
+    def __init__(self, folder: Path, model: str, run: str, *more: str):
+        self.metrics = folder / run / "metrics.jsonl"
+        self.process = subprocess.Popen(
+            words(folder, model, run, *more),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=outside_of_jobs(),
+            text=True,
+        )
+
+    def wait_for_step(self, step: int) -> None:
+        until = time.monotonic() + 200
+        while not (self.metrics.exists() and f'"step", "step": {step}' in self.metrics.read_text()):
+            assert self.process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+
+    def pid_of(self, rank: int) -> int:
+        """Of the process that has this rank and trains: not its data workers."""
+        for entry in Path("/proc").iterdir():
+            try:
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            mine = b"megatron_vlm.train" in line and str(self.metrics.parent).encode() in line
+            if mine and f"RANK={rank}".encode() in environ:
+                return int(entry.name)
+        raise AssertionError(f"no process has rank {rank}")
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, err
+
+
+def test_a_killed_rank_ends_the_job_and_the_run_goes_on(folder, tiny, pool):
+    job = Job(folder, tiny(), "killed")
+    job.wait_for_step(4)
+    os.kill(job.pid_of(1), signal.SIGKILL)
+    status, err = job.end(60)
+    assert status != 0 and "exit status -9" in err
+    before = [line["step"] for line in steps_of(folder / "killed")]
+    saved = sorted(path.name for path in (folder / "killed" / "checkpoints").glob("step-*"))
+    done, _, err = go_pooled(pool, 2, *words_for(folder, tiny(), "killed"))
+    assert done == 0, err
+    whole, _, err = go_pooled(pool, 2, *words_for(folder, tiny(), "whole"))
+    assert whole == 0, err
+    steps = steps_of(folder / "killed")
+    again = steps[len(before) :]
+    # It lost what came after its last complete checkpoint, and no more.
+    complete = [name for name in saved if name.count(".") == 0]
+    assert again[0]["step"] == int(complete[-1].split("-")[1]) >= before[-1] - 3
+    last = {step["step"]: step for step in steps}
+    assert values(list(last.values())) == values(steps_of(folder / "whole"))
+    one, other = (folder / run / "export" / "model.safetensors" for run in ("killed", "whole"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def words_for(folder: Path, model: str, run: str) -> tuple:
+    return folder, model, run, f"train.steps={STEPS}", "checkpoint.every=2"
+
+
+@pytest.mark.slow  # it waits for the time-out
+def test_a_rank_that_stands_still_is_named(folder, tiny):
+    job = Job(folder, tiny(), "stopped", "launch.timeout_minutes=0.5", "train.steps=100000")
+    job.wait_for_step(3)
+    os.kill(stopped := job.pid_of(1), signal.SIGSTOP)
+    try:
+        status, err = job.end(120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # torchrun has killed it
+            os.kill(stopped, signal.SIGKILL)
+    assert status != 0
+    assert "rank 0: rank 1 has not been heard of for" in err
+    assert "launch.timeout_minutes=0.5" in err and "it was at step" in err
+
+
+def test_ranks_meet_however_late_one_is(pool):
+    early, late = (answer for answer in pool.run(arrive, 2))
+    assert early > 1.0 > late
+
+
+def arrive() -> float:
+    """Seconds that this rank waited."""
+    if os.environ["RANK"] == "1":
+        time.sleep(1.5)
+    start = time.monotonic()
+    meet("here")
+    return time.monotonic() - start
+
+
+def test_an_unwritable_run_folder_is_said(tiny, folder, pool, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = go_pooled(pool, 1, folder, tiny(), tmp_path / "file" / "run", "parallel.pp=1")
+    assert status == 2
+    assert "cannot be written: Not a directory; give another folder" in err
