@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: setup demo test test-slow test-parity lint format bench clean
+.PHONY: setup demo test test-slow test-parity lint format bench scale clean
 
 setup: .venv/ready
 
@@ -38,6 +38,9 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/hf_ratio.py
+
+scale: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
 	rm -rf .venv .demo .bench

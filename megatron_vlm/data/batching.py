@@ -47,9 +47,10 @@ def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
     count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
     alike = _deal_groups(_split(order, min(count, len(sizes))), sizes, ranks)
     shares = deal([size.cost for size in sizes], ranks)
+    place = {row: number for number, row in enumerate(order)}
     single = [
-        _split([row for row in order if row in share], math.ceil(len(share) / limits.rows))
-        for share in map(set, shares)
+        _split(sorted(share, key=place.__getitem__), math.ceil(len(share) / limits.rows))
+        for share in shares
     ]
     plain = naive_plan(sizes, ranks, limits.rows)
     return min(alike, single, plain, key=lambda plan: max(_loads(plan, sizes)))
@@ -154,15 +155,17 @@ def _best_exchange(
 ) -> tuple[int, int, int | None] | None:
     """The exchange with another rank that leaves the larger of both loads smallest."""
     best, found = loads[high] * (1 - 1e-6), None
+    gives = np.array([[costs[g]] for g in shares[high]])
     for low in np.argsort(loads, kind="stable")[:16].tolist():
         if low == high:
             continue
-        for give in shares[high]:
-            for take in [None, *shares[low]]:
-                moved = costs[give] - (costs[take] if take is not None else 0.0)
-                after = max(loads[high] - moved, loads[low] + moved)
-                if moved > 0 and after < best:
-                    best, found = after, (low, give, take)
+        takes = [None, *shares[low]]
+        moved = gives - np.array([0.0 if g is None else costs[g] for g in takes])
+        after = np.maximum(loads[high] - moved, loads[low] + moved)
+        after[moved <= 0] = np.inf
+        give, take = divmod(int(after.argmin()), len(takes))
+        if after[give, take] < best:
+            best, found = after[give, take], (low, shares[high][give], takes[take])
     return found
 
 

@@ -1,0 +1,283 @@
+"""What a simulated step and a simulated checkpoint take; see simulate_scale.py.
+
+Suffixes: G micro-batches, S pipeline stages, I images, R rows. Times are seconds.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+import torch
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from megatron_vlm.data.batching import Plan, RowSize
+from megatron_vlm.flops import WorkModel
+from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Every number is an assumption. Bytes and operations are per second."""
+
+    peak_flops: float = 989e12  # of a GPU, bf16 (platform.py: H100)
+    utilisation: float = 0.45  # of the peak within a micro-batch, TP's reductions included
+    layer_s: float = 0.3e-3  # the least that a layer's forward takes, however few its tokens
+    network: float = 40e9  # of a GPU, to other machines: 400 Gb/s, 80 % used
+    hop_s: float = 5e-6  # of a ring, each
+    gpus: int = 8  # of a machine
+    to_host: float = 5e9  # of a GPU, into pageable memory
+    files: float = 200e9  # the file system, all together
+    files_machine: float = 5e9  # one machine with it, verifying digests
+    creates: float = 20e3  # files created in one folder, all ranks together
+    stat_s: float = 0.2e-3  # a file looked up by one rank
+    save_every_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and how it is cut."""
+
+    name: str
+    config: Qwen3VLConfig
+    tp: int
+    layers_S: tuple[int, ...]  # decoder layers of each stage
+    tokens: int  # train.micro_batch_tokens
+
+    @property
+    def gpus(self) -> int:
+        """Of one replica."""
+        return self.tp * len(self.layers_S)
+
+    @cached_property
+    def parameters(self) -> "Parameters":
+        with torch.device("meta"):
+            model = Qwen3VLForConditionalGeneration(self.config)
+        counts = {name: param.numel() for name, param in model.named_parameters()}
+
+        def of(part: str) -> int:
+            return sum(count for name, count in counts.items() if part in name)
+
+        layers = of("language_model.layers")
+        return Parameters(of(".visual."), layers, of("embed_tokens"), of("lm_head"))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many values; norms outside of layers are left out."""
+
+    tower: int
+    layers: int  # of the decoder, all of them
+    embedding: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.tower + self.layers + self.embedding + self.head
+
+    def of_gpu(self, setup: Setup, tower_over_tp: bool = False) -> list[float]:
+        """On a GPU of each stage. The tower is whole on every TP rank."""
+        held = [self.layers * n / sum(setup.layers_S) / setup.tp for n in setup.layers_S]
+        held[0] += self.tower / (setup.tp if tower_over_tp else 1) + self.embedding / setup.tp
+        held[-1] += self.head / setup.tp
+        return held
+
+
+def make_setup(name: str, sizes: tuple[int, int, int, int], tp: int, pp: int, n: int) -> Setup:
+    """Sizes as in the models' config.json: layers, width, width of the MLP, heads."""
+    layers, hidden, intermediate, heads = sizes
+    config = Qwen3VLConfig(
+        text_config=dict(
+            num_hidden_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+        ),
+        vision_config=dict(out_hidden_size=hidden),
+    )
+    dims = ParallelDims.create(ParallelConfig(tp=tp, pp=pp), tp * pp, layers)
+    return Setup(name, config, tp, dims.layers_per_stage, n)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Synthetic rows. `pairs` are of patches within an image."""
+
+    tokens_R: np.ndarray
+    supervised_R: np.ndarray
+    patches_R: np.ndarray
+    pairs_R: np.ndarray
+
+    def sizes(self, work: WorkModel) -> list[RowSize]:
+        columns = (self.tokens_R, self.supervised_R, self.patches_R, self.pairs_R)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [RowSize(row[0], float(work.row(*row)), row[2]) for row in rows]
+
+
+def draw_rows(count: int, seed: int = 0, most_tokens: int = 8192) -> Rows:
+    """A fifth is text alone; of the rest half has one image and few have up to 47. Images beyond
+    the limit of tokens are cut off, as data.truncation=image_safe does."""
+    rng = np.random.default_rng(seed)
+    images_R = np.where(rng.random(count) < 0.2, 0, rng.zipf(1.6, count).clip(1, 47))
+    text_R = rng.lognormal(np.log(200), 0.8, count).astype(np.int64).clip(16, 4096)
+    row_I = np.repeat(np.arange(count), images_R)
+    tokens_I = rng.integers(4, 32, len(row_I)) * rng.integers(4, 32, len(row_I))  # of 32 x 32 pixel
+    ends_I = np.cumsum(tokens_I)
+    before_R = np.concatenate([[0], ends_I])[np.cumsum(images_R) - images_R]
+    tokens_I[ends_I - before_R[row_I] + text_R[row_I] > most_tokens] = 0
+    seen_R, pairs_R = (np.bincount(row_I, tokens_I**k, count).astype(np.int64) for k in (1, 2))
+    return Rows(text_R + seen_R, text_R * 2 // 5, 4 * seen_R, 16 * pairs_R)
+
+
+def forward_seconds(
+    groups: Sequence[Sequence[int]], rows: Rows, setup: Setup, machine: Machine
+) -> np.ndarray:
+    """[G, S]. The decoder computes padding too, the tower and the head do not."""
+    work = WorkModel.of(setup.config)
+    flat, counts_G = np.concatenate(groups), np.array([len(group) for group in groups])
+    starts_G = np.cumsum(counts_G) - counts_G
+    longest_G = np.maximum.reduceat(rows.tokens_R[flat], starts_G)
+    supervised_G, patches_G, pairs_G = (
+        np.add.reduceat(column[flat], starts_G)
+        for column in (rows.supervised_R, rows.patches_R, rows.pairs_R)
+    )
+    pairs_of_tokens_G = longest_G * (longest_G + 1) // 2
+    decoder_G = counts_G * (work.per_token * longest_G + work.per_token_pair * pairs_of_tokens_G)
+    speed = machine.peak_flops * machine.utilisation * setup.tp
+    layers_S = np.array(setup.layers_S)
+    least_G1 = np.maximum(decoder_G / layers_S.sum() / speed, machine.layer_s)[:, None]
+    seconds_GS = least_G1 * layers_S
+    vision_G = (work.per_patch * patches_G + work.per_patch_pair * pairs_G) / speed
+    depth = setup.config.vision_config.depth
+    seconds_GS[:, 0] += np.maximum(vision_G, depth * machine.layer_s * (patches_G > 0))
+    seconds_GS[:, -1] += work.per_supervised * supervised_G / speed
+    return seconds_GS
+
+
+@cache
+def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...]:
+    """What a stage does in Megatron's 1F1B: (is it a forward, which micro-batch)."""
+    warm_up = min(stages - 1 - stage, count)
+    steady = [((True, warm_up + i), (False, i)) for i in range(count - warm_up)]
+    return (
+        *((True, i) for i in range(warm_up)),
+        *itertools.chain(*steady),
+        *((False, i) for i in range(count - warm_up, count)),
+    )
+
+
+def one_f_one_b(forward_GS: np.ndarray, backward_GS: np.ndarray) -> float:
+    """Seconds until the last backward, event by event: a stage starts what is next in its order
+    as soon as it is free and its neighbour has sent what that needs."""
+    count, stages = forward_GS.shape
+    seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
+    done: dict[tuple[bool, int, int], float] = {}
+    orders = [schedule(stage, stages, count) for stage in range(stages)]
+    places, clocks = [0] * stages, [0.0] * stages
+    while len(done) < 2 * count * stages:
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                forward, micro = order[places[stage]]
+                neighbour = stage - 1 if forward else stage + 1
+                needs = (forward, micro, neighbour)
+                if 0 <= neighbour < stages and needs not in done:
+                    break
+                start = max(clocks[stage], done.get(needs, 0.0))
+                clocks[stage] = start + seconds[forward][micro][stage]
+                done[forward, micro, stage] = clocks[stage]
+                places[stage] += 1
+    return max(clocks)
+
+
+def bubble(forward_GS: np.ndarray) -> float:
+    """Time over that of stages without idle time, less one; (pp - 1) / m where all are equal."""
+    stages = forward_GS.shape[1]
+    return one_f_one_b(forward_GS, 2 * forward_GS) * stages / (3 * forward_GS.sum()) - 1
+
+
+def replica_seconds(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> list[float]:
+    """Of forward and backward of each data parallel rank; a backward is two forwards."""
+    groups = [group for share in plan for group in share]
+    ends = np.cumsum([len(share) for share in plan])[:-1]
+    parts = np.split(forward_seconds(groups, rows, setup, machine), ends)
+    if len(setup.layers_S) == 1:
+        return [3 * float(part.sum()) for part in parts]
+    return [one_f_one_b(part, 2 * part) for part in parts]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Of gradients and weights over DP, once a step, by the stage that has most of them."""
+
+    values: int  # that a GPU holds
+    reduce_s: float  # reduce-scatter, fp32
+    gather_s: float  # of the updated weights, bf16
+    bucket: int  # values reduced at once under overlap_grad_reduce
+    overlapped_s: float  # of the reduction, what is left then at best
+
+
+def exchange(setup: Setup, ranks: int, machine: Machine, backward_s: float = 0.0) -> Exchange:
+    """Rings over `ranks`. Only the last micro-batch's backward, of `backward_s`, hides anything;
+    and what is complete last is sent last."""
+    values = int(max(setup.parameters.of_gpu(setup)))
+
+    def ring(size: float) -> float:
+        return (ranks - 1) / ranks * size / machine.network + (ranks - 1) * machine.hop_s
+
+    # megatron-core 0.16.1, DistributedDataParallel.__init__: larger buckets for more ranks.
+    bucket = min(values, max(40_000_000, 1_000_000 * ranks))
+    reduce_s = ring(4 * values)
+    left = min(reduce_s, max(ring(4 * bucket), reduce_s - backward_s))
+    return Exchange(values, reduce_s, ring(2 * values), bucket, left)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one checkpoint, as checkpoint/ writes and reads it: fp32 weights and both moments."""
+
+    files: int
+    total: int  # bytes
+    largest: float  # bytes, of a rank
+    stop_sync: float  # training stands still so long
+    stop_async: float
+    write: float  # in the background
+    find: float  # resume: rank 0 reads and verifies all of it, alone
+    read: float  # resume: bytes that leave the file system afterwards
+    resume: float  # all of it
+
+    def lost(self, machine: Machine) -> tuple[float, float]:
+        """Part of the time: synchronous, asynchronous."""
+        stops = (self.stop_sync, self.stop_async)
+        return tuple(s / (s + machine.save_every_s) for s in stops)  # type: ignore[return-value]
+
+
+def checkpoint(setup: Setup, ranks: int, machine: Machine) -> Traffic:
+    """Optimizer state is sharded over `ranks`; each process writes one file. Resuming, every
+    process reads all weights of its TP and PP part, though a machine's page cache has what two of
+    its processes ask for, and its share of the moments."""
+    files, total = ranks * setup.gpus, 12 * setup.parameters.total
+    machines = max(1, files // machine.gpus)
+    speed = min(machine.files, machines * machine.files_machine)
+    # TP ranks take turns with the tower, which each of them has.
+    largest = 12 * max(setup.parameters.of_gpu(setup, tower_over_tp=True)) / ranks
+    write = total / speed + files / machine.creates
+    finish = files * machine.stat_s  # rank 0 looks at every file before the rename; all wait
+    find = total / machine.files_machine
+    weights = 4 * setup.parameters.total / len(setup.layers_S)  # of a stage, once each machine
+    read = total + machines * weights + total * 2 // 3
+    return Traffic(
+        files,
+        total,
+        largest,
+        write + finish,
+        largest / machine.to_host + finish,
+        write,
+        find,
+        read,
+        find + read / speed,
+    )

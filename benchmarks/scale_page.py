@@ -1,0 +1,101 @@
+"""How a simulation is shown: tables for the terminal and docs/scaling.md, a picture beside it."""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import rich
+import rich.table
+
+from megatron_vlm.data.batching import Balance
+from megatron_vlm.page import Html, tag
+from megatron_vlm.scales import Scale, value_scale
+
+NAMES = ("rows in order, 4 each", "rows in order, 1 each", "our plan")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the terminal and the document show."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def show(self) -> None:
+        table = rich.table.Table(*self.header, title=self.title, title_justify="left")
+        for row in self.rows:
+            table.add_row(*row)
+        rich.print(table)
+
+    def markdown(self) -> str:
+        lines = [self.header, ("---",) * len(self.header), *self.rows]
+        return f"**{self.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step at one number of ranks; seconds and balances in the order of NAMES."""
+
+    ranks: int
+    seconds: tuple[float, ...]
+    balances: tuple[Balance, ...]
+    perfect: float  # no padding, no waiting, no bubble; the same exchange
+    plan_s: float  # measured
+    last_s: float  # the backward of what is last in our plan, mean of the replicas
+    costliest_s: float  # of what is first in it
+
+
+CSS = """
+text { font: 12px system-ui, sans-serif; fill: #6a6f78; } .name { font-weight: 600; }
+path { fill: none; stroke: currentColor; stroke-width: 2; } line { stroke: #8885; }
+.c0 { color: #c05a12; } .c1 { color: #8550a8; } .c2 { color: #2f6ba8; } .c3 { color: #2c8258; }
+"""
+
+
+def panel(title: str, points: Sequence[Point], left: int, top: int) -> Html:
+    """Seconds of a step over ranks, both by powers."""
+    wide, high, ranks = 330, 180, [p.ranks for p in points]
+    curves = [*zip(*(p.seconds for p in points), strict=True), [p.perfect for p in points]]
+    across = Scale(ranks[0], max(ranks[-1], 2 * ranks[0]), tuple((r, f"{r}") for r in ranks), True)
+    down = value_scale(np.array(curves), may_log=True)
+    parts = [tag("text", title, x=0, y=-10, class_="name")]
+    for value, label in down.ticks:
+        y = f"{high * (1 - float(down(np.array(value)))):.1f}"
+        parts.append(tag("line", x1=0, x2=wide, y1=y, y2=y))
+        parts.append(tag("text", label, x=-6, y=y, dy="0.35em", text_anchor="end"))
+    for value, label in across.ticks:
+        x = f"{wide * float(across(np.array(value))):.1f}"
+        parts.append(tag("text", label, x=x, y=high + 18, text_anchor="middle"))
+    for number, curve in enumerate(curves):
+        x_s, y_s = wide * across(np.array(ranks)), high * (1 - down(np.array(curve)))
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(x_s, y_s, strict=True))
+        parts.append(tag("path", d=f"M{line}", class_=f"c{number}"))
+    return tag("g", *parts, transform=f"translate({left} {top})")
+
+
+def picture(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
+    """A file that needs nothing else."""
+    parts = [Html(f"<style>{CSS}</style>"), tag("text", "Simulated seconds of a step", x=40, y=22)]
+    for number, name in enumerate((*NAMES, "perfect")):
+        x = 225 + 165 * number
+        parts.append(tag("path", d=f"M{x} 18h18", class_=f"c{number}"))
+        parts.append(tag("text", name, x=x + 24, y=22))
+    for number, (title, points) in enumerate(panels):
+        parts.append(panel(title, points, 45 + 410 * (number % 2), 70 + 260 * (number // 2)))
+    size = dict(viewBox="0 0 840 560", width=840, height=560, role="img")
+    label = "Simulated seconds of a step over data parallel ranks"
+    return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", aria_label=label, **size) + "\n"
+
+
+def write(folder: Path, tables: Sequence[Table], drawn: str) -> None:
+    """Between the marks of the document, all else in it left as it is."""
+    document, begin, end = folder / "scaling.md", "<!-- scaling begin -->", "<!-- scaling end -->"
+    head, rest = document.read_text().split(begin)
+    text = "\n\n".join(table.markdown() for table in tables)
+    date = datetime.date.today()
+    when = f"Simulated {date} on a 2-core x86 CPU; planning alone was measured, on that CPU."
+    document.write_text(f"{head}{begin}\n\n{when}\n\n{text}\n\n{end}{rest.split(end)[1]}")
+    (folder / "scaling.svg").write_text(drawn)

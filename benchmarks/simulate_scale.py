@@ -1,0 +1,269 @@
+"""A simulation, no measurement: steps and checkpoints of Qwen3-VL on 64 to 8,192 data parallel
+ranks. Only planning is timed: it is the package's own, over as many rows.
+
+make scale   (or: .venv/bin/python benchmarks/simulate_scale.py [most ranks] [folder])
+
+Writes tables into docs/scaling.md, between its marks, and docs/scaling.svg.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scale_model import (
+    Machine,
+    Rows,
+    Setup,
+    bubble,
+    checkpoint,
+    draw_rows,
+    exchange,
+    forward_seconds,
+    make_setup,
+    replica_seconds,
+)
+from scale_page import NAMES, Point, Table, picture, write
+
+from megatron_vlm.data.batching import Limits, Plan, measure, naive_plan, plan_batch
+from megatron_vlm.flops import WorkModel
+
+DOCS = Path(__file__).parent.parent / "docs"
+RANKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ROWS_PER_RANK, ROWS_FIXED = 32, 16384
+MACHINE = Machine()
+SETUPS = (
+    make_setup("Qwen3-VL 8B, TP 2", (36, 4096, 12288, 32), 2, 1, 8192),
+    make_setup("Qwen3-VL 32B, TP 4, PP 4", (64, 5120, 25600, 64), 4, 4, 8192),
+)
+
+ASSUMED = {
+    "peak_flops": "FLOP/s of a GPU, bf16, dense (the H100's data sheet, as in platform.py)",
+    "utilisation": "of that peak within a micro-batch; tensor parallel reductions are in it",
+    "layer_s": "s, the least that the forward of a layer or a vision block takes",
+    "network": "bytes/s of a GPU to other machines (400 Gb/s, 80 % used)",
+    "hop_s": "s, each hop of a ring",
+    "gpus": "GPUs of a machine",
+    "to_host": "bytes/s of a GPU into pageable host memory",
+    "files": "bytes/s of the file system, all machines together",
+    "files_machine": "bytes/s of one machine with the file system, digests included",
+    "creates": "files/s created in one folder",
+    "stat_s": "s, one rank looking up a file",
+    "save_every_s": "s from one checkpoint to the next",
+}
+
+
+def assumptions() -> Table:
+    """The machine, number by number."""
+    rows = [(f"{getattr(MACHINE, name):g}", words) for name, words in ASSUMED.items()]
+    return Table("Assumed", ("number", "what"), [*rows])
+
+
+def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
+    """One for each of NAMES; how long ours took."""
+    sizes = rows.sizes(WorkModel.of(setup.config))
+    start = time.perf_counter()
+    ours = plan_batch(sizes, ranks, Limits(tokens=setup.tokens))
+    seconds = time.perf_counter() - start
+    return [naive_plan(sizes, ranks, 4), naive_plan(sizes, ranks, 1), ours], seconds
+
+
+def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
+    """One step of each plan: the slowest replica, then the exchange."""
+    rows = draw_rows(num_rows)
+    sizes = rows.sizes(WorkModel.of(setup.config))
+    made, plan_s = plans(rows, setup, ranks)
+    moved = exchange(setup, ranks, MACHINE)
+    more = moved.reduce_s + moved.gather_s
+    speed = MACHINE.peak_flops * MACHINE.utilisation * setup.gpus * ranks
+    perfect = 3 * sum(size.cost for size in sizes) / speed
+    shares = [share for share in made[-1] if share]
+    last, costliest = (
+        2 * forward_seconds([share[place] for share in shares], rows, setup, MACHINE)
+        for place in (-1, 0)
+    )
+    return Point(
+        ranks,
+        tuple(max(replica_seconds(plan, rows, setup, MACHINE)) + more for plan in made),
+        tuple(measure(plan, sizes) for plan in made),
+        perfect + more,
+        plan_s,
+        float(last.max(1).mean()),
+        float(costliest.max(1).mean()),
+    )
+
+
+def scaling_table(setup: Setup, points: Sequence[Point], title: str) -> Table:
+    """`fullest`: the cost of the rank that has most over the mean, padding included."""
+    rows: list[tuple[str, ...]] = []
+    for p in points:
+        four, one, ours = p.seconds
+        row = (
+            f"{p.ranks:,}",
+            f"{p.ranks * setup.gpus:,}",
+            *(f"{s:.2f}" for s in (*p.seconds, p.perfect)),
+            f"{four / ours:.2f}, {one / ours:.2f}",
+            *(f"{balance.imbalance:.3f}" for balance in p.balances[1:]),
+            *(f"{balance.padding:.1%}" for balance in p.balances[::2]),
+            f"{p.plan_s:.2f}",
+        )
+        rows.append(row)
+    seconds = (f"{name}, s" for name in NAMES)
+    header: tuple[str, ...] = ("DP ranks", "GPUs", *seconds, "perfect, s", "gain over 4, over 1")
+    header += (
+        "fullest / mean: 1 each",
+        "ours",
+        "padding: 4 each",
+        "ours",
+        "planning, s (measured)",
+    )
+    return Table(f"{setup.name}: {title}", header, rows)
+
+
+def planned_layers(setup: Setup, rows: Rows, plan: Plan) -> tuple[int, ...]:
+    """The layers_per_stage with the quickest replicas, by trying first and last stages."""
+    pp, layers = len(setup.layers_S), sum(setup.layers_S)
+    tried = []
+    for first in range(layers // pp + 1):
+        for last in range(layers // pp - 3, layers // pp + 3):
+            base, extra = divmod(layers - first - last, pp - 2)
+            layers_S = (first, *(base + (i < extra) for i in range(pp - 2)), last)
+            seconds = replica_seconds(plan, rows, replace(setup, layers_S=layers_S), MACHINE)
+            tried.append((float(np.mean(seconds)), layers_S))
+    return min(tried)[1]
+
+
+def _cheap_ends(share: list[list[int]]) -> list[list[int]]:
+    """Costliest first becomes costliest in the middle."""
+    return share[::-1][::2] + share[::-1][1::2][::-1]
+
+
+ORDERS: dict[str, Callable[[list[list[int]]], list[list[int]]]] = {
+    "costliest first (ours)": lambda share: share,
+    "costliest last": lambda share: share[::-1],
+    "costliest in the middle": _cheap_ends,
+    "any": lambda share: random.Random(0).sample(share, len(share)),
+}
+
+
+def pipeline_tables(setup: Setup, ranks: int = 64) -> list[Table]:
+    """Stages as they are by default against planned ones; orders of the micro-batches. The stages
+    are planned on other rows than they are tried on."""
+    seen, rows = draw_rows(8 * ROWS_PER_RANK, seed=1), draw_rows(ranks * ROWS_PER_RANK)
+    by_stage: list[tuple[str, ...]] = []
+    by_order: list[tuple[str, ...]] = []
+    for tokens in (2048, 4096, 8192):
+        cut = replace(setup, tokens=tokens)
+        planned = planned_layers(cut, seen, plans(seen, cut, 8)[0][-1])
+        plan = plans(rows, cut, ranks)[0][-1]
+        count = np.mean([len(share) for share in plan])
+        for layers_S in (cut.layers_S, planned):
+            staged = replace(cut, layers_S=layers_S)
+            seconds = replica_seconds(plan, rows, staged, MACHINE)
+            bubbles = [bubble(forward_seconds(share, rows, staged, MACHINE)) for share in plan]
+            figures = (f"{(len(layers_S) - 1) / count:.0%}", f"{np.mean(bubbles):.0%}")
+            cutting = (f"{tokens:,}", f"{count:.1f}", f"{list(layers_S)}")
+            by_stage.append((*cutting, *figures, f"{max(seconds):.2f}"))
+        ordered = [[order(share) for share in plan] for order in ORDERS.values()]
+        staged = replace(cut, layers_S=planned)
+        slowest = [max(replica_seconds(each, rows, staged, MACHINE)) for each in ordered]
+        by_order.append((f"{tokens:,}", f"{list(planned)}", *(f"{s:.2f}" for s in slowest)))
+    first = ("micro_batch_tokens", "micro-batches", "layers_per_stage", "(pp - 1) / m", "bubble")
+    where = f"{setup.name}, {ranks} DP ranks"
+    return [
+        Table(f"{where}: default and planned stages", (*first, "slowest replica, s"), by_stage),
+        Table(
+            f"{where}: orders of a replica's micro-batches, slowest replica, s",
+            ("micro_batch_tokens", "layers_per_stage", *ORDERS),
+            by_order,
+        ),
+    ]
+
+
+def exchange_table(setup: Setup, points: Sequence[Point]) -> Table:
+    """`left`: of the reduction, at best, under overlap_grad_reduce; as ours orders micro-batches,
+    and with the costliest one last."""
+    rows: list[tuple[str, ...]] = []
+    for p in points:
+        now, costliest = (
+            exchange(setup, p.ranks, MACHINE, seconds) for seconds in (p.last_s, p.costliest_s)
+        )
+        row = (
+            f"{p.ranks:,}",
+            f"{now.values / 1e9:.2f}",
+            f"{6 * now.values * (p.ranks - 1) / p.ranks / 1e9:.1f}",
+            f"{now.reduce_s:.2f}",
+            f"{now.gather_s:.2f}",
+            f"{(now.reduce_s + now.gather_s) / p.seconds[2]:.0%}",
+            f"{now.bucket / 1e6:,.0f}",
+            f"{now.overlapped_s:.2f}",
+            f"{costliest.overlapped_s:.2f}",
+        )
+        rows.append(row)
+    header: tuple[str, ...] = (
+        "DP ranks",
+        "values of a GPU, G",
+        "sent by a GPU, GB",
+        "reduce-scatter, s",
+    )
+    header += ("all-gather, s", "part of our step", "bucket, M values", "left: ours, s")
+    header += ("costliest last, s",)
+    return Table(f"{setup.name}: exchange of gradients and weights, once a step", header, rows)
+
+
+def checkpoint_table(setup: Setup, ranks: Sequence[int]) -> Table:
+    """Both ways to write one, and reading it."""
+    rows: list[tuple[str, ...]] = []
+    for count in ranks:
+        t = checkpoint(setup, count, MACHINE)
+        row = (
+            f"{count:,}",
+            f"{t.files:,}",
+            f"{t.total / 1e9:.0f}",
+            f"{t.largest / 1e6:,.1f}",
+            f"{t.stop_sync:.1f}",
+            f"{t.stop_async:.1f}",
+            *(f"{part:.2%}" for part in t.lost(MACHINE)),
+            f"{t.find:.0f}",
+            f"{t.read / 1e12:.1f}",
+            f"{t.resume:,.0f}",
+        )
+        rows.append(row)
+    header: tuple[str, ...] = ("DP ranks", "files", "in all, GB", "largest of a rank, MB")
+    header += (
+        "stop: sync, s",
+        "async, s",
+        "of an hour: sync",
+        "async",
+        "resume: rank 0 alone, s",
+        "read, TB",
+        "in all, s",
+    )
+    return Table(f"{setup.name}: a checkpoint every 30 minutes, and resuming", header, rows)
+
+
+def main(most: int = RANKS[-1], folder: Path = DOCS) -> None:
+    """Simulate, print, write."""
+    ranks = [n for n in RANKS if n <= most]
+    tables, panels = [assumptions()], []
+    for setup in SETUPS:
+        growing = [simulate(setup, n, n * ROWS_PER_RANK) for n in ranks]
+        fixed = [simulate(setup, n, ROWS_FIXED) for n in ranks]
+        titles = (f"{ROWS_PER_RANK} rows a rank", f"{ROWS_FIXED:,} rows a step")
+        for title, points in zip(titles, (growing, fixed), strict=True):
+            tables.append(scaling_table(setup, points, title))
+            panels.append((f"{setup.name}: {title}", points))
+        tables += [exchange_table(setup, growing), checkpoint_table(setup, ranks)]
+    for setup in (make_setup("Qwen3-VL 8B, TP 2, PP 4", (36, 4096, 12288, 32), 2, 4, 0), SETUPS[1]):
+        tables += pipeline_tables(setup)
+    for table in tables:
+        table.show()
+    write(folder, tables, picture(panels))
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    main(int(given[0]) if given else RANKS[-1], Path(given[1]) if given[1:] else DOCS)
