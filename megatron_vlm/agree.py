@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PREEMPTED = 75  # exit status after a signal: saved, start again to go on
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 OK, STOP, FAILED = 0, 1, 2
 

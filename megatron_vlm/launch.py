@@ -1,15 +1,17 @@
 """Start the processes of a command on this machine, where torchrun has not: torchrun does it."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.exits import MISTAKE
+from megatron_vlm.local_job import RESTART, run_job
 from megatron_vlm.schema import Config
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # set: errors keep their traceback
-MISTAKE = 2  # exit status
 
 
 def under_launcher() -> bool:
@@ -42,9 +44,7 @@ def guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
 def processes_for(cfg: Config, gpus: int) -> int:
     """launch.processes; else one for each GPU, or on the CPU as few as the layout needs."""
     least = cfg.parallel.tp * cfg.parallel.pp
-    count = cfg.launch.processes
-    if count is None:
-        count = gpus if gpus and cfg.platform != "cpu" else least
+    count = cfg.launch.processes or gpus or least
     if count % least:
         raise ConfigError(
             f"launch.processes={count} is not a multiple of parallel.tp x parallel.pp = {least}; "
@@ -53,30 +53,40 @@ def processes_for(cfg: Config, gpus: int) -> int:
     return count
 
 
+def restarts() -> int:
+    """How often this job was started again after a failure, by us or by torchrun."""
+    return int(os.environ.get(RESTART) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def check_ray() -> None:
+    """Refuse what is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("launch.backend=ray needs Ray: pip install 'megatron_vlm[ray]'")
+
+
+def _count_gpus(cfg: Config) -> int:
+    if cfg.platform == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def launch(cfg: Config, module: str, function: str, words: Sequence[str]) -> int:
     """Run `module.function(words)` in as many processes as it takes; the exit status."""
     command = getattr(importlib.import_module(module), function)
     if under_launcher():
         return run_process(command, words)
-    import torch
+    if cfg.launch.backend == "ray" and function == "run_train":
+        check_ray()
+        from megatron_vlm.ray_job import run_ray_job
 
-    count = processes_for(cfg, torch.cuda.device_count())
-    if not torch.cuda.is_available():
+        return run_ray_job(cfg, words)
+    gpus = _count_gpus(cfg)
+    count = processes_for(cfg, gpus)
+    if not gpus:
         # Each process would take all cores, and they would wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     if count == 1:
         return run_process(command, words)
-    return _torchrun(count, module, words)
-
-
-def _torchrun(count: int, module: str, words: Sequence[str]) -> int:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    try:
-        torchrun(["--standalone", f"--nproc-per-node={count}", "-m", module, *words])
-    except ChildFailedError as error:  # each child has said itself what was wrong
-        codes = [failure.exitcode for failure in error.failures.values()]
-        print(f"megatron-vlm: a process ended with exit status {codes[0]}", file=sys.stderr)
-        return abs(codes[0])
-    return 0
+    return run_job(module, words, count, cfg.launch.max_restarts)

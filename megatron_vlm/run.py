@@ -45,11 +45,11 @@ class Run:
     evaluated_step: int = -1
 
     @staticmethod
-    def open(cfg: Config) -> "Run":
+    def open(cfg: Config, signals: Signals | None = None) -> "Run":
         """Model, data, and where an earlier run of this folder had come to."""
         if cfg.data.num_workers:
             start_server()  # its imports go on while the model is built
-        signals = Signals()
+        signals = signals or Signals()
         worker = MegatronWorker(cfg)
         rank, world = dist.get_rank(), dist.get_world_size()
         watchdog = Watchdog(job_store(), rank, world, 60 * cfg.launch.timeout_minutes)

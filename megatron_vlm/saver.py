@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.state import PendingSave, load, save
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.launch import restarts
 from megatron_vlm.progress import Progress
 from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
@@ -43,7 +44,8 @@ class Saver:
         """Rank 0 looks, all do the same."""
         found: list[str | None] = [None]
         if dist.get_rank() == 0:
-            asked = self.cfg.checkpoint.resume
+            # What was done before a failure is this run's own, whatever it began with.
+            asked = "auto" if restarts() else self.cfg.checkpoint.resume
             if asked == "auto":
                 latest = store.find_latest(self.folder) if self.folder.is_dir() else None
                 found = [None if latest is None else str(latest)]

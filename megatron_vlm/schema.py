@@ -140,8 +140,12 @@ class LogConfig:
 class LaunchConfig:
     """How processes start where torchrun has not started them."""
 
-    processes: int | None = None  # on this machine; null: a GPU each, or tp x pp on the CPU
-    timeout_minutes: float = 10.0  # a collective that waits longer than this ends the job
+    backend: str = "local"  # local (processes of this machine) | ray (actors of a cluster)
+    processes: int | None = None  # null: a GPU each, or tp x pp on the CPU; with ray all that fit
+    ray_address: str | None = None  # host:port, auto; null: RAY_ADDRESS, or one of its own
+    cpus_per_rank: float = 1.0  # that Ray sets aside
+    max_restarts: int = 0  # after a failure, from the last complete checkpoint
+    timeout_minutes: float = 10.0  # a rank that stands still for longer ends the job
 
 
 @dataclass(frozen=True)

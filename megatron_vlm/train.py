@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config, to_yaml
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.exits import PREEMPTED
 from megatron_vlm.launch import run_process
 from megatron_vlm.schedule import lr_at
 from megatron_vlm.schema import Config
 from megatron_vlm.sinks import check_installed
 
 if TYPE_CHECKING:
+    from megatron_vlm.agree import Signals
     from megatron_vlm.run import Run
 
 
-def train(cfg: Config) -> int:
-    """Train to the last step; the exit status of this rank."""
-    from megatron_vlm.agree import PREEMPTED
+def train(cfg: Config, signals: "Signals | None" = None) -> int:
+    """Train to the last step; the exit status of this rank. `signals`: where somebody else than
+    the operating system asks to stop."""
     from megatron_vlm.feeder import Stopped
     from megatron_vlm.run import Run
 
-    with Run.open(cfg) as run:
+    with Run.open(cfg, signals) as run:
         try:
             for step in range(run.progress.step, run.total_steps):
                 train_step(run, step)
@@ -52,13 +54,13 @@ def train_step(run: "Run", step: int) -> None:
     run.record(step, batch, metrics, norm, lr)
 
 
-def run_train(overrides: Sequence[str]) -> int:
+def run_train(overrides: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and train, on one rank; its exit status."""
     cfg = load_config(overrides)
     check_installed(cfg)
     if int(os.environ.get("RANK", "0")) == 0:
         _keep_config(cfg)
-    return train(cfg)
+    return train(cfg, signals)
 
 
 def _keep_config(cfg: Config) -> None:

@@ -7,6 +7,7 @@ from megatron_vlm.schema import Config
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "platform": ("auto", "cuda", "cpu"),
+    "launch.backend": ("local", "ray"),
     "model.backend": ("torch", "te"),
     "model.recompute": ("none", "selective", "full"),
     "data.truncation": ("error", "drop", "image_safe"),
@@ -50,6 +51,8 @@ _LEAST: dict[str, float] = {
     "checkpoint.keep_every": 1,
     "log.every": 1,
     "launch.processes": 1,
+    "launch.max_restarts": 0,
+    "launch.cpus_per_rank": 0,
 }
 
 

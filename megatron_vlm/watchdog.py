@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-STUCK = 70  # exit status: another rank, or this one, stood still
+from megatron_vlm.exits import STUCK
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive: no address comes twice
         return tensor
 
-    [batch] = worker._micro_batches(make_rows(ROWS))
+    [batch] = worker.micro_batches(make_rows(ROWS))
     batch = batch.for_stage(True, worker.platform.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         worker.call_model(worker.model, batch, labels=batch.targets_BS)

@@ -1,0 +1,112 @@
+# .venv/bin/python -m pytest tests/test_local_job.py
+"""A job's processes start together and end together; its exit status says how it ended."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.launch import processes_for
+from megatron_vlm.local_job import run_job
+from megatron_vlm.schema import Config, LaunchConfig, ParallelConfig
+
+PROGRAM = """
+import os, signal, sys, time
+rank, restart = int(os.environ["RANK"]), int(os.environ["MEGATRON_VLM_RESTART"])
+open(f"{sys.argv[1]}/{restart}-{rank}", "w").write(os.environ["WORLD_SIZE"] + str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """job(body, count): run_job on a module with this body; the exit status."""
+
+    def run(body: str, count: int = 2, max_restarts: int = 0) -> int:
+        (tmp_path / "job_program.py").write_text(PROGRAM + body)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return run_job("job_program", [str(tmp_path)], count, max_restarts)
+
+    return run
+
+
+def starts(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("?-?"))
+
+
+def test_every_rank_is_started_once(job, tmp_path):
+    assert job("") == 0
+    assert starts(tmp_path) == ["0-0", "0-1"]
+    assert (tmp_path / "0-1").read_text().startswith("2")
+
+
+def test_the_first_bad_end_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("megatron_vlm.local_job.GRACE_S", 0.5)
+    start = time.monotonic()
+    assert job("time.sleep(60) if rank == 0 else sys.exit(7)") == 7
+    assert time.monotonic() - start < 30
+    assert "rank 1 ended with exit status 7" in capfd.readouterr().err
+    pid = int((tmp_path / "0-0").read_text()[1:])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_killed_rank_is_named(job, capfd, monkeypatch):
+    monkeypatch.setattr("megatron_vlm.local_job.GRACE_S", 0.5)
+    assert job("rank or os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)") == 137
+    assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "runs"), [(1, 3), (70, 3), (2, 1), (75, 1)])
+def test_failures_start_again_mistakes_do_not(status, runs, job, tmp_path):
+    assert job(f"sys.exit({status})", 1, max_restarts=2) == status
+    assert starts(tmp_path) == [f"{restart}-0" for restart in range(runs)]
+
+
+def test_a_restart_may_succeed(job, tmp_path):
+    assert job("sys.exit(restart == 0)", 2, max_restarts=5) == 0
+    assert starts(tmp_path) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signals_reach_every_rank_and_nothing_starts_again(number, job, tmp_path):
+    body = f"""
+signal.signal({int(number)}, lambda *_: sys.exit(75))
+open(f"{{sys.argv[1]}}/ready-{{rank}}", "w").close()
+time.sleep(60)
+"""
+
+    def send() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    before = signal.getsignal(number)
+    assert job(body, 2, max_restarts=1) == 75
+    thread.join()
+    assert signal.getsignal(number) == before
+    assert starts(tmp_path) == ["0-0", "0-1"]
+
+
+def test_how_many_processes():
+    def count(gpus: int, processes: int | None = None, **parallel: int) -> int:
+        launch = LaunchConfig(processes=processes)
+        return processes_for(Config(parallel=ParallelConfig(**parallel), launch=launch), gpus)
+
+    assert count(0) == 1 and count(0, tp=2, pp=2) == 4
+    assert count(8, tp=2) == 8 and count(8, 4, pp=2) == 4
+    with pytest.raises(ConfigError, match=r"launch.processes=3 is not a multiple .* = 2"):
+        count(0, 3, pp=2)
+
+
+@pytest.mark.parametrize("script", ["train_node.sh", "train_nodes.sh", "train_slurm.sh"])
+def test_launch_scripts_are_sound(script):
+    path = Path(__file__).parent.parent / "scripts" / script
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert os.access(path, os.X_OK) and '"$@"' in path.read_text()
