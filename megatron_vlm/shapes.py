@@ -7,8 +7,8 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass
-from itertools import permutations
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ COLOURS = {
     "purple": (140, 30, 190),
 }
 SHAPES = ("circle", "square", "triangle", "star")
-ABOUT_ONE_PICTURE = {"colour": 20, "shape": 19, "count": 19, "position": 19}
+ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 10, "position": 22}
 # Shares in per cent. A chat puts two or three of the questions above to one picture, a pair is
 # one question about two, a text has none.
-KINDS = {**ABOUT_ONE_PICTURE, "chat": 15, "pair": 4, "text": 4}
+KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 3, "text": 3}
 _FACTS = {
     "What colour is a ripe tomato?": "red",
     "What colour is grass?": "green",
@@ -41,7 +41,7 @@ _FACTS = {
     "What colour is a carrot?": "orange",
     "What colour is an aubergine?": "purple",
 }
-_GREYS = (96, 128, 160)
+_GREY = (128, 128, 128)
 _MARGIN = 2  # pixels around a shape
 _TRIES = 500
 _CHOICE = 8  # pictures to choose one from, so that rare answers come as often as others
@@ -53,20 +53,20 @@ class ShapesSpec:
 
     train: int = 2000
     eval: int = 200
+    easy: int = 0  # of pictures with one shape, to begin with
     seed: int = 0
     kinds: tuple[str, ...] = tuple(KINDS)
-    max_shapes: int = 4
-    sides: tuple[int, int] = (64, 160)  # of a picture, in steps of 16 pixels
-    sizes: tuple[int, int] = (32, 48)  # of a shape, in pixels
+    max_shapes: int = 3
+    sides: tuple[int, ...] = (64, 96, 100)  # of a picture, in pixels
+    # Of a shape: with its margin it fits a square of 32 pixels, which is one token of an image.
+    # Shapes that lie across several take a tiny model many more pictures to learn.
+    sizes: tuple[int, ...] = (24, 28)
+    step: int = 2  # pixels from a place to the next
 
     @property
     def cell(self) -> int:
         """The side of a square that holds any shape with its margin."""
-        return self.sizes[1] + 2 * _MARGIN
-
-    @property
-    def all_sides(self) -> range:
-        return range(self.sides[0], self.sides[1] + 1, 16)
+        return max(self.sizes) + 2 * _MARGIN
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +86,6 @@ class Scene:
 
     width: int
     height: int
-    grey: int
     shapes: tuple[Shape, ...]
 
 
@@ -104,16 +103,21 @@ class Question:
 
 
 def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
-    """Write OUT/train.jsonl, OUT/eval.jsonl and OUT/images. The same spec gives the same bytes;
-    no two pictures are equal, within a split or across."""
+    """Write OUT/train.jsonl, OUT/eval.jsonl, OUT/easy.jsonl and OUT/images. The same spec gives the
+    same bytes; no two pictures are equal, within a split or across."""
     _check(spec)
+    easy = replace(spec, kinds=("colour", "shape", "position"), max_shapes=1)
     out = Path(out)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose a new folder for the shapes")
     (out / "images").mkdir(parents=True)
     drawn: set[Scene] = set()
-    for split, count in (("train", spec.train), ("eval", spec.eval)):
-        maker = _Maker(spec, random.Random(f"{spec.seed} {split}"), drawn, out)
+    for split, count in (("train", spec.train), ("eval", spec.eval), ("easy", spec.easy)):
+        if split == "easy" and not count:
+            continue
+        maker = _Maker(
+            easy if split == "easy" else spec, random.Random(f"{spec.seed} {split}"), drawn, out
+        )
         lines = [json.dumps(maker.record()) + "\n" for _ in range(count)]
         (out / f"{split}.jsonl").write_text("".join(lines), encoding="ascii")
 
@@ -131,21 +135,20 @@ def questions(scene: Scene) -> list[Question]:
             found.append(Question("shape", f"What shape is the {shape.colour} one?", shape.name))
         if names[shape.name] == 1:
             found.append(Question("colour", f"What colour is the {shape.name}?", shape.colour))
-            off_centre = shape.left + shape.size / 2 - scene.width / 2
-            if abs(off_centre) >= scene.width / 8:
-                text = f"Where is the {shape.name}: left or right?"
-                found.append(Question("position x", text, "left" if off_centre < 0 else "right"))
-    for a, b in permutations([shape for shape in scene.shapes if names[shape.name] == 1], 2):
-        lower = a.top + a.size / 2 - b.top - b.size / 2
-        if abs(lower) >= (a.size + b.size) / 4:
-            text = f"Is the {a.name} above or below the {b.name}?"
-            found.append(Question("position y", text, "below" if lower > 0 else "above"))
+            for form, start, length, sides in (
+                ("position x", shape.left, scene.width, ("left", "right")),
+                ("position y", shape.top, scene.height, ("top", "bottom")),
+            ):
+                off_centre = start + shape.size / 2 - length / 2
+                if abs(off_centre) >= shape.size / 3:
+                    text = f"Where is the {shape.name}: {sides[0]} or {sides[1]}?"
+                    found.append(Question(form, text, sides[off_centre > 0]))
     return found
 
 
 def draw(scene: Scene) -> Image.Image:
     """The picture. Edges are not smoothed: a pixel has the colour of a shape, or is grey."""
-    image = Image.new("RGB", (scene.width, scene.height), (scene.grey,) * 3)
+    image = Image.new("RGB", (scene.width, scene.height), _GREY)
     pen = ImageDraw.Draw(image)
     for shape in scene.shapes:
         reach, fill = (shape.size - 1) / 2, COLOURS[shape.colour]
@@ -183,7 +186,8 @@ class _Maker:
         turns = [question]
         for _ in range(self.rng.choice((1, 2)) if kind == "chat" else 0):
             said = " ".join(turn.text + turn.answer for turn in turns)
-            unsaid = [q for q in questions(scenes[0]) if q.kind in asked and q.answer not in said]
+            left = [q for q in questions(scenes[0]) if q.kind in asked and q.answer not in said]
+            unsaid = [q for q in left if not self._comes_often(q)]
             turns += [self._rarest([(scenes, q) for q in unsaid])[1]] if unsaid else []
         content = [{"type": "image", "image": self._save(scene)} for scene in scenes]
         messages: list[dict[str, Any]] = []
@@ -203,8 +207,8 @@ class _Maker:
             scenes = [s for s in (self._scene() for _ in range(_CHOICE)) if s not in self.drawn]
             found: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
             found = [(asked, q) for asked, q in found if q.kind == kind]
-            for a, b in zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ():
-                name = self.rng.choice(SHAPES)
+            pairs = zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ()
+            for (a, b), name in product(pairs, SHAPES):
                 both = all(name in [shape.name for shape in scene.shapes] for scene in (a, b))
                 text = f"Do both pictures show a {name}?"
                 found += [((a, b), Question(kind, text, "yes" if both else "no"))] * (a != b)
@@ -222,35 +226,41 @@ class _Maker:
         self.given[chosen[1].form, chosen[1].answer] += 1
         return chosen
 
+    def _comes_often(self, question: Question) -> bool:
+        """Whether its answer is ahead of others. One picture leaves a chat little to choose."""
+        counts = [n for (form, _), n in self.given.items() if form == question.form]
+        return self.given[question.form, question.answer] > min(counts, default=0) + 1
+
     def _scene(self) -> Scene:
         """A random picture: a grid with room for the largest shape, each shape in a cell."""
         rng, spec = self.rng, self.spec
-        count = rng.randint(1, spec.max_shapes)
+        # One shape more often than two, and so on: what each is called is learned from those.
+        counts = range(1, spec.max_shapes + 1)
+        count = rng.choices(counts, [1 / count for count in counts])[0]
         # Few colours in a picture: counting those of one colour is then worth a question.
         palette = rng.sample(list(COLOURS), min(len(COLOURS), rng.randint(1, count)))
         columns = rows = 0
         while columns * rows < count:
-            width, height = rng.choices(spec.all_sides, k=2)
+            width, height = rng.choices(spec.sides, k=2)
             columns, rows = width // spec.cell, height // spec.cell
         shapes = []
         for place in rng.sample(range(columns * rows), count):
-            size = rng.randint(*spec.sizes)
-            left = _within(rng, width, columns, place % columns, size)
-            top = _within(rng, height, rows, place // columns, size)
+            size = rng.choice(spec.sizes)
+            left = self._within(width, columns, place % columns, size)
+            top = self._within(height, rows, place // columns, size)
             shapes.append(Shape(rng.choice(SHAPES), rng.choice(palette), left, top, size))
-        return Scene(width, height, rng.choice(_GREYS), tuple(sorted(shapes)))
+        return Scene(width, height, tuple(sorted(shapes)))
+
+    def _within(self, length: int, parts: int, part: int, size: int) -> int:
+        """Where something of this size begins, in one of the equal parts of a length."""
+        start, end = part * length // parts + _MARGIN, (part + 1) * length // parts - _MARGIN
+        return self.rng.randrange(start, end - size + 1, self.spec.step)
 
     def _save(self, scene: Scene) -> str:
         self.drawn.add(scene)
         path = f"images/{len(self.drawn):06d}.png"
         draw(scene).save(self.out / path)
         return path
-
-
-def _within(rng: random.Random, length: int, parts: int, part: int, size: int) -> int:
-    """Where something of this size may begin, in one of the equal parts of a length."""
-    start, end = part * length // parts, (part + 1) * length // parts
-    return rng.randint(start + _MARGIN, end - size - _MARGIN)
 
 
 def _check(spec: ShapesSpec) -> None:
@@ -260,14 +270,15 @@ def _check(spec: ShapesSpec) -> None:
             f"kinds={spec.kinds}: choose from {', '.join(KINDS)}; a chat also needs one of "
             f"{', '.join(ABOUT_ONE_PICTURE)}"
         )
-    if spec.train < 0 or spec.eval < 0:
-        raise ConfigError(f"train={spec.train}, eval={spec.eval}: a count is 0 or more")
-    if not 16 <= spec.sizes[0] <= spec.sizes[1] <= spec.cell <= spec.sides[0] <= spec.sides[1]:
+    if min(spec.train, spec.eval, spec.easy) < 0:
         raise ConfigError(
-            f"sizes={spec.sizes}, sides={spec.sides}: give (smallest, largest), shapes of at least "
-            f"16 pixels and pictures of at least {spec.cell}, the largest shape with its margin"
+            f"train={spec.train}, eval={spec.eval}, easy={spec.easy}: a count is 0 or more"
         )
-    room = (spec.all_sides[-1] // spec.cell) ** 2
+    if spec.step < 1 or min(spec.sizes, default=0) < 16:
+        raise ConfigError(f"step={spec.step}, sizes={spec.sizes}: give 1 or more, and 16 or more")
+    if min(spec.sides, default=0) < spec.cell:
+        raise ConfigError(f"sides={spec.sides}: {spec.sizes} need at least {spec.cell} pixels")
+    room = (max(spec.sides) // spec.cell) ** 2
     fewest = 2 if "count" in spec.kinds else 1  # with one shape, every count is 1
     if not fewest <= spec.max_shapes <= room:
         raise ConfigError(
