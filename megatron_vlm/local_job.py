@@ -4,6 +4,7 @@ torchrun does this too, but answers every end of its processes with exit status 
 of its own, and does not pass SIGUSR1 on. A job has to tell "saved, start me again" from a failure.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -66,6 +67,7 @@ def _run_once(module: str, words: Sequence[str], count: int, restart: int) -> tu
             [sys.executable, "-m", module, *words],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             start_new_session=True,  # Ctrl-C comes through us, once
+            preexec_fn=_end_with_parent,
         )
         for rank in range(count)
     ]
@@ -104,6 +106,14 @@ def _wait(processes: Sequence["subprocess.Popen[Any]"]) -> Ending:
                 bad, until = Ending(rank, status), time.monotonic() + GRACE_S
         time.sleep(0.05)
     return bad or Ending(0, 0)
+
+
+def _end_with_parent() -> None:
+    """In a new process: a launcher that is killed can forward nothing, but Linux tells its
+    children. They save, and end."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _free_port() -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_vlm.checkpoint import store
-from megatron_vlm.checkpoint.state import PendingSave, load, save
+from megatron_vlm.checkpoint.state import PendingSave, find_latest, load, save
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.launch import restarts
 from megatron_vlm.progress import Progress
@@ -27,10 +27,12 @@ class Saver:
     def resume(self) -> tuple[Progress, str | None]:
         """What checkpoint.resume says: the progress, and the checkpoint it came from. A
         collective."""
-        origin = self._origin()
-        if origin is None:
+        # What was done before a failure is this run's own, whatever it began with.
+        asked = "auto" if restarts() else self.cfg.checkpoint.resume
+        origin = find_latest(self.folder) if asked == "auto" else Path(asked)
+        if asked == "never" or origin is None:
             return Progress(data=self.data), None
-        progress = Progress.from_json(load(self.worker, Path(origin)))
+        progress = Progress.from_json(load(self.worker, origin, verified=asked == "auto"))
         if progress.data != self.data:
             raise CheckpointError(
                 f"{origin} was trained on other data, or with other rules for it: its place in "
@@ -38,21 +40,7 @@ class Saver:
                 f"from its weights: megatron-vlm export {origin} DIR, model.path=DIR"
             )
         self.best_step, self.saved_step = progress.best_step, progress.step
-        return progress, origin
-
-    def _origin(self) -> str | None:
-        """Rank 0 looks, all do the same."""
-        found: list[str | None] = [None]
-        if dist.get_rank() == 0:
-            # What was done before a failure is this run's own, whatever it began with.
-            asked = "auto" if restarts() else self.cfg.checkpoint.resume
-            if asked == "auto":
-                latest = store.find_latest(self.folder) if self.folder.is_dir() else None
-                found = [None if latest is None else str(latest)]
-            elif asked != "never":
-                found = [asked]
-        dist.broadcast_object_list(found, 0, device=self.worker.platform.device)
-        return found[0]
+        return progress, str(origin)
 
     def save(self, progress: Progress) -> None:
         """Begin to write a checkpoint, unless this step has one. A collective."""

@@ -4,6 +4,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,6 +93,30 @@ time.sleep(60)
     thread.join()
     assert signal.getsignal(number) == before
     assert starts(tmp_path) == ["0-0", "0-1"]
+
+
+def test_a_killed_launcher_leaves_nobody(tmp_path):
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+time.sleep(60)
+"""
+    (tmp_path / "job_program.py").write_text(PROGRAM + body)
+    code = f"from megatron_vlm.local_job import run_job; run_job('job_program', [{str(tmp_path)!r}], 2)"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        while len(starts(tmp_path)) < 2 or not (tmp_path / "0-1").read_text():
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        pids = [int((tmp_path / name).read_text()[1:]) for name in starts(tmp_path)]
+        time.sleep(0.2)  # for the handlers
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/status").exists() for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_how_many_processes():

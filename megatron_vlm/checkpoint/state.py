@@ -162,17 +162,17 @@ class PendingSave:
                 store.commit(self.folder, records)
 
 
-def load(worker: MegatronWorker, folder: Path) -> dict[str, Any]:
+def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[str, Any]:
     """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
 
-    Every file is verified first, each rank its share. At the layout that saved it, random state
-    comes back too; at another it stays as the configuration's seed made it. What is frozen now
-    has no moments, nor has a worker made without training: those in the checkpoint are passed
-    over.
+    Every file is verified first, unless `find_latest` has done it. At the layout that saved it,
+    random state comes back too; at another it stays as the configuration's seed made it. What is
+    frozen now has no moments, nor has a worker made without training: those in the checkpoint are
+    passed over.
     """
     folder, rank = Path(folder), dist.get_rank()
-    with _together():
-        store.verify(folder, slice(rank, None, dist.get_world_size()))
+    if not verified:
+        _verify(folder)
     with _together():
         state = json.loads((folder / "state.json").read_text())
         if state["format"] != FORMAT:
@@ -196,13 +196,27 @@ def load(worker: MegatronWorker, folder: Path) -> dict[str, Any]:
 
 
 def find_latest(run_folder: Path) -> Path | None:
-    """`store.find_latest`, by rank 0 for all of them. A collective."""
-    found: list[Path | None] = [None]
+    """The newest checkpoint whose every file is as it was written; each rank reads its share of
+    them. A collective."""
+    found: list[list[Path]] = [[]]
     with _together():
         if dist.get_rank() == 0:
-            found[0] = store.find_latest(run_folder)
+            found[0] = store.whole_ones(run_folder)
     dist.broadcast_object_list(found)
-    return found[0]
+    for folder in found[0]:
+        try:
+            _verify(folder)
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                store.pass_over(folder, error)
+        else:
+            return folder
+    return None
+
+
+def _verify(folder: Path) -> None:
+    with _together():
+        store.verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))
 
 
 def _layout(worker: MegatronWorker) -> dict[str, int]:

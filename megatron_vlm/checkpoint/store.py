@@ -136,17 +136,34 @@ def find_latest(run_folder: Path) -> Path | None:
 
     Reads all of it. What is passed over is logged as a warning, with the reason.
     """
-    run_folder = Path(run_folder)
+    for folder in whole_ones(run_folder):
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            pass_over(folder, error)
+        else:
+            return folder
+    return None
+
+
+def whole_ones(run_folder: Path) -> list[Path]:
+    """The complete checkpoints by their files' sizes alone, newest first; `verify` reads them."""
+    run_folder, found = Path(run_folder), []
     for path in sorted(run_folder.glob("*.partial")):
         _log.warning("passed over %s: it was never completed", path)
     for folder in reversed(_folders(run_folder)):
         try:
-            verify(folder)
+            _check_sizes(folder, _records(folder))
         except CheckpointError as error:
-            _log.warning("passed over %s: %s", folder, error)
+            pass_over(folder, error)
         else:
-            return folder
-    return None
+            found.append(folder)
+    return found
+
+
+def pass_over(folder: Path, error: Exception) -> None:
+    """Say that a checkpoint is not used, and why."""
+    _log.warning("passed over %s: %s", folder, error)
 
 
 def keep(
