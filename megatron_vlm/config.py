@@ -18,7 +18,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.schema import Config
-from megatron_vlm.validate import check_values
+from megatron_vlm.validate import check_values, get
 
 
 def config_dir() -> Path:
@@ -30,6 +30,7 @@ def config_dir() -> Path:
 def load_config(overrides: Sequence[str], config_name: str = "train") -> Config:
     """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
     _check_keys(overrides)
+    overrides = [_plain(override) for override in overrides]
     ConfigStore.instance().store(name="schema", node=_schema())
     GlobalHydra.instance().clear()
     try:
@@ -51,6 +52,12 @@ def to_yaml(cfg: Config) -> str:
 def from_yaml(text: str, overrides: Sequence[str] = ()) -> Config:
     """A Config that `to_yaml` wrote, with single keys changed; recipes are not composed again."""
     _check_keys(overrides)
+    for override in overrides:
+        if "." not in (key := override.split("=")[0]) and key in _groups():
+            raise ConfigError(
+                f"{override}: this configuration is complete, recipes cannot be chosen any more; "
+                f"give single keys, such as {key}.KEY=VALUE"
+            )
     try:
         changes = OmegaConf.from_dotlist(list(overrides))
         merged = OmegaConf.merge(_schema(), OmegaConf.create(text), changes)
@@ -72,6 +79,10 @@ def _schema() -> DictConfig:
     return schema
 
 
+def _groups() -> list[str]:
+    return [item.name for item in fields(Config) if is_dataclass(item.type)]
+
+
 def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
     """Every key of the configuration in dotted form."""
     keys = []
@@ -80,6 +91,18 @@ def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
         if is_dataclass(item.type):
             keys += known_keys(item.type, f"{prefix}{item.name}.")
     return keys
+
+
+def _plain(override: str) -> str:
+    """Every key is there already: +key=value sets it as key=value does, and ~key puts its default
+    back. Groups are Hydra's."""
+    key = override.lstrip("+~").split("=")[0]
+    if "." in key and override.startswith("+"):
+        return override.lstrip("+")
+    if "." in key and override.startswith("~"):
+        default = get(Config(), key)
+        return f"{key}={'null' if default is None else default}"
+    return override
 
 
 def _check_keys(overrides: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Greedy generation and the ranking of candidates, on the weights that are being trained.
+"""Generation, greedy or sampled, and the ranking of candidates, on the weights that are trained.
 
 The prompts of a batch go through the pipeline once (the prefill); after that each turn takes one
 token of every row that has not stopped. A turn is a MicroBatch like any other, its rows one token
@@ -8,6 +8,8 @@ Shapes: S tokens, B rows of a batch, V this rank's part of the padded vocabulary
 TP, 3 the axes of a position, 5 the columns of a token as in data/batch.py.
 """
 
+import hashlib
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -31,15 +34,22 @@ def generate(
     max_new_tokens: int,
     stop_ids: Collection[int],
     batch_rows: int = 16,
+    temperature: float = 0.0,
+    seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The most likely next tokens of each prompt, until one of `stop_ids` (left out) comes or there
     are `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives.
+
+    With a `temperature` above 0 they are sampled from softmax(logits / temperature). `seeds` then
+    has a number from 0 on for each prompt: the same prompt and seed give the same answer,
+    whatever the layout and the other prompts.
 
     All ranks of a replica pass the same prompts and get the same answers; replicas may pass
     different ones, or none. Labels are ignored. A batch has at most `batch_rows` rows; as many
     batches as there are pipeline stages are under way together.
     """
     _check_request(worker, max_new_tokens, batch_rows)
+    sampling = _sampling(temperature, seeds, len(prompts))
     answers: list[list[int]] = [[] for _ in prompts]
     batches = _batches(worker, prompts, batch_rows)
     with evaluating(worker.ddp):
@@ -50,7 +60,7 @@ def generate(
                 for batch in batches[start : start + worker.dims.pp]
             ]
             while turns:
-                picked = _run(worker, turns)
+                picked = _run(worker, turns, sampling)
                 unfinished = [
                     turn.extend(answers, ids, max_new_tokens, stop_ids)
                     for turn, ids in zip(turns, picked, strict=True)
@@ -72,11 +82,32 @@ def rank(worker: MegatronWorker, prompt: Row, candidates: Sequence[Sequence[int]
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen where that is not the likeliest."""
+
+    temperature: float
+    seeds: tuple[int, ...]  # of all prompts
+
+    def noise(self, turn: "Turn", vocab: int, device: torch.device) -> Tensor:
+        """Gumbel noise [B, vocab]: the largest of logits with it is a sample. Drawn for each row
+        and turn alone, and for the whole vocabulary on each rank."""
+        noise_BV = torch.empty(len(turn.batch.rows), vocab, dtype=torch.float64, device=device)
+        generator = torch.Generator(device)
+        for row, place in enumerate(turn.batch.rows):
+            # A generator's first numbers are alike for seeds that are: spread them.
+            seed = hashlib.blake2b(f"{self.seeds[place]} {turn.number}".encode(), digest_size=8)
+            generator.manual_seed(int.from_bytes(seed.digest(), "little") >> 1)
+            noise_BV[row].exponential_(generator=generator)
+        return noise_BV.log_().neg_().float()
+
+
+@dataclass(frozen=True)
 class Turn:
     """One pass of a batch through the pipeline: its prompts, or the newest token of each row."""
 
     batch: MicroBatch
     cache: KVCache
+    number: int = 0
 
     @staticmethod
     def prefill(batch: MicroBatch, max_new_tokens: int, device: torch.device) -> "Turn":
@@ -109,7 +140,8 @@ class Turn:
         tokens_B15[:, 0, 2:] = positions_B[rows, None]
         places = tuple(self.batch.rows[row] for row in rows)
         self.cache.advance(rows)
-        return Turn(MicroBatch(tokens_B15, (1,) * len(rows), places), self.cache)
+        batch = MicroBatch(tokens_B15, (1,) * len(rows), places)
+        return Turn(batch, self.cache, self.number + 1)
 
 
 def _check_request(worker: MegatronWorker, max_new_tokens: int, batch_rows: int) -> None:
@@ -124,6 +156,19 @@ def _check_request(worker: MegatronWorker, max_new_tokens: int, batch_rows: int)
             raise ConfigError(f"generate: {name}={value} must be at least 1")
 
 
+def _sampling(temperature: float, seeds: Sequence[int] | None, prompts: int) -> Sampling | None:
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError(f"generate: temperature={temperature} must be 0 (greedy) or above")
+    if temperature == 0:
+        return None
+    if seeds is None or len(seeds) != prompts:
+        raise ConfigError(
+            f"generate: temperature={temperature} needs a seed for each of the {prompts} prompts, "
+            f"and there are {'none' if seeds is None else len(seeds)}; give seeds"
+        )
+    return Sampling(temperature, tuple(seeds))
+
+
 def _batches(worker: MegatronWorker, prompts: Sequence[Row], size: int) -> list[MicroBatch]:
     """Prompts of like length together. The longest come first: what does not fit fails at once."""
     placed = [
@@ -136,17 +181,20 @@ def _batches(worker: MegatronWorker, prompts: Sequence[Row], size: int) -> list[
 
 
 def _unlabelled(row: Row) -> Row:
-    return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE))
+    return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), values_S={})
 
 
 def _continued(prompt: Row, candidate_S: Tensor) -> Row:
     labels_S = torch.cat([_unlabelled(prompt).labels_S, candidate_S])
-    return replace(prompt, ids_S=torch.cat([prompt.ids_S, candidate_S]), labels_S=labels_S)
+    ids_S = torch.cat([prompt.ids_S, candidate_S])
+    return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S={})
 
 
-def _run(worker: MegatronWorker, turns: Sequence[Turn]) -> list[list[int]]:
+def _run(
+    worker: MegatronWorker, turns: Sequence[Turn], sampling: Sampling | None
+) -> list[list[int]]:
     """Each turn through all stages; on every rank, the id that follows each of its rows."""
-    step = partial(_forward_step, worker)
+    step = partial(_forward_step, worker, sampling)
     outputs = run_schedule(worker.ddp, turns, step, forward_only=True)
     counts = [len(turn.batch.rows) for turn in turns]
     ids = torch.empty(sum(counts), dtype=torch.long, device=worker.platform.device)
@@ -157,7 +205,9 @@ def _run(worker: MegatronWorker, turns: Sequence[Turn]) -> list[list[int]]:
     return [part.tolist() for part in ids.split(counts)]
 
 
-def _forward_step(worker: MegatronWorker, data: Iterator[Turn], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(
+    worker: MegatronWorker, sampling: Sampling | None, data: Iterator[Turn], model: Any
+) -> tuple[Tensor, Any]:
     turn = next(data)
     batch = turn.batch.for_stage(worker.first, worker.platform.device)
     lengths_B = torch.tensor(batch.lengths, device=worker.platform.device)
@@ -165,7 +215,21 @@ def _forward_step(worker: MegatronWorker, data: Iterator[Turn], model: Any) -> t
     # The head on each row's last token only.
     last_BS = columns_S == lengths_B[:, None] - 1
     output = worker.call_model(model, batch, cache=turn.cache, loss_mask=last_BS)
-    return output, partial(pick_ids, vocab=worker.model.real_vocab)
+    if sampling is None:
+        return output, partial(pick_ids, vocab=worker.model.real_vocab)
+    return output, partial(sample_ids, worker.model.real_vocab, sampling, turn)
+
+
+def sample_ids(
+    vocab: int, sampling: Sampling, turn: Turn, logits_BV: Tensor, non_loss_data: bool = True
+) -> Tensor:
+    """An id for each row [B], the same on all TP ranks and at each TP degree."""
+    noise_BV = sampling.noise(turn, vocab, logits_BV.device)
+    width = logits_BV.shape[1]
+    first = parallel_state.get_tensor_model_parallel_rank() * width
+    mine_BV = noise_BV[:, first : first + width]
+    mine_BV = F.pad(mine_BV, (0, width - mine_BV.shape[1]))  # padding of the vocabulary
+    return pick_ids(logits_BV.float() / sampling.temperature + mine_BV, vocab)
 
 
 def pick_ids(logits_BV: Tensor, vocab: int, non_loss_data: bool = True) -> Tensor:
@@ -180,6 +244,6 @@ def pick_ids(logits_BV: Tensor, vocab: int, non_loss_data: bool = True) -> Tenso
     mine_B2 = torch.stack([best_B.double(), ids_V[column_B].double()], dim=-1)
     found = mine_B2.new_empty(dist.get_world_size(group) * rows, 2)
     dist.all_gather_into_tensor(found, mine_B2, group=group)
-    found_TB2 = found.view(-1, rows, 2)
+    found_TB2 = found.view(dist.get_world_size(group), rows, 2)
     winner_1B = found_TB2[:, :, 0].argmax(dim=0, keepdim=True)
     return found_TB2[:, :, 1].gather(0, winner_1B)[0].long()

@@ -83,8 +83,20 @@ class ParallelDims:
         """
         return -(-vocab // self.tp) * self.tp
 
+    def replica_of(self, rank: int) -> int:
+        """The data parallel replica of a rank: Megatron counts over tp, then dp, then pp."""
+        return rank // self.tp % self.dp
+
+    def stage_of_rank(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
+        return rank // (self.tp * self.dp)
+
     def init_groups(self, seed: int, timeout_minutes: float) -> None:
-        """Build Megatron's process groups over an initialised torch.distributed world."""
+        """Build Megatron's process groups over an initialised torch.distributed world. Where this
+        process has them already, from another worker, they must be these."""
+        if parallel_state.model_parallel_is_initialized():
+            self._check_same_groups()
+            return
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
@@ -93,6 +105,19 @@ class ParallelDims:
             distributed_timeout_minutes=timeout_minutes,
         )
         model_parallel_cuda_manual_seed(seed)
+
+    def _check_same_groups(self) -> None:
+        there = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+        if there != (self.tp, self.pp, self.ep):
+            raise ConfigError(
+                "parallel.tp={}, pp={}, ep={}, but this process has a worker with tp={}, pp={}, "
+                "ep={}, and all workers of a process share its groups; give both one layout, or "
+                "start the second in processes of its own".format(self.tp, self.pp, self.ep, *there)
+            )
 
 
 def _stages(asked: list[int] | None, pp: int, num_layers: int) -> tuple[int, ...]:

@@ -168,7 +168,8 @@ class Run:
 
     def finish(self) -> None:
         """After the last step: its scores, its checkpoint, the weights for everybody else."""
-        self.evaluate()
+        if self.resumed_step < self.progress.step or self.progress.step == 0:
+            self.evaluate()
         self.at(self.progress.step, "checkpoint")
         self.saver.save(self.progress)
         self.saver.finish()

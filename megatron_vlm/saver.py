@@ -30,6 +30,8 @@ class Saver:
         # What was done before a failure is this run's own, whatever it began with.
         asked = "auto" if restarts() else self.cfg.checkpoint.resume
         origin = find_latest(self.folder) if asked == "auto" else Path(asked)
+        if asked == "never":
+            self._check_unused()
         if asked == "never" or origin is None:
             return Progress(data=self.data), None
         progress = Progress.from_json(load(self.worker, origin, verified=asked == "auto"))
@@ -41,6 +43,14 @@ class Saver:
             )
         self.best_step, self.saved_step = progress.best_step, progress.step
         return progress, str(origin)
+
+    def _check_unused(self) -> None:
+        """Checkpoints of two runs in one folder could not be told apart."""
+        if any(self.folder.glob("step-*")):
+            raise CheckpointError(
+                f"{self.folder} has checkpoints of an earlier run, and checkpoint.resume=never "
+                "starts a new one: give another run=FOLDER, or resume=auto to go on"
+            )
 
     def save(self, progress: Progress) -> None:
         """Begin to write a checkpoint, unless this step has one. A collective."""

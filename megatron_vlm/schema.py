@@ -24,9 +24,9 @@ class ModelConfig:
 class ParallelConfig:
     """Degrees of parallelism; data parallelism is what is left of the world size."""
 
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
+    tp: int = 1  # tensor parallel: ranks that share each layer
+    pp: int = 1  # pipeline stages
+    ep: int = 1  # only 1: MoE models are refused
     cp: int = 1  # only 1: see constraints.py
     sequence_parallel: bool = False  # only false: see constraints.py
     layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
@@ -55,7 +55,7 @@ class DataConfig:
     cache_dir: str | None = "~/.cache/megatron_vlm"  # encoded text; null: none is kept
     num_workers: int = 2  # processes of each replica that decode ahead of the step
     prefetch: int = 2  # batches ahead, for each of them
-    shuffle: bool = True
+    shuffle: bool = True  # false: the order of the files
     shuffle_window: int = 1000  # records of a stream that are shuffled together
     seed: int = 0  # of the order
 
@@ -64,12 +64,12 @@ class DataConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = 1e-5
+    lr: float = 1e-5  # the highest, after warm-up
     vision_lr: float | None = None  # of the vision tower without its mergers; null: lr
     merger_lr: float | None = None  # of the projectors; null: lr
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.999  # and of the second
+    eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.0  # not applied to norms and biases
     vision_weight_decay: float | None = None  # null: weight_decay
     merger_weight_decay: float | None = None
@@ -85,12 +85,12 @@ class TrainConfig:
     """How long, and how a batch becomes a step."""
 
     steps: int | None = None  # null: train.epochs
-    epochs: float = 1.0
+    epochs: float = 1.0  # where steps is null
     global_batch_size: int = 8  # samples of one step, over all data parallel ranks
     micro_batch_size: int = 1  # rows in one micro-batch
     micro_batch_tokens: int | None = None  # instead: as many rows as make so many tokens, padded
     precision: str = "auto"  # auto (bf16 on cuda, fp32 on cpu) | fp32 | bf16
-    seed: int = 0
+    seed: int = 0  # of every random generator but the order of samples
     on_nonfinite: str = "skip"  # skip | stop: a loss or gradient that is not a number
     max_nonfinite: int = 10  # skipped steps in a row after which the run stops all the same
     packing: bool = False  # only false: see constraints.py
@@ -117,7 +117,7 @@ class CheckpointConfig:
 
     every: int | None = None  # steps; null: at the end alone
     resume: str = "auto"  # auto (the newest complete one of this run) | never | a folder
-    keep_last: int = 2
+    keep_last: int = 2  # newest checkpoints
     keep_every: int | None = None  # steps: those are kept for good
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is kept too
     async_save: bool = True  # write while training goes on
@@ -129,11 +129,11 @@ class LogConfig:
     """What a person sees. metrics.jsonl is always written."""
 
     every: int = 1  # steps between two lines
-    tensorboard: bool = False
+    tensorboard: bool = False  # events in RUN/tensorboard
     wandb: str | None = None  # a project's name
     report: bool = True  # report.html at the end
     profile_steps: list[int] | None = None  # [first, last): a torch.profiler trace
-    profile_ranks: list[int] = field(default_factory=lambda: [0])
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # that write one each
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,12 @@ class ShapesSpec:
     seed: int = 0
     kinds: tuple[str, ...] = tuple(KINDS)
     max_shapes: int = 3
-    sides: tuple[int, ...] = (64, 96, 100)  # of a picture, in pixels
+    crowded: float = 0.2  # part of the pictures with more than one; where counting, most have
+    sides: tuple[int, ...] = (64, 96)  # of a picture, in pixels
     # Of a shape: with its margin it fits a square of 32 pixels, which is one token of an image.
     # Shapes that lie across several take a tiny model many more pictures to learn.
     sizes: tuple[int, ...] = (24, 28)
-    step: int = 2  # pixels from a place to the next
+    step: int = 4  # pixels from a place to the next
 
     @property
     def cell(self) -> int:
@@ -204,7 +205,9 @@ class _Maker:
         if kind == "text":
             return [((), Question(kind, text, answer)) for text, answer in _FACTS.items()]
         for _ in range(_TRIES):
-            scenes = [s for s in (self._scene() for _ in range(_CHOICE)) if s not in self.drawn]
+            fewest, most = self._how_many(kind)
+            made = (self._scene(self.rng.randint(fewest, most)) for _ in range(_CHOICE))
+            scenes = [scene for scene in made if scene not in self.drawn]
             found: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
             found = [(asked, q) for asked, q in found if q.kind == kind]
             pairs = zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ()
@@ -231,12 +234,16 @@ class _Maker:
         counts = [n for (form, _), n in self.given.items() if form == question.form]
         return self.given[question.form, question.answer] > min(counts, default=0) + 1
 
-    def _scene(self) -> Scene:
+    def _how_many(self, kind: str) -> tuple[int, int]:
+        """Shapes in the pictures for a question: any number for a count, else mostly one."""
+        most = self.spec.max_shapes
+        if kind == "count" or most == 1:
+            return 1, most
+        return (2, most) if self.rng.random() < self.spec.crowded else (1, 1)
+
+    def _scene(self, count: int) -> Scene:
         """A random picture: a grid with room for the largest shape, each shape in a cell."""
         rng, spec = self.rng, self.spec
-        # One shape more often than two, and so on: what each is called is learned from those.
-        counts = range(1, spec.max_shapes + 1)
-        count = rng.choices(counts, [1 / count for count in counts])[0]
         # Few colours in a picture: counting those of one colour is then worth a question.
         palette = rng.sample(list(COLOURS), min(len(COLOURS), rng.randint(1, count)))
         columns = rows = 0

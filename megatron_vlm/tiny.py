@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3VLConfig
 from transformers import Qwen3VLForConditionalGeneration as Qwen3VL
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.utils import logging
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.tiny_spec import TinySpec as TinySpec
@@ -104,6 +105,7 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     config = tiny_config(spec, tokenizer)
     config.dtype = dtype
     torch.manual_seed(spec.seed)
+    logging.disable_progress_bar()
     model = Qwen3VL(config)
     _spread(model, spec.seed)
     if spec.from_scratch:

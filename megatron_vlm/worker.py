@@ -8,7 +8,8 @@ or a TensorBatch), cut into micro-batches in order, or micro-batches as the load
 import datetime
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_vlm.constraints import check_built, check_config
-from megatron_vlm.data.batch import MicroBatch, Row, cut_micro_batches
+from megatron_vlm.data.batch import IGNORE, MicroBatch, Row, cut_micro_batches
 from megatron_vlm.data.pixels import PixelTables
 from megatron_vlm.data.rows import rows_of
 from megatron_vlm.data.tensor_batch import TensorBatch
@@ -26,13 +27,17 @@ from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.load import check_tensors, load_hf, vision_shapes
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
-from megatron_vlm.loss import collect, loss_of
+from megatron_vlm.loss import collect
+from megatron_vlm.losses import LossFunction, Objective, loss_of
 from megatron_vlm.model.build import build_model
 from megatron_vlm.optimizer import build_optimizer, set_lr, step, wrap_data_parallel
 from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.pipeline import broadcast_from_last, evaluating, run_schedule
 from megatron_vlm.platform import Platform, pick_platform
 from megatron_vlm.schema import Config
+
+# Collectives outlast launch.timeout_minutes: the watchdog speaks first, and knows who stands still.
+_PATIENCE = 2
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 
@@ -44,6 +49,7 @@ class StepMetrics:
     loss: float  # mean over the supervised tokens
     num_tokens: int  # supervised
     log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
+    means: dict[str, float] = field(default_factory=dict)  # what the loss reports, over the same
 
 
 class MegatronWorker:
@@ -64,7 +70,7 @@ class MegatronWorker:
         self.source.read_headers()
         check_tensors(self.source)
         _join_world(self.platform, cfg)
-        self.dims.init_groups(cfg.train.seed, cfg.launch.timeout_minutes)
+        self.dims.init_groups(cfg.train.seed, _PATIENCE * cfg.launch.timeout_minutes)
         self.first = parallel_state.is_pipeline_first_stage()
         self.last = parallel_state.is_pipeline_last_stage()
         self.table = name_table(hf_config, cfg.model.backend, self.dims, vision_shapes(hf_config))
@@ -81,34 +87,47 @@ class MegatronWorker:
     def forward(self, batch: Batch) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
         where a token is not supervised. The same on every rank of the replica."""
-        batches = self._micro_batches(batch)
+        batches = self.micro_batches(batch)
         with evaluating(self.ddp):
-            outputs = run_schedule(self.ddp, batches, self._forward_step, forward_only=True)
+            outputs = run_schedule(self.ddp, batches, self._score_step, forward_only=True)
         return self._per_row(batches, outputs)
 
-    def forward_backward(self, batch: Batch, return_per_token_outputs: bool = False) -> StepMetrics:
+    def forward_backward(
+        self,
+        batch: Batch,
+        return_per_token_outputs: bool = False,
+        loss: str | LossFunction = "cross_entropy",
+        **options: float,
+    ) -> StepMetrics:
         """Gradients of the mean loss over the global batch, in place of any before.
 
-        `return_per_token_outputs` also copies each token's log-prob to the host of every rank.
+        `return_per_token_outputs` also copies each token's log-prob to the host of every rank. For
+        losses, their options and the values of each token that they read, see losses.py.
         """
         assert self.optimizer is not None, "made without training"
-        batches = self._micro_batches(batch)
+        objective = Objective.create(loss, options)
+        batches = self.micro_batches(batch, objective.value_names)
         check_built(self.model.config)
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = run_schedule(self.ddp, batches, self._forward_step, forward_only=False)
-        total = torch.zeros(2, dtype=torch.float64, device=self.platform.device)
+        step = partial(self._loss_step, objective)
+        outputs = run_schedule(self.ddp, batches, step, forward_only=False)
+        names = ("loss_sum", *objective.metrics)
+        total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.platform.device)
         if self.last:
-            total[0] = sum(output["loss_sum"].double() for output in outputs)
-            total[1] = sum(batch.num_supervised for batch in batches)
+            total[0] = sum(batch.num_supervised for batch in batches)
+            for place, name in enumerate(names, start=1):
+                total[place] = sum(output[name].double() for output in outputs)
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         broadcast_from_last(total)
-        loss_sum, count = total.tolist()
+        count, *sums = total.tolist()
+        mean, *means = (value / max(count, 1.0) for value in sums)
         log_probs = None
         if return_per_token_outputs:
             log_probs = self._per_row(batches, [output["log_probs_N"] for output in outputs])
-        return StepMetrics(loss_sum / max(count, 1.0), int(count), log_probs)
+        reported = dict(zip(objective.metrics, means, strict=True))
+        return StepMetrics(mean, int(count), log_probs, reported)
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
         """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).
@@ -122,12 +141,21 @@ class MegatronWorker:
         """Write a Hugging Face checkpoint: what was loaded, with the weights of now."""
         export_hf(self.model, self.source, self.table, path)
 
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+    def micro_batches(
+        self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0
+    ) -> list[MicroBatch]:
+        """The batch as a forward takes it, checked; its rows are called by their number from
+        `first_row` on."""
         if isinstance(batch, TensorBatch):
-            batch = rows_of(batch)
+            batch = rows_of(batch, value_names)
         if len(batch) and isinstance(batch[0], MicroBatch):
-            return list(batch)  # type: ignore[arg-type]
-        return cut_micro_batches(batch, self.cfg.train.micro_batch_size, self.model.tokens)  # type: ignore[arg-type]
+            made: Sequence[MicroBatch] = batch  # type: ignore[assignment]
+            for place, micro_batch in enumerate(made):
+                micro_batch.check_values(value_names, f"micro-batch {place}")
+            return list(made)
+        rows: Sequence[Row] = batch  # type: ignore[assignment]
+        size = self.cfg.train.micro_batch_size
+        return cut_micro_batches(rows, size, self.model.tokens, value_names, first_row)
 
     def call_model(self, model: Any, batch: MicroBatch, **more: Any) -> Tensor:
         """The stage's output for a micro-batch that `for_stage` has brought to the device."""
@@ -142,11 +170,20 @@ class MegatronWorker:
         )
         return output
 
-    def _forward_step(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+    def _score_step(self, data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(data).for_stage(self.first, self.platform.device)
         labels = batch.targets_BS if self.last else None
-        output = self.call_model(model, batch, labels=labels)
-        return output, loss_of if torch.is_grad_enabled() else collect
+        return self.call_model(model, batch, labels=labels), collect
+
+    def _loss_step(
+        self, objective: Objective, data: Iterator[MicroBatch], model: Any
+    ) -> tuple[Tensor, Any]:
+        batch = next(data).for_stage(self.first, self.platform.device, self.last)
+        asked = {"labels": batch.targets_BS} if self.last else {}
+        if self.last and objective.entropy_coef is not None:  # of it the log-probs do not tell
+            asked = {"loss_mask": batch.targets_BS != IGNORE}
+        output = self.call_model(model, batch, **asked)
+        return output, partial(loss_of, objective, batch, self.model.real_vocab)
 
     def _per_row(self, batches: list[MicroBatch], outputs: list[Tensor]) -> list[Tensor]:
         counts = [batch.num_supervised for batch in batches]
@@ -173,6 +210,6 @@ def _join_world(platform: Platform, cfg: Config) -> None:
         return
     dist.init_process_group(
         platform.dist_backend,
-        timeout=datetime.timedelta(minutes=cfg.launch.timeout_minutes),
+        timeout=datetime.timedelta(minutes=_PATIENCE * cfg.launch.timeout_minutes),
         device_id=platform.device if platform.is_cuda else None,
     )

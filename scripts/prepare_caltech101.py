@@ -5,7 +5,8 @@
 
 Takes the folder of the original archive (CLASS/*.jpg), or a data set with the columns image and
 label. Writes OUT/train.jsonl, OUT/eval.jsonl and OUT/images: RGB, longest side 480 at most. Each
-class gives the same fraction to eval; a corrupt image is left out and counted.
+class gives the same fraction to eval; a corrupt image is left out and counted. OUT/classes.txt has
+the names of all classes, one in each line, for eval.candidates.
 """
 
 import argparse
@@ -60,6 +61,9 @@ def main(argv: list[str]) -> None:
         random.Random(args.seed).shuffle(order)  # not class by class: any part shows all kinds
         for index in order:
             add_photo(result, "eval" if index in held_out else "train", index, photos[index])
+    names = sorted({photo.label for photo in photos})
+    (result.folder / "classes.txt").write_text("".join(f"{name}\n" for name in names))
+    print(f"{len(names)} names in {result.folder / 'classes.txt'}")
 
 
 def add_photo(result: Output, split: str, index: int, photo: Photo) -> None:

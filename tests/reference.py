@@ -26,14 +26,13 @@ def load_reference(
     return model.train()
 
 
-def row_log_probs(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
-    """Log-probs of a row's supervised tokens, under the tokens; zero elsewhere. One row at a time:
-    neither padding nor our collation takes part."""
+def row_logits(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
+    """Logits [S, V] of a row on its own: neither padding nor our collation takes part."""
     config = model.config
     types = torch.zeros_like(row.ids_S)
     types[row.ids_S == config.image_token_id] = 1
     types[row.ids_S == config.video_token_id] = 2
-    logits = model(
+    logits: Tensor = model(
         input_ids=row.ids_S[None],
         mm_token_type_ids=types[None].int(),
         pixel_values=row.pixel_values_PC,
@@ -41,6 +40,12 @@ def row_log_probs(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
         pixel_values_videos=row.pixel_values_videos_PC,
         video_grid_thw=row.video_grid_I3,
     ).logits[0]
+    return logits
+
+
+def row_log_probs(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
+    """Log-probs of a row's supervised tokens, under the tokens; zero elsewhere."""
+    logits = row_logits(model, row)
     log_probs = logits[:-1].float().log_softmax(-1)
     picked = log_probs.gather(-1, row.ids_S[1:, None])[:, 0]
     supervised = (row.labels_S[1:] != IGNORE).float()

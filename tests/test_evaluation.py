@@ -29,7 +29,6 @@ from tests.test_parity import TOLERANCE, layout
 
 ROWS, NEW_TOKENS = 13, 6
 PREFILL = "word"
-CANDIDATES = ["word", "word word", "cat"]
 MARGIN = 1e-4  # see tests/test_decode.py
 LAYOUTS = {
     "1x1x1": layout(),
@@ -57,12 +56,12 @@ def logits_of(model: Any, row: Row) -> torch.Tensor:
 
 
 def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:
-    """The set has one answer a record, at its end."""
-    start = int((row.labels_S != IGNORE).nonzero()[0])
+    """The set has one answer a record; its end of the turn is trained, the newline behind not."""
+    trained = (row.labels_S != IGNORE).nonzero()[:, 0]
+    start, end = int(trained[0]), int(trained[-1]) + 1
     ids_S = row.ids_S[:start]
-    return replace(row, ids_S=ids_S, labels_S=torch.full_like(ids_S, IGNORE)), row.ids_S[
-        start:
-    ].tolist()
+    prompt = replace(row, ids_S=ids_S, labels_S=torch.full_like(ids_S, IGNORE))
+    return prompt, row.ids_S[start:end].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +85,7 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
     right = [record["messages"][-1]["content"].strip() for record in records]
     return {
         "file": str(file),
+        "candidates": list(dict.fromkeys(right)),
         "exact_match": sum(a == b for a, b in zip(texts, right, strict=True)) / ROWS,
         "rows": rows_in(str(file), path, pixels),
         "model": model,
@@ -113,13 +113,13 @@ def expected(asked) -> dict[str, float]:
             count += 1
         prompt, answer = prompt_and_answer(row)
         sums = []
-        for candidate in CANDIDATES:
+        for candidate in asked["candidates"]:
             ids = [*tokenizer(candidate)["input_ids"], answer[-1]]
             whole = replace(prompt, ids_S=torch.cat([prompt.ids_S, torch.tensor(ids)]))
             tail = logits_of(model, whole)[-len(ids) - 1 : -1].log_softmax(-1)
             sums.append(float(tail[range(len(ids)), ids].sum()))
         assert sorted(sums)[-1] - sorted(sums)[-2] > MARGIN
-        said = CANDIDATES[int(np.argmax(sums))]
+        said = asked["candidates"][int(np.argmax(sums))]
         ranked += said == tokenizer.decode(answer[:-1]).strip()
     return {"loss": total / count, "token_accuracy": right / count, "ranking": ranked / ROWS}
 
@@ -139,7 +139,7 @@ def examine(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scores_are_hugging_faces(name, asked, expected, pool):
-    options = {"generate": True, "max_new_tokens": NEW_TOKENS, "candidates": CANDIDATES}
+    options = {"generate": True, "max_new_tokens": NEW_TOKENS, "candidates": asked["candidates"]}
     case, sets = LAYOUTS[name], {"held out": asked["file"]}
     found = pool.run(examine, case.world, asked["path"], case, sets, options)
     for rank, [(title, scores, examples)] in enumerate(found):
@@ -150,6 +150,7 @@ def test_scores_are_hugging_faces(name, asked, expected, pool):
         assert scores["exact_match"] == pytest.approx(asked["exact_match"], abs=1e-12)
         assert bool(examples) == (rank == 0)
     assert 0.2 < asked["exact_match"] < 0.8  # some right, some wrong
+    assert 0 < expected["ranking"] < 1
 
 
 def test_a_prefill_begins_every_answer(asked, pool):
@@ -184,6 +185,12 @@ def test_examples_show_what_was_asked(asked, pool):
         assert len(example["images"]) == len(user["content"]) - 1
     verdicts = [example["answer"] == example["prediction"] for example in examples]
     assert verdicts == [False] * 4 + [True] * 2  # wrong ones first
+
+
+def test_candidates_without_the_right_answer_are_refused(asked, pool):
+    options = {"candidates": ["cat", "dog"]}
+    with pytest.raises(RuntimeError, match="is not among the 2 candidates with the prefill"):
+        pool.run(examine, 1, asked["path"], layout(), asked["file"], options)
 
 
 def test_a_part_of_a_set_is_spread_over_it(asked):

@@ -101,7 +101,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 time.sleep(60)
 """
     (tmp_path / "job_program.py").write_text(PROGRAM + body)
-    code = f"from megatron_vlm.local_job import run_job; run_job('job_program', [{str(tmp_path)!r}], 2)"
+    call = f"run_job('job_program', [{str(tmp_path)!r}], 2)"
+    code = f"from megatron_vlm.local_job import run_job; {call}"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
     try:

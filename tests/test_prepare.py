@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_vlm.config import load_config
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+from megatron_vlm.evaluation.evaluate import read_candidates
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 TEXTS = [{key: datasets.Value("string") for key in ("user", "assistant", "source")}]
@@ -398,6 +400,25 @@ def test_caltech_folder(caltech, tmp_path):
     # Not class by class.
     order = [record["messages"][1]["content"] for record in records(out / "train.jsonl")]
     assert len(set(order[:10])) > 1
+
+
+def test_caltech_recipe_ranks_the_names_of_the_classes(script, caltech, tmp_path, capsys):
+    """A candidate behind the prefill must be an answer word for word, or none is ever right."""
+    out = tmp_path / "out"
+    source = str(caltech / "101_ObjectCategories")
+    script("prepare_caltech101").main([source, "--out", str(out)])
+    assert f"4 names in {out}/classes.txt" in capsys.readouterr().out
+    names = (out / "classes.txt").read_text().splitlines()
+    assert names == ["Faces easy", "accordion", "emu", "wild cat"]
+    cfg = load_config(["data=caltech101", "train=caltech101", "model.path=x"])
+    assert cfg.eval.candidates == "caltech101/classes.txt"
+    said = {cfg.eval.prefill + name for name in read_candidates(str(out / "classes.txt"))}
+    answers = {
+        record["messages"][-1]["content"]
+        for split in ("train", "eval")
+        for record in records(out / f"{split}.jsonl")
+    }
+    assert answers == said
 
 
 def folder_bytes(folder: Path) -> dict[Path, bytes]:

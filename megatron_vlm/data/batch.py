@@ -2,11 +2,12 @@
 
 Shapes: S tokens of a row, B rows of a micro-batch (S then the longest row), I images,
 P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
-of a token: its id, its target (what it predicts) and its position on three axes.
+of a token: its id, its target (what it predicts) and its position on three axes, F the values
+of a token that a loss reads, N supervised tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,8 +24,9 @@ _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 
 @dataclass(frozen=True)
 class Row:
-    """One sample. Labels stand under their own token (Hugging Face's way, not shifted). Pixels are
-    floats as the image processor gives them, or bytes as `data.images.image_patches` does."""
+    """One sample. Labels stand under their own token (Hugging Face's way, not shifted), and so do
+    `values_S`: by name what a loss reads of each token (see losses.py). Pixels are floats as the
+    image processor gives them, or bytes as `data.images.image_patches` does."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -32,6 +34,7 @@ class Row:
     image_grid_I3: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     video_grid_I3: Tensor | None = None
+    values_S: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check_pixels(self, where: str) -> None:
         """Patches and grids must come together and count the same."""
@@ -55,10 +58,12 @@ class PlacedRow:
 
     row: Row
     tokens_S5: np.ndarray  # int32
+    values_SF: np.ndarray | None = None  # float32, shifted as targets are
 
 
-def place_row(row: Row, tokens: VisionTokens, where: str) -> PlacedRow:
-    """Check every image against its placeholders, shift the labels, compute the positions."""
+def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
+    """Check every image against its placeholders, shift the labels, compute the positions; of the
+    row's values take those with these names."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
             f"{where}: ids {tuple(row.ids_S.shape)} and labels {tuple(row.labels_S.shape)} "
@@ -73,7 +78,31 @@ def place_row(row: Row, tokens: VisionTokens, where: str) -> PlacedRow:
     tokens_S5[:-1, 1] = row.labels_S[1:].numpy()
     tokens_S5[-1, 1] = IGNORE
     tokens_S5[:, 2:] = mrope_positions(len(row.ids_S), runs).T
-    return PlacedRow(row, tokens_S5)
+    values_SF = _shifted_values(row, names, where) if names else None
+    return PlacedRow(row, tokens_S5, values_SF)
+
+
+def _shifted_values(row: Row, names: Sequence[str], where: str) -> np.ndarray:
+    values_SF = np.zeros((len(row.ids_S), len(names)), dtype=np.float32)
+    supervised_S = row.labels_S[1:].numpy() != IGNORE
+    for place, name in enumerate(names):
+        value_S = row.values_S.get(name)
+        if value_S is None and not supervised_S.any():
+            continue
+        if value_S is None or value_S.shape != row.ids_S.shape:
+            got = "none" if value_S is None else f"{tuple(value_S.shape)}"
+            raise DataError(
+                f"{where}: the loss reads {name!r} of each of its {len(row.ids_S)} tokens, and it "
+                f"has {got}; give one number a token, under the token it is of"
+            )
+        values_SF[:-1, place] = value_S[1:].detach().float().numpy()
+        finite_S = np.isfinite(values_SF[:-1, place])
+        if (wrong := (supervised_S & ~finite_S).nonzero()[0]).size:
+            raise DataError(
+                f"{where}: {name!r} of token {wrong[0] + 1} is {value_S[wrong[0] + 1]}, and the "
+                "token is supervised; give a finite number, or the label -100"
+            )
+    return values_SF
 
 
 @dataclass(frozen=True)
@@ -87,6 +116,8 @@ class MicroBatch:
     image_grid_I3: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     video_grid_I3: Tensor | None = None
+    values_BSF: Tensor | None = None  # float32: values[b, s] are of targets[b, s]
+    value_names: tuple[str, ...] = ()
 
     @cached_property
     def ids_BS(self) -> Tensor:
@@ -104,16 +135,36 @@ class MicroBatch:
     def num_supervised(self) -> int:
         return int((self.tokens_BS5[..., 1] != IGNORE).sum())
 
-    def for_stage(self, first: bool, device: torch.device) -> "MicroBatch":
-        """The part that a stage needs, on its device: pixels go to the first alone."""
+    def for_stage(self, first: bool, device: torch.device, last: bool = False) -> "MicroBatch":
+        """The part that a stage needs, on its device: pixels go to the first alone, values to the
+        last."""
         changes: dict[str, Any] = {}
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
-            if name in VISUAL_FIELDS and not first:
+            if (name in VISUAL_FIELDS and not first) or (name == "values_BSF" and not last):
                 changes[name] = None
             elif isinstance(value, Tensor):
                 changes[name] = value.to(device, non_blocking=True)
         return replace(self, **changes)
+
+    def values_N(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Of the supervised tokens, by name. Without such tokens a batch need not have any."""
+        if not names:
+            return {}
+        if self.values_BSF is None:
+            return dict.fromkeys(names, torch.zeros(0, device=self.tokens_BS5.device))
+        values_NF = self.values_BSF[self.targets_BS != IGNORE]
+        return {name: values_NF[:, self.value_names.index(name)] for name in names}
+
+    def check_values(self, names: Sequence[str], where: str) -> None:
+        """That they are there, where a token is supervised."""
+        missing = [name for name in names if name not in self.value_names]
+        if missing and self.num_supervised:
+            raise DataError(
+                f"{where}: the loss reads {missing[0]!r} of each token, and it has "
+                f"{', '.join(self.value_names) or 'no values'}; place and collate its rows with "
+                f"value_names={tuple(names)}"
+            )
 
     def log_probs_by_row(self, log_probs_N: Tensor) -> list[Tensor]:
         """Spread the log-probs of supervised positions over rows, under their own tokens [S]."""
@@ -126,8 +177,11 @@ class MicroBatch:
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
 
 
-def collate(rows: Sequence[PlacedRow], places: Sequence[int]) -> MicroBatch:
-    """Pad rows on the right to their longest and lay their patches end to end."""
+def collate(
+    rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
+) -> MicroBatch:
+    """Pad rows on the right to their longest and lay their patches end to end. `value_names` are
+    those that the rows were placed with."""
     lengths = tuple(len(row.tokens_S5) for row in rows)
     longest = max(lengths)
     padding = np.broadcast_to(_PADDING, (longest, 5))
@@ -141,18 +195,41 @@ def collate(rows: Sequence[PlacedRow], places: Sequence[int]) -> MicroBatch:
     ]
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
     visual = {name: _cat([getattr(row.row, name) for row in rows]) for name in VISUAL_FIELDS}
-    return MicroBatch(tokens_BS5, lengths, tuple(places), **visual)
+    values_BSF = _pad_values(rows, longest) if value_names else None
+    return MicroBatch(
+        tokens_BS5,
+        lengths,
+        tuple(places),
+        **visual,
+        values_BSF=values_BSF,
+        value_names=tuple(value_names),
+    )
 
 
-def cut_micro_batches(rows: Sequence[Row], size: int, tokens: VisionTokens) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most `size` rows, in order."""
+def _pad_values(rows: Sequence[PlacedRow], longest: int) -> Tensor:
+    values = [row.values_SF for row in rows if row.values_SF is not None]
+    values_BSF = np.zeros((len(rows), longest, values[0].shape[1]), dtype=np.float32)
+    for place, values_SF in enumerate(values):
+        values_BSF[place, : len(values_SF)] = values_SF
+    return torch.from_numpy(values_BSF)
+
+
+def cut_micro_batches(
+    rows: Sequence[Row],
+    size: int,
+    tokens: VisionTokens,
+    value_names: Sequence[str] = (),
+    first_row: int = 0,
+) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of at most `size` rows, in order, with these values of each
+    token. In errors the first row is called `first_row`."""
     if not rows:
         raise DataError("an empty batch: every data parallel rank needs at least one row")
-    placed = [place_row(row, tokens, f"row {place}") for place, row in enumerate(rows)]
-    return [
-        collate(placed[start : start + size], range(start, min(start + size, len(rows))))
-        for start in range(0, len(rows), size)
+    placed = [
+        place_row(row, tokens, f"row {i}", value_names) for i, row in enumerate(rows, first_row)
     ]
+    ends = [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    return [collate(placed[start:end], range(start, end), value_names) for start, end in ends]
 
 
 def filler_batch() -> MicroBatch:

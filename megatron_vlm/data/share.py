@@ -1,7 +1,7 @@
 """One rank of a replica loads; the others get from it what they need, and no more.
 
-Tokens, targets and positions go to every rank of the replica; pixels, still as bytes, only to
-the tensor parallel ranks of stage 0.
+Tokens, targets and positions go to every rank of the replica, and the values that a loss reads
+with them; pixels, still as bytes, only to the tensor parallel ranks of stage 0.
 """
 
 from dataclasses import replace
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megatron_vlm.data.batch import VISUAL_FIELDS, MicroBatch
 from megatron_vlm.errors import DataError
+
+TOKEN_FIELDS = ("tokens_BS5", "values_BSF")
 
 
 def is_loader() -> bool:
@@ -53,12 +55,14 @@ def share_batch(
     first = parallel_state.is_pipeline_first_stage()
     received = []
     for frame, batch in zip(frames, batches, strict=True):
-        tokens = _broadcast(frame, batch, "tokens_BS5", source, group, device)
+        table = {
+            name: _broadcast(frame, batch, name, source, group, device) for name in TOKEN_FIELDS
+        }
         visual = {
             name: _broadcast(frame, batch, name, source, vision_group, device) if first else None
             for name in VISUAL_FIELDS
         }
-        received.append(replace(frame["frame"], tokens_BS5=tokens, **visual))
+        received.append(replace(frame["frame"], **table, **visual))
     return received, extra
 
 
@@ -70,10 +74,9 @@ def _describe(mine: Any) -> Any:
     empty = torch.empty(0)
     frames = []
     for batch in batches:
-        frame: dict[str, Any] = {
-            "frame": replace(batch, tokens_BS5=empty, **dict.fromkeys(VISUAL_FIELDS))
-        }
-        for name in ("tokens_BS5", *VISUAL_FIELDS):
+        bare = {**dict.fromkeys(VISUAL_FIELDS), "tokens_BS5": empty, "values_BSF": None}
+        frame: dict[str, Any] = {"frame": replace(batch, **bare)}
+        for name in (*TOKEN_FIELDS, *VISUAL_FIELDS):
             tensor = getattr(batch, name)
             frame[name] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         frames.append(frame)

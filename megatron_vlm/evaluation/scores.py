@@ -18,6 +18,7 @@ from megatron_vlm.data.batch import IGNORE, MicroBatch, Row
 from megatron_vlm.data.chat import END
 from megatron_vlm.data.dataset import Handle
 from megatron_vlm.decode import generate, pick_ids, rank
+from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question, ask, batches_of, questions_of
 from megatron_vlm.loss import target_log_probs
 from megatron_vlm.pipeline import broadcast_from_last, evaluating, run_schedule
@@ -81,10 +82,17 @@ def ranking(
     texts = [cfg.eval.prefill + candidate for candidate in candidates]
     ids = [[*voice.tokenizer(text)["input_ids"], voice.end_id] for text in texts]
 
+    stripped = {text.strip() for text in texts}
+
     def answer(questions: Sequence[Question]) -> list[str]:
         found = []
         for question in questions:
             alive()
+            if (right := voice.text(question.answer_ids)) not in stripped:
+                raise DataError(
+                    f"the answer {right!r} is not among the {len(texts)} candidates with the "
+                    f"prefill, such as {texts[0]!r}; correct eval.candidates or eval.prefill"
+                )
             log_probs = rank(worker, question.prompt, ids)
             found.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
         return found

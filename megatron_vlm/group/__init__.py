@@ -1,0 +1,15 @@
+"""A controller's view of many workers: batches of the whole group in, results in row order out.
+
+group = local_group(MegatronWorker(cfg))        # inside torchrun, on every rank
+group = start_ray_group(cfg, processes=8)       # from group.ray_group: Ray actors
+log_probs = group.forward(batch).result()
+metrics = group.forward_backward(batch, loss="ppo").result()
+group.optim_step(lr=1e-6)
+"""
+
+from megatron_vlm.group.group import WorkerGroup
+from megatron_vlm.group.handle import Handle
+from megatron_vlm.group.local import local_group
+from megatron_vlm.group.member import WorkerError
+
+__all__ = ["Handle", "WorkerError", "WorkerGroup", "local_group"]

@@ -1,0 +1,117 @@
+"""One rank of a group: what it does for each call of the controller."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.agree import FAILED, OK, agree
+from megatron_vlm.checkpoint import state
+from megatron_vlm.data.batch import MicroBatch
+from megatron_vlm.data.rows import rows_of
+from megatron_vlm.decode import generate
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.group.parts import Part
+from megatron_vlm.losses import LossFunction, Objective
+from megatron_vlm.worker import MegatronWorker, StepMetrics
+
+
+class WorkerError(MegatronVLMError):
+    """What went wrong in a worker and is not the user's to put right; names the rank."""
+
+
+class Member:
+    """A worker with the calls of WorkerGroup, each on the part of this rank's replica."""
+
+    def __init__(self, worker: MegatronWorker):
+        self.worker = worker
+        self.has_gradients = False
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The method's result; an error names the rank."""
+        try:
+            return getattr(self, method)(*args, **kwargs)
+        except Exception as error:
+            raise of_rank(error, dist.get_rank()) from error
+
+    def forward(self, part: Part) -> list[Tensor]:
+        return self.worker.forward(self._prepare(part))
+
+    def forward_backward(
+        self,
+        part: Part,
+        return_per_token_outputs: bool,
+        loss: str | LossFunction,
+        options: dict[str, float],
+    ) -> StepMetrics:
+        self.has_gradients = False
+        batches = self._prepare(part, Objective.create(loss, options).value_names)
+        done = self.worker.forward_backward(batches, return_per_token_outputs, loss, **options)
+        self.has_gradients = True
+        return done
+
+    def optim_step(self, lr: float | None) -> tuple[float, float]:
+        if not self.has_gradients:
+            # A controller that does not wait for forward_backward must not step without one.
+            raise WorkerError("optim_step: there are no gradients; forward_backward comes first")
+        self.has_gradients = False
+        return self.worker.optim_step(lr)
+
+    def generate(
+        self,
+        part: Part,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        batch_rows: int,
+        temperature: float,
+        seed: int,
+    ) -> list[list[int]]:
+        prompts = rows_of(part.whole())
+        # By the row's number in the whole batch: no two rows of a call draw the same.
+        seeds = [(seed << 32) + part.first_row + place for place in range(len(prompts))]
+        return generate(
+            self.worker, prompts, max_new_tokens, stop_ids, batch_rows, temperature, seeds
+        )
+
+    def save(self, folder: str, progress: dict[str, Any]) -> None:
+        state.save(self.worker, Path(folder), progress)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        return state.load(self.worker, Path(folder))
+
+    def export(self, folder: str) -> None:
+        self.worker.export_hf(folder)
+
+    def _prepare(self, part: Part, value_names: Sequence[str] = ()) -> list[MicroBatch]:
+        """All ranks go on together or none does: a bad row of one replica must not leave the
+        others in a collective."""
+        failure: Exception | None = None
+        batches: list[MicroBatch] = []
+        try:
+            batches = self.worker.micro_batches(part.whole(), value_names, part.first_row)
+        except Exception as error:
+            failure = error
+        said = agree(OK if failure is None else FAILED, self.worker.platform.device)
+        if failure is not None:
+            raise failure
+        if said == FAILED:
+            raise FailedElsewhereError("another rank cannot take its rows; see its message")
+        return batches
+
+
+class FailedElsewhereError(DataError):
+    """This rank failed because another did."""
+
+
+def of_rank(error: Exception, rank: int) -> Exception:
+    """The same error with its rank; ours stay of their type."""
+    if isinstance(error, MegatronVLMError):
+        return type(error)(f"rank {rank}: {error}")
+    return WorkerError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def first_failure(errors: Sequence[Exception]) -> Exception:
+    """The one that tells why: not that of a rank which failed because another did."""
+    return next((e for e in errors if not isinstance(e, FailedElsewhereError)), errors[0])

@@ -1,0 +1,84 @@
+"""A batch cut into one part for each data parallel replica.
+
+Pixel values go to the first stage alone. The other stages get patches without values ([P, 0]): they
+still count them, so that a wrong batch is an error on every rank and not a hang on some.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_vlm.data.batch import IGNORE, Row
+from megatron_vlm.data.rows import FIELDS, MASK, PIXEL_FIELDS, batch_of
+from megatron_vlm.data.tensor_batch import TensorBatch, Value
+from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.errors import DataError
+
+Rows = TensorBatch | Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of one replica: all fields with patches that have no values, and the values apart."""
+
+    batch: TensorBatch
+    pixels: TensorBatch | None
+    first_row: int  # its number in the whole batch
+
+    def whole(self) -> TensorBatch:
+        """With the values, where they are here."""
+        return self.batch if self.pixels is None else self.batch.with_fields(**self.pixels.fields)
+
+
+def even_parts(rows: Rows, count: int, value_names: Sequence[str] = ()) -> list[Part]:
+    """As many rows in each part, the last filled up with rows without image and loss."""
+    batch = as_batch(rows, (*FIELDS, MASK, *value_names))
+    if not len(batch):
+        raise DataError("an empty batch: give at least one row")
+    return _cut(_filled(batch, -len(batch) % count), count)
+
+
+def prompt_parts(rows: Rows, count: int) -> list[Part]:
+    """As even as the rows come; a part may be empty. Labels do not matter and need not be there."""
+    batch = as_batch(rows, (name for name in FIELDS if name != "labels"))
+    labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
+    return _cut(batch.with_fields(labels=labels), count)
+
+
+def as_batch(rows: Rows, names: Iterable[str]) -> TensorBatch:
+    """Those fields of it that are named; what else a controller keeps in it stays there."""
+    batch = rows if isinstance(rows, TensorBatch) else batch_of(rows)
+    if "ids" not in batch:
+        raise DataError(f"the batch has no field 'ids'; it has {', '.join(batch.keys())}")
+    return batch.select(name for name in dict.fromkeys(names) if name in batch)
+
+
+def _filled(batch: TensorBatch, missing: int) -> TensorBatch:
+    if not missing:
+        return batch
+    filler = {"ids": torch.zeros(1), "labels": torch.full((1,), IGNORE), MASK: torch.zeros(1)}
+    fields = {}
+    for name, value in batch.items():
+        row = filler.get(name, torch.empty(0)).to(value.dtype)
+        fields[name] = TensorList([*_rows(value), *[row] * missing])
+    return TensorBatch(fields, batch.meta)
+
+
+def _cut(batch: TensorBatch, count: int) -> list[Part]:
+    parts, first_row = [], 0
+    for chunk in batch.chunk(count):
+        names = [name for name in PIXEL_FIELDS if name in chunk]
+        bare = {name: TensorList([row[:, :0] for row in _patches(chunk[name])]) for name in names}
+        pixels = chunk.select(names) if names else None
+        parts.append(Part(chunk.with_fields(**bare), pixels, first_row))
+        first_row += len(chunk)
+    return parts
+
+
+def _patches(value: Value) -> list[torch.Tensor]:
+    return [row if row.dim() == 2 else row.new_empty(0, 0) for row in _rows(value)]
+
+
+def _rows(value: Value) -> list[torch.Tensor]:
+    return list(value)

@@ -1,0 +1,123 @@
+"""The tables of docs/configuration.md, from the comments of schema.py and the files of configs/.
+
+    python scripts/make_config_docs.py
+
+Writes what stands between the marks of that page; tests/test_docs.py fails where it is old.
+"""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import MISSING
+
+from megatron_vlm import schema
+from megatron_vlm.config import config_dir
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+BEGIN, END = "<!-- {} begin -->\n", "<!-- {} end -->\n"
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew."""
+    for mark, text in (("keys", key_tables()), ("recipes", recipe_table())):
+        before, begin, rest = page.partition(BEGIN.format(mark))
+        _, end, after = rest.partition(END.format(mark))
+        assert begin and end, mark
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    return page
+
+
+def key_tables() -> str:
+    """Every key, a table for each group; the class's docstring above it."""
+    comments = comments_of(inspect.getsource(schema))
+    groups: list[tuple[str, type]] = [("", schema.Config)]
+    for item in fields(schema.Config):
+        if isinstance(item.type, type) and is_dataclass(item.type):
+            groups.append((f"{item.name}.", item.type))
+    tables = []
+    for prefix, cls in groups:
+        title = f"`{prefix[:-1]}`" if prefix else "Outside of the groups"
+        about = "" if not prefix else f"{inspect.getdoc(cls)}\n\n"
+        rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        defaults = cls()
+        for item in fields(cls):
+            if not is_dataclass(item.type):
+                default, comment = getattr(defaults, item.name), comments[cls.__name__, item.name]
+                cells = (f"`{prefix}{item.name}`", _type(item.type), _value(default), comment)
+                rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        tables.append(f"### {title}\n\n{about}" + "\n".join(rows) + "\n")
+    return "\n".join(tables)
+
+
+def recipe_table() -> str:
+    """Every file of configs/ but the defaults: its first comment and the keys it sets."""
+    rows = ["| recipe | | sets |", "|---|---|---|"]
+    for file in sorted(config_dir().glob("*/*.yaml")):
+        if file.stem == "default":
+            continue
+        text = file.read_text()
+        lines = [line[2:] for line in text.splitlines() if line.startswith("# ")]
+        is_global = bool(lines) and lines[0] == "@package _global_"
+        about = " ".join(lines[is_global:])
+        prefix = "" if is_global else f"{file.parent.name}."
+        leaves = _leaves(yaml.safe_load(text), prefix)
+        keys = ", ".join(f"`{key}={_value(value)}`" for key, value in leaves)
+        rows.append(f"| `{file.parent.name}={file.stem}` | {about} | {keys} |")
+    return "\n".join(rows) + "\n"
+
+
+def comments_of(source: str) -> dict[tuple[str, str], str]:
+    """The comment behind each field of each class, by their names."""
+    lines = source.splitlines()
+    found = {}
+    for cls in ast.parse(source).body:
+        if isinstance(cls, ast.ClassDef):
+            for node in cls.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    assert node.end_lineno is not None
+                    rest = lines[node.end_lineno - 1][node.end_col_offset :]
+                    comment = rest.strip().removeprefix("#").strip()
+                    found[cls.name, node.target.id] = comment
+    return found
+
+
+def _type(kind: Any) -> str:
+    name = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    return name.removeprefix("typing.").lower().replace("none", "null")
+
+
+def _value(value: Any) -> str:
+    """As one types it behind KEY=."""
+    if value == MISSING:
+        return "must be given"
+    if isinstance(value, float):
+        return f"{value:g}" if 1e-4 <= abs(value) < 1e6 or not value else f"{value:.0e}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return (
+        f'"{value}"' if isinstance(value, str) and value.strip() != (value or None) else str(value)
+    )
+
+
+def _leaves(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def main() -> int:
+    """Rewrite the page."""
+    PAGE.write_text(with_tables(PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

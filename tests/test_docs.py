@@ -1,0 +1,327 @@
+# .venv/bin/python -m pytest tests/test_docs.py
+"""The docs say what is so: links lead somewhere, messages are the program's, commands are taken,
+and the quickstart is run.
+
+Blocks of README.md and docs/*.md, by what stands behind the fence:
+
+    bash            commands whose words must be known to the program
+    bash test       run, too, in order; `# writes PATH ...` names what must be there afterwards
+    python test     run among them
+    text            messages of the program, a blank line between two
+"""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from megatron_vlm.cli import _parse
+from megatron_vlm.config import config_dir, from_yaml, load_config, to_yaml
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What is not ours, and is taken as it stands.
+FOREIGN = {"docker", "hf", "make", "pip", "rsync", "source", "vllm"}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    kind: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(*kinds: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        content = page.read_text()
+        for match in FENCE.finditer(content):
+            line = content.count("\n", 0, match.start()) + 1
+            found.append(Block(page, line, match[1], match[2]))
+    return [block for block in found if not kinds or block.kind in kinds]
+
+
+def test_every_block_is_of_a_known_kind():
+    kinds = {"bash", "bash test", "python", "python test", "text", "json", "yaml"}
+    assert {block.kind for block in blocks()} <= kinds
+    assert {"bash test", "python test", "text"} <= {block.kind for block in blocks()}
+
+
+# Links.
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    prose = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_paths_in_code_exist():
+    """`tests/x.py`, `scripts/y.sh` and the like, wherever they are named."""
+    folders = "|".join(("benchmarks", "configs", "docs", "megatron_vlm", "scripts", "tests"))
+    path = re.compile(rf"`((?:{folders})/[\w./-]+)`")
+    for page in PAGES:
+        for name in path.findall(page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+# Messages.
+
+
+Parts = list[str | None]  # the literal parts of a string, None for what is put in between
+
+
+@cache
+def templates() -> list[re.Pattern[str]]:
+    """Every string of the package that is long enough to be a message, {...} matching anything."""
+    found = []
+    for file in sorted((ROOT / "megatron_vlm").rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        for scope in (tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))):
+            named = names_in(scope)
+            for node in ast.walk(scope):
+                parts = strings_in(node, named)
+                if sum(len(part) for part in parts if part is not None) >= 12:
+                    text = "\0".join(_joined(parts))
+                    words = [re.escape(part) for part in " ".join(text.split()).split("\0")]
+                    found.append(re.compile(".+".join(words), re.DOTALL))
+    return found
+
+
+def _joined(parts: Parts) -> list[str]:
+    """Literal parts with something in between each two."""
+    joined = [""]
+    for part in parts:
+        joined[-1] += part or ""
+        if part is None:
+            joined.append("")
+    return joined
+
+
+def names_in(scope: ast.AST) -> dict[str, Parts]:
+    """Strings with a name of their own in a function, by that name."""
+    named: dict[str, Parts] = {}
+    if isinstance(scope, ast.FunctionDef):
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                named[node.targets[0].id] = strings_in(node.value, {})
+    return named
+
+
+def strings_in(node: ast.AST, named: dict[str, Parts]) -> Parts:
+    """A string's parts; nothing for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return [part for value in node.values for part in strings_in(value, named) or [None]]
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+        return named.get(node.value.id, [])
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = strings_in(node.left, named), strings_in(node.right, named)
+        return (left or [None]) + (right or [None]) if left or right else []
+    return []
+
+
+def is_said(message: str) -> bool:
+    """Whether the program can say this, in one piece or put together of pieces that it says: a
+    refusal is KEY=VALUE: reason; way out."""
+    if any(template.fullmatch(message) for template in templates()):
+        return True
+    if re.fullmatch(r"[\w.]+=\S+", message):
+        return True
+    for cut in re.finditer(r"[:;] ", message):
+        head, tail = message[: cut.start()], message[cut.end() :]
+        if is_said(head) and is_said(tail):
+            return True
+    return False
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    for block in blocks("text"):
+        for message in re.split(r"\n\s*\n", block.text.strip()):
+            yield block.where, " ".join(message.split())
+
+
+def test_messages_are_the_programs():
+    found = list(messages())
+    assert len(found) > 20
+    wrong = [f"{where}: {message}" for where, message in found if not is_said(message)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_message_that_nobody_says_is_found():
+    assert is_said("step 3: loss nan, gradient norm nan: not applied (1 so far)")
+    assert is_said(
+        "parallel.cp=2: the model has no experts; set parallel.cp=1 and raise parallel.tp"
+    )
+    assert not is_said("parallel.tp=16 will not divide the model's num_key_value_heads=8")
+    assert not is_said("step 3: loss nan, gradient norm nan: not used (1 so far)")
+
+
+# Commands.
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """The words of each command, without comments and environment variables in front."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            yield words
+
+
+def check_train(words: list[str]) -> None:
+    given = any(word.startswith("model.path=") for word in words)
+    load_config([*words, *([] if given else ["model.path=x"])])
+
+
+def check_megatron_vlm(words: list[str]) -> None:
+    args = _parse(words)  # SystemExit where an option is unknown
+    overrides = getattr(args, "overrides", [])
+    if not hasattr(args, "where"):
+        check_train(overrides)
+    elif args.where.startswith("runs/") or "/step-" in args.where:  # brings its configuration
+        base = to_yaml(load_config(["model.path=x", "data.eval=x"]))
+        from_yaml(base, overrides)
+    else:
+        check_train(overrides)
+
+
+def check_torchrun(words: list[str]) -> None:
+    args = get_args_parser().parse_args(words)
+    if args.module:
+        assert args.training_script == "megatron_vlm.train"
+        check_train(args.training_script_args)
+    else:
+        assert (ROOT / args.training_script).exists(), args.training_script
+
+
+def check_command(words: list[str]) -> None:
+    program = words[0]
+    if program == "megatron-vlm":
+        check_megatron_vlm(words[1:])
+    elif program == "torchrun":
+        check_torchrun(words[1:])
+    elif program.startswith("scripts/"):
+        assert (ROOT / program).exists(), program
+        check_train(words[1:])
+    elif program == "python" and words[1] == "-m":
+        assert words[2] == "megatron_vlm.train", words
+        check_train(words[3:])
+    elif program == "python":
+        options = re.findall(r'"(--[\w-]+)"', (ROOT / words[1]).read_text())
+        assert {word for word in words if word.startswith("--")} <= set(options), words
+    else:
+        assert program in FOREIGN, program
+
+
+COMMANDS = blocks("bash", "bash test")
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=[block.where for block in COMMANDS])
+def test_commands_are_understood(block):
+    for words in command_lines(block.text):
+        try:
+            check_command(words)
+        except SystemExit as error:
+            raise AssertionError(f"{block.where}: {shlex.join(words)}") from error
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for target in re.findall(r"(?:^    |`)make ([\w-]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: {target}"
+
+
+# Configuration.
+
+
+def test_the_tables_of_the_configuration_are_up_to_date(monkeypatch):
+    """Else: python scripts/make_config_docs.py"""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    maker = importlib.import_module("make_config_docs")
+    page = maker.PAGE.read_text()
+    assert maker.with_tables(page) == page
+
+
+def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
+    """Each is what its first line says, beside the ones there are."""
+    written = []
+    for block in blocks("yaml"):
+        name = re.search(r"# configs/(\w+)/(\w+)\.yaml", block.text)
+        assert name, block.where
+        written.append(f"{name[1]}={name[2]}")
+        for folder in config_dir().iterdir():
+            if folder.is_dir() and not (tmp_path / folder.name).exists():
+                (tmp_path / folder.name).symlink_to(folder)
+        target = tmp_path / name[1]
+        target.unlink()
+        target.mkdir()
+        for file in (config_dir() / name[1]).iterdir():
+            (target / file.name).symlink_to(file)
+        (target / f"{name[2]}.yaml").write_text(block.text)
+    (tmp_path / "train.yaml").symlink_to(config_dir() / "train.yaml")
+    monkeypatch.setattr("megatron_vlm.config.config_dir", lambda: tmp_path)
+    assert written
+    load_config([*written, "model.path=x"])
+
+
+# The quickstart, for real.
+
+
+def run_block(block: Block, folder: Path) -> None:
+    """As a user does, who has activated the environment."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {
+        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder),  # of data.cache_dir
+    }
+    words = ["bash", "-euo", "pipefail", "-c", block.text]
+    if block.kind == "python test":
+        words = [sys.executable, "-c", block.text]
+    done = subprocess.run(
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, f"{block.where}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    for promise in re.findall(r"# writes (.*)", block.text):
+        for name in promise.split():
+            assert (folder / name).exists(), f"{block.where} promises {name}"
+
+
+def test_the_quickstart_runs(tmp_path):
+    runnable = blocks("bash test", "python test")
+    assert {block.page.name for block in runnable} == {"quickstart.md"}
+    assert sum("# writes" in block.text for block in runnable) >= 6
+    for block in runnable:
+        run_block(block, tmp_path)

@@ -1,0 +1,133 @@
+# .venv/bin/python -m pytest tests/test_group_ray.py
+"""A group over Ray actors gives what one process gives; pixel values reach stage 0 alone; errors
+come back as the worker's own; a process that dies ends the group."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.rows import batch_of
+from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.group import WorkerError, WorkerGroup
+from tests.test_group import ODD, TOLERANCE, check_same, in_turn, run_in_turn
+from tests.test_parity import layout
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    ray = pytest.importorskip("ray", reason="needs the extra: pip install 'megatron_vlm[ray]'")
+    from megatron_vlm.group.ray_group import share_ray_group, start_ray_group
+
+# Ray and what it imports, not ours to mend.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
+CPUS = 0.25  # of each actor: more actors than cores
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def group(cluster, tiny) -> Iterator[WorkerGroup]:
+    made = start_ray_group(layout(pp=2).config(tiny()), processes=4, cpus=CPUS)
+    yield made
+    made.close()
+
+
+def test_results_are_those_of_one_process(group, pool, tiny, tmp_path, record_property):
+    alone = pool.run(run_in_turn, 1, tiny(), layout(), ODD, str(tmp_path / "alone"))[0]
+    assert (group.dims.pp, group.dims.dp) == (2, 2)
+    worst = check_same(in_turn(batch_of(ODD), group, str(tmp_path / "step")), alone)
+    record_property("worst", max(worst.values()))
+    assert max(worst.values()) <= TOLERANCE, worst
+    assert (tmp_path / "step-hf" / "config.json").exists()
+
+
+def test_pixel_values_reach_stage_0_alone(group):
+    batch = batch_of(ODD)
+    group.forward(batch).result()
+    received = ray.get([actor.last_pixel_bytes.remote() for actor in group.ranks.crew.actors])
+    rows = [row.numel() * row.element_size() for row in batch["pixel_values"]]
+    videos = [
+        row.numel() * row.element_size() for row in batch.fields.get("pixel_values_videos", [])
+    ]
+    assert not videos
+    for got, sent in zip(received[:2], (sum(rows[:3]), sum(rows[3:])), strict=True):
+        assert sent <= got <= sent + 1024  # a header
+    assert received[2:] == [0, 0]
+
+
+def halved(log_probs_N: Tensor, weights_N: Tensor, *, part: float = 0.5) -> tuple[Any, Any]:
+    """Of the controller: the actors know nothing of it."""
+    return -part * weights_N * log_probs_N, {"weight": weights_N}
+
+
+def test_a_loss_may_be_the_controllers_own_function(group):
+    batch = batch_of(ODD).with_fields(
+        weights=TensorList([torch.full((len(row.ids_S),), 2.0) for row in ODD])
+    )
+    plain = group.forward_backward(batch)
+    own = group.forward_backward(batch, loss=halved)  # under way together
+    assert own.result().loss == pytest.approx(plain.result().loss, rel=1e-6)
+    assert own.result().means == {"weight": 2.0}
+
+
+def test_a_reference_lives_beside_the_policy(group, tiny):
+    reference = share_ray_group(group, layout(pp=2).config(tiny()), training=False)
+    before = reference.forward(ODD).result()
+    group.forward_backward(ODD).result()
+    group.optim_step(lr=1e-3).result()
+    again = reference.forward(ODD).result()
+    assert all(torch.equal(a, b) for a, b in zip(before, again, strict=True))
+    assert not torch.equal(group.forward(ODD).result()[0], before[0])
+    with pytest.raises(ConfigError, match=r"^rank \d: .*this process has a worker with tp=1, pp=2"):
+        share_ray_group(group, layout(tp=2).config(tiny()), training=False)
+
+
+def test_errors_are_the_workers_own(group):
+    bad = [*ODD[:4], replace(ODD[0], image_grid_I3=ODD[0].image_grid_I3 * 2)]
+    failed, step = group.forward_backward(bad), group.optim_step()
+    with pytest.raises(DataError, match=r"^rank [13]: row 4: pixel_values has 24 patches but"):
+        failed.result()
+    with pytest.raises(WorkerError, match=r"^rank \d: optim_step: there are no gradients"):
+        step.result()
+    assert group.forward_backward(ODD).result().num_tokens > 0  # it can be used on
+
+
+def test_a_result_that_takes_long_can_be_asked_again(group):
+    handle = group.forward(ODD)
+    with pytest.raises(TimeoutError, match=r"4 of 4 ranks work on after 0.001 s"):
+        handle.result(timeout=0.001)
+    assert len(handle.result()) == len(handle.result(timeout=0)) == len(ODD)
+
+
+def test_no_room_is_an_error(cluster, tiny, monkeypatch):
+    import megatron_vlm.group.ray_group as ray_group
+
+    monkeypatch.setattr(ray_group, "PLACE_S", 0.5)
+    with pytest.raises(ConfigError, match=r"no room in 0 s for 3 times .*'CPU': 1.*CPU"):
+        start_ray_group(layout().config(tiny()), processes=3)
+    with pytest.raises(ConfigError, match=r"parallel.tp=2 does not divide the 3 processes"):
+        start_ray_group(layout(tp=2).config(tiny()), processes=3)
+
+
+def test_a_process_that_dies_ends_the_group(group, monkeypatch):
+    """The last test of this group."""
+    import megatron_vlm.group.ray_group as ray_group
+
+    monkeypatch.setattr(ray_group, "GRACE_S", 1.0)
+    ray.kill(group.ranks.crew.actors[3])
+    with pytest.raises(WorkerError, match=r"^the group has ended: rank 3: its process has died"):
+        group.forward(ODD).result()
+    with pytest.raises(WorkerError, match=r"the group has ended: rank 3: its process has died"):
+        group.optim_step()

@@ -1,0 +1,111 @@
+# .venv/bin/python -m pytest tests/test_sampling.py
+"""Sampling draws from softmax(logits / temperature), the same ids at every layout."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.batch import Row
+from megatron_vlm.decode import generate
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.reference import load_reference, row_logits
+from tests.runs import Case, call
+from tests.test_parity import layout
+
+DRAWS = 4000
+VOCAB = 509  # at TP2 one row of the vocabulary is padding
+ROWS = make_rows(MIXED, VOCAB)
+
+
+def draw(path: str, case: Case, prompts: list[Row], options: dict) -> list[list[int]]:
+    return generate(MegatronWorker(case.config(path)), prompts, 1, (), **options)
+
+
+@pytest.fixture(scope="module")
+def sharp(tiny, tmp_path_factory) -> str:
+    """A checkpoint whose next token is neither certain nor anything: the head times 8."""
+    path = tmp_path_factory.mktemp("sharp") / "model"
+    from tests.test_decode import edited
+
+    def sharpen(model: torch.nn.Module) -> None:
+        model.lm_head.weight *= 8
+
+    return edited(tiny(vocab=VOCAB), path, sharpen)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_frequencies_are_the_probabilities(temperature, pool, sharp, record_property):
+    prompt = ROWS[2]
+    with torch.no_grad():
+        logits_V = row_logits(load_reference(sharp), prompt)[-1]
+    expected_V = DRAWS * (logits_V.double() / temperature).softmax(-1)
+    options = dict(batch_rows=500, temperature=temperature, seeds=range(DRAWS))
+    answers = pool.run(draw, 2, sharp, layout(tp=2), [prompt] * DRAWS, options)
+    assert answers[0] == answers[1]
+    found_V = torch.bincount(torch.tensor(answers[0]).flatten(), minlength=VOCAB).double()
+    error = chi_square_excess(found_V, expected_V)
+    record_property("standard_deviations", error)
+    assert abs(error) < 4
+
+
+def chi_square_excess(found_V: Tensor, expected_V: Tensor) -> float:
+    """By how many standard deviations Pearson's sum is off, rare ids counted as one."""
+    common_V = expected_V >= 5
+    assert int(common_V.sum()) >= 10
+    pairs = [
+        torch.cat([counts_V[common_V], counts_V[~common_V].sum()[None]])
+        for counts_V in (found_V, expected_V)
+    ]
+    degrees = len(pairs[0]) - 1
+    value = float(((pairs[0] - pairs[1]) ** 2 / pairs[1]).sum())
+    return (value - degrees) / (2 * degrees) ** 0.5
+
+
+def draws(path: str, case: Case) -> list[list[list[int]]]:
+    """The same prompts and seeds in several ways."""
+    worker = MegatronWorker(case.config(path))
+
+    def ask(prompts: list[Row], seeds: list[int], **more) -> list[list[int]]:
+        return generate(worker, prompts, 6, (), **{"temperature": 1.0, "seeds": seeds, **more})
+
+    seeds = [3, 1, 4, 1, 5, 9, 2, 6]
+    return [
+        ask(ROWS, seeds),
+        ask(ROWS, seeds, batch_rows=3),
+        ask(ROWS[::-1], seeds[::-1])[::-1],
+        ask([ROWS[2]] * 3, [7, 7, 8]),
+        ask(ROWS, seeds, temperature=1e-6),
+        generate(worker, ROWS, 6, ()),
+    ]
+
+
+def test_a_sample_depends_on_prompt_and_seed_alone(pool, sharp):
+    found = pool.run(draws, 1, sharp, layout())[0]
+    whole, in_batches, turned, same_prompt, cold, greedy = found
+    assert whole == in_batches == turned
+    assert same_prompt[0] == same_prompt[1] != same_prompt[2]
+    assert cold == greedy != whole
+    for case in (layout(tp=2), layout(pp=2)):
+        assert pool.run(draws, 2, sharp, case) == [found] * 2
+
+
+def _refused(worker: MegatronWorker) -> list[str]:
+    messages = []
+    for options in (
+        {"temperature": -1.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "seeds": [1]},
+    ):
+        with pytest.raises(ConfigError) as error:
+            generate(worker, ROWS[2:4], 1, (), **options)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_is_refused(pool, sharp):
+    negative, without, few = pool.run(call, 1, sharp, layout(), _refused)[0]
+    assert negative == "generate: temperature=-1.0 must be 0 (greedy) or above"
+    assert "needs a seed for each of the 2 prompts, and there are none" in without
+    assert "and there are 1" in few
