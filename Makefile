@@ -15,7 +15,7 @@ setup: .venv/ready
 
 demo: setup
 	rm -rf .demo
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=2 scripts/demo.py .demo
+	$(BIN)/python scripts/demo.py .demo
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow'

@@ -255,7 +255,10 @@ def _add_shapes(commands: Any) -> None:
     shapes.add_argument("--train", type=int, default=2000, help="records to learn from")
     shapes.add_argument("--eval", type=int, default=200, help="records held out")
     shapes.add_argument(
-        "--easy", type=int, default=0, help="records of one shape each, in easy.jsonl"
+        "--easy",
+        type=int,
+        default=0,
+        help="records to begin with, in easy.jsonl: one shape, what is it",
     )
     shapes.add_argument("--seed", type=int, default=0, help="of the pictures and questions")
     shapes.set_defaults(run=_shapes)

@@ -24,7 +24,7 @@ COLOURS = {
     "black": (0, 0, 0),
     "white": (255, 255, 255),
     "orange": (255, 130, 0),
-    "purple": (140, 30, 190),
+    "purple": (160, 20, 150),
 }
 SHAPES = ("circle", "square", "triangle", "star")
 ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 10, "position": 22}
@@ -53,16 +53,16 @@ class ShapesSpec:
 
     train: int = 2000
     eval: int = 200
-    easy: int = 0  # of pictures with one shape, to begin with
+    easy: int = 0  # to begin with: one shape, and what it is called
     seed: int = 0
     kinds: tuple[str, ...] = tuple(KINDS)
     max_shapes: int = 3
     crowded: float = 0.2  # part of the pictures with more than one; where counting, most have
-    sides: tuple[int, ...] = (64, 96)  # of a picture, in pixels
+    sides: tuple[int, ...] = (64, 96, 100)  # of a picture, in pixels
     # Of a shape: with its margin it fits a square of 32 pixels, which is one token of an image.
     # Shapes that lie across several take a tiny model many more pictures to learn.
     sizes: tuple[int, ...] = (24, 28)
-    step: int = 4  # pixels from a place to the next
+    step: int = 2  # pixels from a place to the next
 
     @property
     def cell(self) -> int:
@@ -107,7 +107,7 @@ def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
     """Write OUT/train.jsonl, OUT/eval.jsonl, OUT/easy.jsonl and OUT/images. The same spec gives the
     same bytes; no two pictures are equal, within a split or across."""
     _check(spec)
-    easy = replace(spec, kinds=("colour", "shape", "position"), max_shapes=1)
+    easy = replace(spec, kinds=("shape",), max_shapes=1)
     out = Path(out)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose a new folder for the shapes")

@@ -136,7 +136,7 @@ def _show_positions(model: Qwen3VL, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = model.model.visual.pos_embed.weight
     with torch.no_grad():
-        weight.copy_(2.0 * torch.randn(weight.shape, generator=generator))
+        weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
 def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:

@@ -1,137 +1,140 @@
-"""The demo: a Qwen3-VL learns to name colours; export; transformers agrees with the result.
+"""The main job on a laptop: a tiny Qwen3-VL learns to see, is exported, and is the same model in
+transformers. No network, no GPU. `make demo` does it:
+    python scripts/demo.py OUT
 
-A tiny random model on the CPU with PP=2 (`make demo` does it):
-    torchrun --nproc-per-node=2 scripts/demo.py OUT
-A real one on four GPUs, configured like every run:
-    torchrun --nproc-per-node=4 scripts/demo.py OUT model.path=DIR parallel.tp=2 parallel.pp=2
+Every step is a command that a user types; each is printed before it runs.
 """
 
-import os
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from PIL import Image, ImageDraw
+from PIL import Image
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-from megatron_vlm.config import load_config
-from megatron_vlm.data.batch import IGNORE, Row
-from megatron_vlm.report import print_report
-from megatron_vlm.schema import Config
-from megatron_vlm.tiny import write_tiny
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.shapes import COLOURS
 
-STEPS = 30
-COLOURS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
+WANTED = 0.9  # exact match on held-out questions
+TINY = "--layers 3 --hidden 96 --heads 8 --head-dim 16 --vision-depth 2 --vision-hidden 64"
+TOWER = ["--deepstack", "1", "--from-scratch"]
+SHAPES = "--easy 3200 --train 19000 --eval 200"
 
 
-def picture(colour: str, index: int) -> Image.Image:
-    """A disc of a colour on grey; sizes and places differ from picture to picture."""
-    width, height = 64 + 32 * (index % 3), 64 + 32 * (index % 2)
-    image = Image.new("RGB", (width, height), "grey")
-    left, top = index * 7 % 20, index * 5 % 20
-    ImageDraw.Draw(image).ellipse((left, top, left + 44, top + 44), fill=colour)
-    return image
+def run(*words: str) -> None:
+    """A megatron-vlm command, in this Python."""
+    shown = " ".join(f"'{word}'" if "[" in word else word for word in words)
+    print(f"\n$ megatron-vlm {shown}", flush=True)
+    subprocess.run([sys.executable, "-m", "megatron_vlm.cli", *words], check=True)
 
 
-def make_row(tokenizer, processor, colour: str, index: int) -> Row:  # type: ignore[no-untyped-def]
-    """One chat: the picture, a question, and the colour as the answer to learn."""
-    pixels = processor(images=[picture(colour, index)], return_tensors="pt")
-    question = {
-        "role": "user",
-        "content": [{"type": "image"}, {"type": "text", "text": "What colour is the circle?"}],
-    }
-    prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-    count = int(pixels["image_grid_thw"][0].prod()) // 4
-    prompt = prompt.replace("<|image_pad|>", "<|image_pad|>" * count)
-    prompt_ids = tokenizer(prompt)["input_ids"]
-    answer_ids = tokenizer(colour + "<|im_end|>")["input_ids"]
-    return Row(
-        ids_S=torch.tensor(prompt_ids + answer_ids),
-        labels_S=torch.tensor([IGNORE] * len(prompt_ids) + answer_ids),
-        pixel_values_PC=pixels["pixel_values"],
-        image_grid_I3=pixels["image_grid_thw"],
+def hf_answer(model, tokenizer, processor, record: dict, root: Path, most: int) -> str:  # type: ignore[no-untyped-def]
+    """What transformers generates for the last answer of a record."""
+    messages = record["messages"][:-1]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
+    images = [Image.open(root / part["image"]) for part in parts if part["type"] == "image"]
+    inputs = {}
+    if images:
+        inputs = dict(processor(images=images, return_tensors="pt"))
+        before, *rest = prompt.split("<|image_pad|>")
+        for grid, after in zip(inputs["image_grid_thw"], rest, strict=True):
+            before += "<|image_pad|>" * (int(grid.prod()) // processor.merge_size**2) + after
+        prompt = before
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    types = (ids == model.config.image_token_id).int()
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=types,
+        **inputs,
+        do_sample=False,
+        max_new_tokens=most,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=0,
     )
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
-def hf_log_probs(model: Qwen3VLForConditionalGeneration, row: Row) -> torch.Tensor:
-    """What transformers gives for the row's supervised tokens."""
-    config = model.config
-    is_image = (row.ids_S == config.image_token_id).int()
-    with torch.no_grad():
-        pixels = row.pixel_values_PC
-        assert pixels is not None
-        logits = model(
-            input_ids=row.ids_S[None],
-            mm_token_type_ids=is_image[None],
-            pixel_values=pixels.to(model.dtype),
-            image_grid_thw=row.image_grid_I3,
-        ).logits[0]
-    picked = logits[:-1].float().log_softmax(-1).gather(-1, row.ids_S[1:, None])[:, 0]
-    return picked[row.labels_S[1:] != IGNORE]
+def compare(out: Path) -> int:
+    """How many answers of transformers differ from those of the run."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(out / "run" / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(out / "run" / "export")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(out / "run" / "export")
+    records = (out / "shapes" / "eval.jsonl").read_text().splitlines()
+    said = (out / "run" / "predictions" / "eval.jsonl").read_text().splitlines()
+    wrong = 0
+    for record, line in zip(records, said, strict=True):
+        ours = json.loads(line)["prediction"]
+        theirs = hf_answer(model, tokenizer, processor, json.loads(record), out / "shapes", 8)
+        if theirs != ours:
+            wrong += 1
+            print(f"   transformers says {theirs!r}, the run said {ours!r}")
+    print(f"transformers gives {len(said) - wrong} of {len(said)} answers of the run")
+    return wrong
 
 
-def configure(out: Path, overrides: list[str]) -> Config:
-    """The checkpoint that was asked for; else a tiny one, made by rank 0, at PP=2."""
-    if any(override.startswith("model.path=") for override in overrides):
-        return load_config(overrides)
-    base, ready = out / "base", out / "ready"
-    if os.environ["RANK"] == "0":
-        write_tiny(base)
-        ready.touch()
-        print(f"1. wrote a tiny random Qwen3-VL to {base}")
-    while not ready.exists():
-        time.sleep(0.1)
-    return load_config(["model=tiny_cpu", f"model.path={base}", "parallel.pp=2", *overrides])
+def write_colours(folder: Path) -> Path:
+    """A picture of each colour and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, rgb in COLOURS.items():
+        Image.new("RGB", (64, 64), rgb).save(folder / f"{name}.png")
+        question = {"type": "text", "text": "What colour is the square?"}
+        content = [{"type": "image", "image": f"{name}.png"}, question]
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": name}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "colours.jsonl").write_text("".join(lines))
+    return folder / "colours.jsonl"
 
 
-def train(worker: MegatronWorker, rows: list[Row]) -> None:
-    """Steps over the same batch, printed on rank 0."""
-    for step in range(STEPS):
-        metrics = worker.forward_backward(rows)
-        grad_norm, lr = worker.optim_step()
-        if dist.get_rank() == 0 and (step % 5 == 0 or step == STEPS - 1):
-            print(f"   step {step:2d}  loss {metrics.loss:.4f}  grad norm {grad_norm:.3f}  lr {lr}")
-
-
-def compare(tuned: Path, rows: list[Row], ours: list[torch.Tensor], worker: MegatronWorker) -> None:
-    """The exported checkpoint in transformers against what the worker computes."""
-    dtype = worker.model.config.params_dtype
-    model = Qwen3VLForConditionalGeneration.from_pretrained(tuned, dtype=dtype).eval()
-    worst = max(
-        float((hf_log_probs(model, row) - mine[row.labels_S != IGNORE]).abs().max())
-        for row, mine in zip(rows, ours, strict=True)
-    )
-    print(f"4. transformers loads it; largest difference of a log-prob: {worst:.1e} in {dtype}")
-    if dtype is torch.float32 and worst > 1e-4:
-        raise SystemExit("the exported checkpoint does not agree with the trained model")
-
-
-def main(out: Path, overrides: list[str]) -> None:
-    """Make, train, export, reload, compare."""
+def main(out: Path) -> int:
+    """Make, train, export, reload, compare; the exit status."""
     logging.disable_progress_bar()
-    cfg = configure(out, overrides)
-    worker = MegatronWorker(cfg)
-    print_report(worker)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(cfg.model.path)
-    rows = [make_row(tokenizer, processor, colour, i) for i, colour in enumerate(COLOURS)]
-    first = dist.get_rank() == 0
-    if first:
-        print(f"2. training on {len(rows)} pictures")
-    train(worker, rows)
-    ours = worker.forward(rows)
-    worker.export_hf(str(out / "tuned"))
-    if first:
-        print(f"3. exported to {out / 'tuned'}")
-        compare(out / "tuned", rows, ours, worker)
-    dist.barrier()
-    dist.destroy_process_group()
+    start = time.perf_counter()
+    run("tiny", "--out", f"{out}/base", *TINY.split(), *TOWER)
+    run("shapes", "--out", f"{out}/shapes", *SHAPES.split())
+    shapes = f"{out}/shapes"
+    data = [
+        f"data.train=[{shapes}/easy.jsonl,{shapes}/train.jsonl]",
+        f"data.eval={shapes}/eval.jsonl",
+    ]
+    model = ["model=tiny_cpu", f"model.path={out}/base", "parallel.pp=2"]
+    run(
+        "train",
+        *model,
+        "data=shapes",
+        *data,
+        "train=demo",
+        "eval.answer_samples=null",
+        f"run={out}/run",
+    )
+    print("\nThe exported checkpoint in transformers:")
+    different = compare(out)
+    print("\nPictures of one colour and nothing else:")
+    colours = write_colours(out / "colours")
+    choice = f"eval.candidates=[{','.join(COLOURS)}]"
+    said = ["--predictions", f"{out}/colours/said"]
+    run("eval", f"{out}/run/export", f"data.eval={colours}", choice, *said)
+    named = [
+        json.loads(line)
+        for line in (out / "colours" / "said" / "colours.jsonl").read_text().splitlines()
+    ]
+    seen = sum(line["answer"] == line["prediction"] for line in named)
+    metrics = (out / "run" / "metrics.jsonl").read_text().splitlines()
+    scores = [line for line in map(json.loads, metrics) if line["kind"] == "eval"][-1]
+    minutes = (time.perf_counter() - start) / 60
+    print(
+        f"\nexact match {scores['exact_match']:.1%} (wanted {WANTED:.0%}), {different} answers "
+        f"differ in transformers, {seen} of {len(COLOURS)} colours named, {minutes:.1f} minutes\n"
+        f"open {out}/run/report.html"
+    )
+    return int(scores["exact_match"] < WANTED or different > 0 or seen < len(COLOURS))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1])))

@@ -4,6 +4,7 @@
 world and returns what rank 0 .. world-1 returned. `fn` is a module-level function.
 """
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 
 MAX_WORLD = 4
 CASE_TIMEOUT_S = 240
+END_TIMEOUT_S = 20  # for the partners of a failed rank to fail too
 
 
 def _serve(connection: Connection) -> None:
@@ -38,15 +40,15 @@ def _serve(connection: Connection) -> None:
             answer: tuple[bool, Any] = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        if answer[0]:
-            # A failed case may have left partners inside a collective: that pool is thrown away.
+        # Partners of a failed case that are inside a collective fail by this, too.
+        with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         connection.send(answer)
 
 
 class Pool:
-    """Processes are started as they are first needed, and replaced after a failure."""
+    """Processes are started as they are first needed, and replaced where they hang."""
 
     def __init__(self, backend: str = "gloo") -> None:
         self.backend = backend
@@ -69,17 +71,24 @@ class Pool:
     def _collect(self, world: int) -> list[Any]:
         waiting = {self.members[rank][1]: rank for rank in range(world)}
         answers: list[Any] = [None] * world
+        failure = ""
         while waiting:
-            ready = wait(list(waiting), timeout=CASE_TIMEOUT_S)
+            ready = wait(list(waiting), timeout=END_TIMEOUT_S if failure else CASE_TIMEOUT_S)
             if not ready:
                 self.close()
-                raise TimeoutError(f"ranks {sorted(waiting.values())} hang")
+                hang = f"ranks {sorted(waiting.values())} hang"
+                raise RuntimeError(f"{failure}\n{hang}") if failure else TimeoutError(hang)
             for connection in ready:
                 rank = waiting.pop(connection)  # type: ignore[arg-type]
-                ok, answers[rank] = connection.recv()  # type: ignore[union-attr]
-                if not ok:
+                try:
+                    ok, answers[rank] = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
                     self.close()
-                    raise RuntimeError(f"rank {rank} of {world} failed:\n{answers[rank]}")
+                    raise RuntimeError(f"rank {rank} of {world} has died\n{failure}") from None
+                if not ok:
+                    failure = failure or f"rank {rank} of {world} failed:\n{answers[rank]}"
+        if failure:
+            raise RuntimeError(failure)
         return answers
 
     def close(self) -> None:

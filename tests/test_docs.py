@@ -319,6 +319,7 @@ def run_block(block: Block, folder: Path) -> None:
             assert (folder / name).exists(), f"{block.where} promises {name}"
 
 
+@pytest.mark.slow  # ten commands, each of which imports everything
 def test_the_quickstart_runs(tmp_path):
     runnable = blocks("bash test", "python test")
     assert {block.page.name for block in runnable} == {"quickstart.md"}

@@ -24,9 +24,12 @@ with warnings.catch_warnings():
     from megatron_vlm.group.ray_group import share_ray_group, start_ray_group
 
 # Ray and what it imports, not ours to mend.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
-)
+pytestmark = [
+    pytest.mark.slow,  # starting Ray and its actors takes most of a minute
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+    ),
+]
 CPUS = 0.25  # of each actor: more actors than cores
 
 

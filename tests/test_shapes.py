@@ -188,7 +188,7 @@ def test_easy_records_have_one_shape_and_pictures_of_their_own(tmp_path):
     easy = records(tmp_path / "set", "easy")
     assert len(easy) == 90
     kinds = Counter(record["kind"] for record in easy)
-    assert set(kinds) == {"colour", "shape", "position"}
+    assert set(kinds) == {"shape"}
     images = [record["messages"][0]["content"][0]["image"] for record in easy]
     assert len(set(images)) == 90
     for image in images:
