@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 OK, STOP, FAILED = 0, 1, 2
 
 
 class Signals:
-    """SIGTERM and SIGUSR1 ask to save and stop; they are looked at between steps."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask to save and stop; they are looked at between steps. A second
+    Ctrl-C does not wait."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -23,6 +24,8 @@ class Signals:
             self.before = {number: signal.signal(number, self._note) for number in _SIGNALS}
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is not None:
+            raise KeyboardInterrupt
         self.received = number
 
     def restore(self) -> None:

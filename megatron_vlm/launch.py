@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_vlm.errors import ConfigError, MegatronVLMError
-from megatron_vlm.exits import MISTAKE
+from megatron_vlm.exits import INTERRUPTED, MISTAKE
 from megatron_vlm.local_job import RESTART, run_job
 from megatron_vlm.schema import Config
 
@@ -39,6 +39,9 @@ def guarded(command: Callable[[Sequence[str]], int], words: Sequence[str]) -> in
             raise
         print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return MISTAKE
+    except KeyboardInterrupt:
+        print("megatron-vlm: stopped at once, nothing was saved", file=sys.stderr)
+        return INTERRUPTED
 
 
 def processes_for(cfg: Config, gpus: int) -> int:

@@ -38,8 +38,11 @@ class Watchdog:
         self.since = time.monotonic()
         self.done = threading.Event()
         self.seen: dict[int, tuple[str, float]] = {}
+        self.signs: list[Sign] = []
+        self.answered = time.monotonic()  # when the store last did
         if store is not None and world > 1:
-            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+            for work in (self._exchange, self._watch):
+                threading.Thread(target=work, daemon=True, name="watchdog").start()
 
     def at(self, step: int, phase: str, patient: bool = False) -> None:
         """This rank begins a phase; a patient one may take as long as it likes."""
@@ -56,22 +59,33 @@ class Watchdog:
         """The job is done: silence means nothing any more."""
         self.done.set()
 
-    def _watch(self) -> None:
-        every = min(5.0, self.timeout_s / 4)
+    @property
+    def _every(self) -> float:
+        return min(5.0, self.timeout_s / 4)
+
+    def _exchange(self) -> None:
+        """Apart from `_watch`: where the link to the store is cut, a call of it never returns."""
         beat = 0
-        while not self.done.wait(every):
+        while not self.done.wait(self._every):
             beat += 1
             still = 0.0 if self.patient else time.monotonic() - self.since
             mine = [beat, self.count, self.step, self.phase, still]
             try:
                 self.store.set(f"watchdog/{self.rank}", json.dumps(mine))
-                signs = self._read()
-            except Exception:  # the store went with rank 0: its collective error says so
+                self.signs = self._read()
+            except Exception:  # the store went with rank 0
                 return
-            culprit = find_stuck(signs, self.timeout_s)
-            if culprit is not None and not self.done.is_set():
-                text = f"megatron-vlm: rank {self.rank}: {describe(culprit, self.timeout_s)}"
-                print(text, file=sys.stderr, flush=True)
+            self.answered = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.done.wait(self._every):
+            text = None
+            if (unheard := time.monotonic() - self.answered) > self.timeout_s:
+                text = describe_lost(unheard, self.timeout_s, self.step, self.phase)
+            elif self.signs and (culprit := find_stuck(self.signs, self.timeout_s)) is not None:
+                text = describe(culprit, self.timeout_s)
+            if text is not None and not self.done.is_set():
+                print(f"megatron-vlm: rank {self.rank}: {text}", file=sys.stderr, flush=True)
                 os._exit(STUCK)
 
     def _read(self) -> list[Sign]:
@@ -106,4 +120,13 @@ def describe(sign: Sign, timeout_s: float) -> str:
         f"rank {sign.rank} {what} for {seconds:.0f} s (launch.timeout_minutes="
         f"{timeout_s / 60:g}); it was at step {sign.step}: {sign.phase}. Stopping; the run goes on "
         "from its last complete checkpoint"
+    )
+
+
+def describe_lost(seconds: float, timeout_s: float, step: int, phase: str) -> str:
+    """The same of rank 0, which keeps the store: nobody else can be asked."""
+    return (
+        f"rank 0 has not answered for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}): "
+        f"it is gone, or the link to it is cut; this rank was at step {step}: {phase}. Stopping; "
+        "the run goes on from its last complete checkpoint"
     )

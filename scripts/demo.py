@@ -110,7 +110,6 @@ def main(out: Path) -> int:
         "data=shapes",
         *data,
         "train=demo",
-        "eval.answer_samples=null",
         f"run={out}/run",
     )
     print("\nThe exported checkpoint in transformers:")

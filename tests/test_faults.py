@@ -66,6 +66,7 @@ class Job:
         return self.process.returncode, err
 
 
+@pytest.mark.slow  # test_checkpoint.py has kills that cost less
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on(folder, tiny, pool):
     job = Job(folder, tiny(), "killed")
     job.wait_for_step(4)

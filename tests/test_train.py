@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from megatron_vlm.agree import Signals
 from megatron_vlm.launch import guarded
 from megatron_vlm.train import run_train
 from tests.sets import write_set
@@ -144,6 +145,18 @@ def test_other_data_is_refused_on_resume(whole, tiny, pool):
     status, _, err = go_pooled(pool, 2, folder, tiny(), "whole", "data.seed=1")
     assert status == 2
     assert "was trained on other data" in err and "Traceback" not in err
+
+
+def test_a_second_interrupt_does_not_wait():
+    signals = Signals()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        signals.restore()
 
 
 def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
