@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What is not ours, and is taken as it stands.
-FOREIGN = {"docker", "hf", "make", "pip", "rsync", "source", "vllm"}
+FOREIGN = {"ray", "docker", "hf", "make", "pip", "rsync", "source", "vllm"}
 
 
 @dataclass(frozen=True)

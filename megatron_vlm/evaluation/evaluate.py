@@ -15,7 +15,7 @@ from megatron_vlm.data.dataset import DataSet
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.evaluation.scores import Answer, exact_match, ranking, token_scores
 from megatron_vlm.evaluation.sets import EvalSet, open_sets
-from megatron_vlm.inspect.views import show_sample
+from megatron_vlm.inspect.views import ShownTurn, show_sample
 from megatron_vlm.page import data_uri
 from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
@@ -123,6 +123,10 @@ def _few(answers: Sequence[Answer], most: int) -> list[Answer]:
     return [*wrong, *right]
 
 
+def _turn_text(turn: ShownTurn) -> str:
+    return "".join(piece.text for piece in turn.pieces if not piece.special).strip()
+
+
 def _example(data: DataSet, answer: Answer) -> dict[str, Any]:
     source, place = answer.handle
     number = sum(len(index) for index in data.indexes[:source]) + place
@@ -139,6 +143,6 @@ def _example(data: DataSet, answer: Answer) -> dict[str, Any]:
     views = [piece.view for piece in pieces if piece.view is not None]
     return {
         **_prediction(data, answer),
-        "prompt": "".join(piece.text for piece in pieces if not piece.special).strip(),
+        "prompt": "\n".join(map(_turn_text, shown.turns[:-1])),
         "images": [data_uri(view.pictures[0]) for view in views if view.pictures],
     }
