@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/python scripts/demo.py .demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

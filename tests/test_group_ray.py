@@ -115,9 +115,9 @@ def test_a_result_that_takes_long_can_be_asked_again(group):
 
 
 def test_no_room_is_an_error(cluster, tiny, monkeypatch):
-    import megatron_vlm.group.ray_group as ray_group
+    import megatron_vlm.ray_cluster as ray_cluster
 
-    monkeypatch.setattr(ray_group, "PLACE_S", 0.5)
+    monkeypatch.setattr(ray_cluster, "PLACE_S", 0.5)
     with pytest.raises(ConfigError, match=r"no room in 0 s for 3 times .*'CPU': 1.*CPU"):
         start_ray_group(layout().config(tiny()), processes=3)
     with pytest.raises(ConfigError, match=r"parallel.tp=2 does not divide the 3 processes"):

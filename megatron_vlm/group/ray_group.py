@@ -12,21 +12,19 @@ from typing import Any
 import numpy as np
 import ray  # type: ignore
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError  # type: ignore
-from ray.util.placement_group import placement_group, remove_placement_group  # type: ignore
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # type: ignore
+from ray.exceptions import RayActorError, RayTaskError  # type: ignore
+from ray.util.placement_group import remove_placement_group  # type: ignore
 
 from megatron_vlm.data.tensor_batch import TensorBatch
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.group.group import WorkerGroup
 from megatron_vlm.group.handle import Handle
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
 from megatron_vlm.group.parts import Part
 from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.ray_cluster import place_ranks
 from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
 
-PLACE_S = 60.0  # for the cluster to find room
 GRACE_S = 20.0  # for the other ranks to end their call, once one has failed
 
 
@@ -39,29 +37,7 @@ def start_ray_group(
 ) -> WorkerGroup:
     """Start so many actors with these resources each, in a Ray that is initialised, and a worker
     in each. The TP ranks of one stage share a node."""
-    tp = cfg.parallel.tp
-    if processes < 1 or processes % tp:
-        raise ConfigError(
-            f"parallel.tp={tp} does not divide the {processes} processes; start a multiple of {tp}"
-        )
-    bundle = {"CPU": tp * cpus, "GPU": tp * gpus}
-    place = placement_group([{k: v for k, v in bundle.items() if v}] * (processes // tp))
-    try:
-        ray.get(place.ready(), timeout=PLACE_S)
-    except GetTimeoutError:
-        remove_placement_group(place)
-        raise ConfigError(
-            f"no room in {PLACE_S:.0f} s for {processes // tp} times {bundle} in a Ray cluster "
-            f"of {ray.cluster_resources()}; start fewer processes, or ask for less each"
-        ) from None
-    options = [
-        {
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place, rank // tp),
-        }
-        for rank in range(processes)
-    ]
+    place, options = place_ranks(processes, cfg.parallel.tp, cpus, gpus)
     make = ray.remote(RankActor)
     actors: list[Any] = [
         make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
