@@ -29,6 +29,8 @@ ODD = make_rows(MIXED)[:5]  # two replicas do not divide it
 # Between layouts, relative (measured worst: 1.2e-6, the gradient norm).
 TOLERANCE = 5e-6
 
+pytestmark = pytest.mark.slow  # four processes, and a group over every layout
+
 
 def in_turn(batch: TensorBatch, group: WorkerGroup, folder: str) -> dict[str, Any]:
     """What a controller does in a step, with results as plain numbers."""
