@@ -15,13 +15,13 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron_vlm import machine
 from megatron_vlm.machine import Gpu
+from megatron_vlm.tables import plain_table
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 _COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
@@ -63,7 +63,7 @@ def run_doctor() -> int:
 
 def as_table(checks: Sequence[Check]) -> Table:
     """One line a check, its advice below."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     for column in ("status", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +25,7 @@ from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.platform import Platform, pick_platform
 from megatron_vlm.report import layout_table, stage_reports
 from megatron_vlm.schema import Config
+from megatron_vlm.tables import plain_table
 
 SHOWN_STEPS = 2
 MEASURED_STEPS = 50  # the largest step among these decides the memory of activations
@@ -80,7 +80,7 @@ def plan_steps(cfg: Config, source: Source, dims: ParallelDims) -> Iterator[list
     data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, source.config)
     if not isinstance(data, DataSet):
         return
-    limits = Limits(cfg.train.micro_batch_size, cfg.train.micro_batch_tokens)
+    limits = Limits.of(cfg.train)
     epoch = data.epoch(Position())
     while part := list(islice(epoch, cfg.train.global_batch_size)):
         handles = [handle for handle, _, _ in part]
@@ -102,7 +102,7 @@ def _sizes(data: DataSet, handles: Sequence[Handle]) -> BatchSizes:
 
 def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
     """The first steps' micro-batches: rows x tokens, patches."""
-    table = _table()
+    table = plain_table()
     table.add_column("step")
     table.add_column("replica")
     table.add_column("micro-batches", overflow="fold")
@@ -115,7 +115,7 @@ def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
 
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     """A line for each stage."""
-    table = _table()
+    table = plain_table()
     for column in ("stage", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(column, justify="right")
     for stage, parts in enumerate(memory):
@@ -149,7 +149,3 @@ def size_text(size: int) -> str:
         if size >= unit:
             return f"{size / unit:,.1f} {name}"
     return f"{size / 2**10:,.1f} KiB"
-
-
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

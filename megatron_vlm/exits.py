@@ -1,6 +1,5 @@
 """Exit statuses of a job, and of each of its processes."""
 
-DONE = 0
 FAILED = 1
 MISTAKE = 2  # of its user, said in one sentence: starting again would not help
 STUCK = 70  # a rank stood still

@@ -2,24 +2,26 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_vlm.agree import FAILED, OK, STOP, agree, meet
 from megatron_vlm.data.batch import MicroBatch
 from megatron_vlm.data.batching import Limits
 from megatron_vlm.data.dataset import DataSet, open_data
-from megatron_vlm.data.loader import BatchFigures, Loader, Replica, StepBatch
+from megatron_vlm.data.loader import BatchFigures, Loader, StepBatch
 from megatron_vlm.data.progress import Position
-from megatron_vlm.data.share import is_loader, share_batch, share_object
+from megatron_vlm.data.share import is_loader, my_replica, share_batch, share_object
 from megatron_vlm.data.stream import StreamSet
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
+
+Data = TypeVar("Data")
+Known = TypeVar("Known")
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -41,31 +43,19 @@ class Feeder:
     def __init__(self, worker: MegatronWorker, cfg: Config):
         self.worker, self.cfg = worker, cfg
         self.device = worker.platform.device
-        self.replica = Replica(
-            parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        )
-        self.data: DataSet | StreamSet | None = None
-        opened: Any = None
-        if is_loader():
-            try:
-                self.data = open_data(
-                    cfg.data.train,
-                    "data.train",
-                    cfg.data,
-                    cfg.model.path,
-                    worker.source.config,
-                    (self.replica.rank, self.replica.count),
-                )
-                length = len(self.data.order) if isinstance(self.data, DataSet) else None
-                opened = (length, fingerprint(self.data))
-            except MegatronVLMError as error:
-                opened = DataError(str(error))
-        meet("data.train")
-        together(self.device, isinstance(opened, DataError), opened)
-        self.length, self.print = share_object(opened, self.device)
+        self.replica = my_replica()
+        self.data, known = open_together("data.train", self.device, self._open)
+        self.length, self.print = known
         _check_same(self.print)
         self.loader: Loader | None = None
         self.batches: Iterator[StepBatch] | None = None
+
+    def _open(self) -> tuple[DataSet | StreamSet, tuple[int | None, str]]:
+        cfg, share = self.cfg, (self.replica.rank, self.replica.count)
+        hf_config = self.worker.source.config
+        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, hf_config, share)
+        length = len(data.order) if isinstance(data, DataSet) else None
+        return data, (length, fingerprint(data))
 
     def total_steps(self) -> int:
         """From train.steps, or from train.epochs and the size of the data."""
@@ -89,7 +79,7 @@ class Feeder:
     def start(self, position: Position) -> None:
         """Load from here on."""
         train = self.cfg.train
-        limits = Limits(train.micro_batch_size, train.micro_batch_tokens)
+        limits = Limits.of(train)
         if self.data is not None:
             self.loader = Loader(
                 self.data, self.cfg.data, train.global_batch_size, limits, self.replica, position
@@ -109,6 +99,23 @@ class Feeder:
         together(self.device, isinstance(mine, DataError), mine, word)
         micro_batches, (after, figures) = share_batch(mine, self.device)
         return StepData(micro_batches, after, figures)
+
+
+def open_together(
+    name: str, device: Any, opening: Callable[[], tuple[Data, Known]]
+) -> tuple[Data | None, Known]:
+    """What `opening` opens, on the loading ranks, and what all ranks are to know of it. The error
+    of one is an error on all, however long the others take. A collective."""
+    data: Data | None = None
+    opened: Any = None
+    if is_loader():
+        try:
+            data, opened = opening()
+        except MegatronVLMError as error:
+            opened = DataError(str(error))
+    meet(name)
+    together(device, isinstance(opened, DataError), opened)
+    return data, share_object(opened, device)
 
 
 def together(device: Any, failed: bool, mine: Any, word: int = OK) -> None:

@@ -7,7 +7,6 @@ are checked against a real forward in tests/test_dry_run.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from transformers import PretrainedConfig
 
@@ -64,7 +63,7 @@ def estimate(
         counts = {True: 0, False: 0}
         for entry in table:
             if entry.stage == stage:
-                values = sum(prod(source.tensors[name].shape) for name in entry.theirs)
+                values = sum(source.num_values(name) for name in entry.theirs)
                 cut = 1 if entry.layout is REPLICATED else dims.tp
                 counts[is_frozen(entry.ours, cfg.model)] += values // cut
         trained = counts[False]

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich import box
 from rich.table import Table
 
 from megatron_vlm.hf.names import Entry
@@ -12,6 +11,7 @@ from megatron_vlm.hf.source import Source
 from megatron_vlm.model.build import is_frozen, part_of
 from megatron_vlm.parallel import ParallelDims
 from megatron_vlm.schema import Config
+from megatron_vlm.tables import plain_table
 
 _SUBMODULES = ("vision", "merger", "embed", "decoder", "head")
 
@@ -51,15 +51,12 @@ def layout_table(
     cfg: Config, dims: ParallelDims, where: str, reports: Sequence[StageReport]
 ) -> Table:
     """The reports, for people. `where`: the platform and the type of weights."""
-    table = Table(
+    table = plain_table(
         title=f"{where}: tp={dims.tp} pp={dims.pp} dp={dims.dp}; backend={cfg.model.backend}, "
         f"recompute={cfg.model.recompute}",
         title_justify="left",
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
     )
     for column in ("stage", "layers", *_SUBMODULES, "total", "trainable"):
         table.add_column(column, justify="right", no_wrap=True)

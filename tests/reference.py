@@ -2,6 +2,7 @@
 between the rows and its forward."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +27,24 @@ def load_reference(
     return model.train()
 
 
-def row_logits(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
-    """Logits [S, V] of a row on its own: neither padding nor our collation takes part."""
-    config = model.config
+def inputs_of(model: Qwen3VLForConditionalGeneration, row: Row) -> dict[str, Any]:
+    """A row on its own, as the model takes it: neither padding nor our collation takes part."""
     types = torch.zeros_like(row.ids_S)
-    types[row.ids_S == config.image_token_id] = 1
-    types[row.ids_S == config.video_token_id] = 2
-    logits: Tensor = model(
+    types[row.ids_S == model.config.image_token_id] = 1
+    types[row.ids_S == model.config.video_token_id] = 2
+    return dict(
         input_ids=row.ids_S[None],
         mm_token_type_ids=types[None].int(),
         pixel_values=row.pixel_values_PC,
         image_grid_thw=row.image_grid_I3,
         pixel_values_videos=row.pixel_values_videos_PC,
         video_grid_thw=row.video_grid_I3,
-    ).logits[0]
+    )
+
+
+def row_logits(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
+    """Logits [S, V] of a row."""
+    logits: Tensor = model(**inputs_of(model, row)).logits[0]
     return logits
 
 

@@ -20,7 +20,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids
-from tests.reference import load_reference, row_log_probs
+from tests.reference import inputs_of, load_reference, row_log_probs
 from tests.runs import Case, call, my_rows
 from tests.test_parity import TOLERANCE, layout
 
@@ -38,20 +38,6 @@ class Continuation:
     margins: list[float]  # log-prob of the first choice minus that of the second, each step
 
 
-def inputs_of(row: Row, model: Qwen3VLForConditionalGeneration) -> dict[str, Any]:
-    types = torch.zeros_like(row.ids_S)
-    types[row.ids_S == model.config.image_token_id] = 1
-    types[row.ids_S == model.config.video_token_id] = 2
-    return dict(
-        input_ids=row.ids_S[None],
-        mm_token_type_ids=types[None].int(),
-        pixel_values=row.pixel_values_PC,
-        image_grid_thw=row.image_grid_I3,
-        pixel_values_videos=row.pixel_values_videos_PC,
-        video_grid_thw=row.video_grid_I3,
-    )
-
-
 def continue_row(
     model: Qwen3VLForConditionalGeneration,
     row: Row,
@@ -62,7 +48,7 @@ def continue_row(
     model.eval()
     model.generation_config.eos_token_id = None
     out = model.generate(
-        **inputs_of(row, model),
+        **inputs_of(model, row),
         attention_mask=torch.ones_like(row.ids_S)[None],
         do_sample=False,
         max_new_tokens=count,
@@ -225,7 +211,7 @@ def continue_by_whole_forwards(path: str, row: Row, count: int) -> list[int]:
     model = load_reference(path).eval()
     length = len(row.ids_S)
     for _ in range(count):
-        best = model(**inputs_of(row, model)).logits[0, -1].topk(2)
+        best = model(**inputs_of(model, row)).logits[0, -1].topk(2)
         assert best.values[0] - best.values[1] > MIN_MARGIN
         row = replace(row, ids_S=torch.cat([row.ids_S, best.indices[:1]]))
     return row.ids_S[length:].tolist()

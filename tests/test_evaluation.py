@@ -21,7 +21,7 @@ from megatron_vlm.evaluation.sets import cut_row, first_of, last_answer, named_s
 from megatron_vlm.progress import Progress
 from megatron_vlm.schema import CheckpointConfig, EvalConfig
 from megatron_vlm.worker import MegatronWorker
-from tests.reference import load_reference
+from tests.reference import load_reference, row_logits
 from tests.runs import Case
 from tests.sets import data_config, open_set, write_set
 from tests.test_decode import continue_row
@@ -45,14 +45,8 @@ def hf_row(row: Row, pixels: PixelTables) -> Row:
 
 
 def logits_of(model: Any, row: Row) -> torch.Tensor:
-    types = (row.ids_S == model.config.image_token_id).int()
     with torch.no_grad():
-        return model(
-            input_ids=row.ids_S[None],
-            mm_token_type_ids=types[None],
-            pixel_values=row.pixel_values_PC,
-            image_grid_thw=row.image_grid_I3,
-        ).logits[0]
+        return row_logits(model, row)
 
 
 def prompt_and_answer(row: Row) -> tuple[Row, list[int]]:

@@ -15,6 +15,7 @@ from megatron_vlm.hf.load import vision_shapes
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
 from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.schema import ParallelConfig
 
 
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
@@ -28,7 +29,7 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
     source.read_headers()
     reader = Reader(folder, json.loads((folder / "index.json").read_text()))
     layers = source.config.text_config.num_hidden_layers
-    dims = ParallelDims.create(type(cfg.parallel)(), 1, layers)
+    dims = ParallelDims.create(ParallelConfig(), 1, layers)
     table = name_table(source.config, cfg.model.backend, dims, vision_shapes(source.config))
     names = [name for entry in table if not entry.is_copy for name in entry.theirs]
     missing = [name for name in names if name not in reader.index]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_vlm.schema import TrainConfig
+
 
 @dataclass(frozen=True)
 class RowSize:
@@ -31,6 +33,11 @@ class Limits:
 
     rows: int = 1
     tokens: int | None = None
+
+    @staticmethod
+    def of(train: TrainConfig) -> "Limits":
+        """As the configuration says."""
+        return Limits(train.micro_batch_size, train.micro_batch_tokens)
 
 
 Plan = list[list[list[int]]]  # [rank][micro-batch][row]

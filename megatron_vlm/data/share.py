@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.data.batch import VISUAL_FIELDS, MicroBatch
+from megatron_vlm.data.loader import Replica
 from megatron_vlm.errors import DataError
 
 TOKEN_FIELDS = ("tokens_BS5", "values_BSF")
@@ -23,6 +24,13 @@ def is_loader() -> bool:
     return bool(
         parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.is_pipeline_first_stage()
+    )
+
+
+def my_replica() -> Replica:
+    """The data parallel replica of this rank."""
+    return Replica(
+        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     )
 
 

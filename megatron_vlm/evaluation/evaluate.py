@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_vlm.data.dataset import DataSet
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.evaluation.scores import Answer, exact_match, ranking, token_scores
+from megatron_vlm.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
 from megatron_vlm.evaluation.sets import EvalSet, open_sets
 from megatron_vlm.inspect.views import ShownTurn, show_sample
 from megatron_vlm.page import data_uri
@@ -42,6 +43,11 @@ class Examiner:
             self.candidates = read_candidates(cfg.eval.candidates)
         self.sets = open_sets(worker, cfg)
 
+    @cached_property
+    def voice(self) -> Voice:
+        """Read once, and only where answers are asked for."""
+        return Voice.of(self.cfg)
+
     def examine(self) -> Iterator[Evaluation]:
         """Every set in turn."""
         for held_out in self.sets:
@@ -53,10 +59,12 @@ class Examiner:
         scores = token_scores(worker, cfg, held_out, self.alive)
         answers: list[Answer] = []
         if self.candidates is not None:
-            found = ranking(worker, cfg, held_out, self.candidates, self.alive)
+            found = ranking(worker, cfg, held_out, self.voice, self.candidates, self.alive)
             scores["ranking"], answers = found
         if cfg.eval.generate:
-            scores["exact_match"], answers = exact_match(worker, cfg, held_out, self.alive)
+            scores["exact_match"], answers = exact_match(
+                worker, cfg, held_out, self.voice, self.alive
+            )
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
         answers = _gathered(answers)
         if held_out.data is None or dist.get_rank() != 0:

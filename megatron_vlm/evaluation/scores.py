@@ -55,10 +55,13 @@ def token_scores(
 
 
 def exact_match(
-    worker: MegatronWorker, cfg: Config, held_out: EvalSet, alive: Callable[[], None]
+    worker: MegatronWorker,
+    cfg: Config,
+    held_out: EvalSet,
+    voice: "Voice",
+    alive: Callable[[], None],
 ) -> tuple[float, list[Answer]]:
     """The part of the questions that the model answers word for word; this replica's answers."""
-    voice = Voice.of(cfg)
 
     def answer(questions: Sequence[Question]) -> list[str]:
         prompts = [voice.prompt(question) for question in questions]
@@ -73,15 +76,14 @@ def ranking(
     worker: MegatronWorker,
     cfg: Config,
     held_out: EvalSet,
+    voice: "Voice",
     candidates: Sequence[str],
     alive: Callable[[], None],
 ) -> tuple[float, list[Answer]]:
     """The part of the questions whose right answer has the highest log-prob of all candidates;
     this replica's answers. A candidate follows eval.prefill."""
-    voice = Voice.of(cfg)
     texts = [cfg.eval.prefill + candidate for candidate in candidates]
     ids = [[*voice.tokenizer(text)["input_ids"], voice.end_id] for text in texts]
-
     stripped = {text.strip() for text in texts}
 
     def answer(questions: Sequence[Question]) -> list[str]:

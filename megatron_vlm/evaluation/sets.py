@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
-from megatron_vlm.agree import meet
 from megatron_vlm.data.batch import MicroBatch, Row
 from megatron_vlm.data.batching import Limits
 from megatron_vlm.data.dataset import DataSet, Handle, open_data
-from megatron_vlm.data.loader import Loader, Replica
+from megatron_vlm.data.loader import Loader
 from megatron_vlm.data.order import Order, all_of
 from megatron_vlm.data.positions import VisionTokens
-from megatron_vlm.data.share import is_loader, share_batch, share_object
+from megatron_vlm.data.share import my_replica, share_batch, share_object
 from megatron_vlm.data.sources import SourceSpec, parse_specs
-from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
-from megatron_vlm.feeder import together
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.feeder import open_together
 from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
 
@@ -73,32 +71,18 @@ def _check_best(cfg: Config, names: Sequence[str]) -> None:
 
 
 def _open(worker: MegatronWorker, cfg: Config, name: str, spec: SourceSpec) -> EvalSet:
-    opened: Any = None
-    data = None
-    if is_loader():
-        try:
-            data = _open_data(worker, cfg, spec)
-            opened = len(data.order)
-        except MegatronVLMError as error:
-            opened = DataError(str(error))
-    meet(f"data.eval {name}")
-    together(worker.platform.device, isinstance(opened, DataError), opened)
-    return EvalSet(name, data, share_object(opened, worker.platform.device))
+    def opening() -> tuple[DataSet, int]:
+        replica, hf_config = my_replica(), worker.source.config
+        share = (replica.rank, replica.count)
+        path = cfg.model.path
+        data = open_data([vars(spec)], "data.eval", cfg.data, path, hf_config, share, train=False)
+        if not isinstance(data, DataSet):
+            raise ConfigError(f"data.eval: {spec.path} streams, and an evaluation needs its size")
+        data = first_of(data, cfg.eval.samples)
+        return data, len(data.order)
 
-
-def _open_data(worker: MegatronWorker, cfg: Config, spec: SourceSpec) -> DataSet:
-    data = open_data(
-        [vars(spec)],
-        "data.eval",
-        cfg.data,
-        cfg.model.path,
-        worker.source.config,
-        (_replica().rank, _replica().count),
-        train=False,
-    )
-    if not isinstance(data, DataSet):
-        raise ConfigError(f"data.eval: {spec.path} streams, and an evaluation needs its size")
-    return first_of(data, cfg.eval.samples)
+    data, samples = open_together(f"data.eval {name}", worker.platform.device, opening)
+    return EvalSet(name, data, samples)
 
 
 def first_of(data: DataSet, samples: int | None) -> DataSet:
@@ -114,11 +98,11 @@ def batches_of(
     worker: MegatronWorker, cfg: Config, held_out: EvalSet
 ) -> Iterator[list[MicroBatch]]:
     """The set's micro-batches, each list on every rank of the replica. A collective."""
-    limits = Limits(cfg.train.micro_batch_size, cfg.train.micro_batch_tokens)
+    limits = Limits.of(cfg.train)
     size = cfg.eval.batch_size
     loaded: Any = iter(())
     if held_out.data is not None:
-        loaded = iter(Loader(held_out.data, cfg.data, size, limits, _replica(), epochs=1))
+        loaded = iter(Loader(held_out.data, cfg.data, size, limits, my_replica(), epochs=1))
     for _ in range(-(-held_out.samples // size)):
         mine: Any = None
         if held_out.data is not None:
@@ -135,7 +119,8 @@ def questions_of(worker: MegatronWorker, cfg: Config, held_out: EvalSet) -> list
     if held_out.data is not None:
         most = cfg.eval.answer_samples
         data = held_out.data if most is None else first_of(held_out.data, most)
-        mine = data.order.epoch(0)[_replica().rank :: _replica().count].tolist()
+        replica = my_replica()
+        mine = data.order.epoch(0)[replica.rank :: replica.count].tolist()
     return [(source, index) for source, index in share_object(mine, worker.platform.device)]
 
 
@@ -148,7 +133,7 @@ def ask(
         mine = []
         for handle in handles:
             try:
-                mine.append(_question(held_out.data, handle))
+                mine.append(question_of(held_out.data, handle))
             except DataError as error:
                 if cfg.data.on_error == "raise":
                     mine = error
@@ -157,7 +142,8 @@ def ask(
     return questions
 
 
-def _question(data: DataSet, handle: Handle) -> Question:
+def question_of(data: DataSet, handle: Handle) -> Question:
+    """A sample up to its last answer, and that answer."""
     reader, sample = data.readers[handle[0]], data.indexes[handle[0]][handle[1]]
     start, end = last_answer(sample.trained_S)
     ids = sample.ids_S[start:end].tolist()
@@ -189,9 +175,3 @@ def cut_row(row: Row, end: int, tokens: VisionTokens) -> Row:
     images = visible(tokens.image_id, row.pixel_values_PC, row.image_grid_I3)
     videos = visible(tokens.video_id, row.pixel_values_videos_PC, row.video_grid_I3)
     return Row(ids_S, row.labels_S[:end], *images, *videos)
-
-
-def _replica() -> Replica:
-    return Replica(
-        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    )

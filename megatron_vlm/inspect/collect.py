@@ -176,7 +176,7 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
     """Padding and balance of the first epoch's steps, planned as the loader plans them, and as
     plain order would make them with as many rows in each micro-batch."""
     batch_size = cfg.train.global_batch_size
-    limits = Limits(cfg.train.micro_batch_size, cfg.train.micro_batch_tokens)
+    limits = Limits.of(cfg.train)
     epoch = itertools.islice(data.epoch(Position()), MOST_STEPS * batch_size)
     sizes = [size for _, size, _ in epoch]
     steps = [sizes[start : start + batch_size] for start in range(0, len(sizes), batch_size)]

@@ -5,7 +5,6 @@ All that comes from records is `Text`, never rich's markup, with control charact
 
 from itertools import groupby
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from rich.text import Text
 from megatron_vlm.inspect.collect import SUMMARY, Batching, Inspection, SourceFigures, figure
 from megatron_vlm.inspect.views import Piece, ShownSample, ShownTurn
 from megatron_vlm.page import visible
+from megatron_vlm.tables import plain_table
 
 TRAINED = "black on green"
 VIEW = "cyan"
@@ -118,7 +118,7 @@ def _batching(batching: Batching) -> Table:
 
 
 def _table(first: str, numbers: tuple[str, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     table.add_column(first, overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right")
