@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_vlm.agree import agree
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.state import PendingSave, find_latest, load, save
 from megatron_vlm.errors import CheckpointError
@@ -27,8 +28,10 @@ class Saver:
     def resume(self) -> tuple[Progress, str | None]:
         """What checkpoint.resume says: the progress, and the checkpoint it came from. A
         collective."""
-        # What was done before a failure is this run's own, whatever it began with.
-        asked = "auto" if restarts() else self.cfg.checkpoint.resume
+        # What was done before a failure is this run's own, whatever it began with. Under torchrun
+        # each machine counts its own restarts.
+        again = agree(int(restarts() > 0), self.worker.platform.device)
+        asked = "auto" if again else self.cfg.checkpoint.resume
         origin = find_latest(self.folder) if asked == "auto" else Path(asked)
         if asked == "never":
             self._check_unused()

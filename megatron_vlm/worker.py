@@ -5,7 +5,6 @@ ranks of one replica pass the same, replicas pass different ones. A batch is row
 or a TensorBatch), cut into micro-batches in order, or micro-batches as the loader plans them.
 """
 
-import datetime
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
 from megatron_vlm.loss import collect
 from megatron_vlm.losses import LossFunction, Objective, loss_of
+from megatron_vlm.meeting import join_world
 from megatron_vlm.model.build import build_model
 from megatron_vlm.optimizer import build_optimizer, set_lr, step, wrap_data_parallel
 from megatron_vlm.parallel import ParallelDims
@@ -69,8 +69,9 @@ class MegatronWorker:
         check_config(cfg, hf_config, self.dims)
         self.source.read_headers()
         check_tensors(self.source)
-        _join_world(self.platform, cfg)
-        self.dims.init_groups(cfg.train.seed, _PATIENCE * cfg.launch.timeout_minutes)
+        patience = _PATIENCE * cfg.launch.timeout_minutes
+        join_world(self.platform, patience)
+        self.dims.init_groups(cfg.train.seed, patience)
         self.first = parallel_state.is_pipeline_first_stage()
         self.last = parallel_state.is_pipeline_last_stage()
         self.table = name_table(hf_config, cfg.model.backend, self.dims, vision_shapes(hf_config))
@@ -198,18 +199,3 @@ class MegatronWorker:
             for place, row in zip(batch.rows, batch.log_probs_by_row(piece), strict=False)
         }
         return [found[place] for place in sorted(found)]
-
-
-def _join_world(platform: Platform, cfg: Config) -> None:
-    """Join torch.distributed as torchrun's variables say; alone where there are none."""
-    if dist.is_initialized():
-        return
-    if "RANK" not in os.environ:
-        store = dist.HashStore()
-        dist.init_process_group(platform.dist_backend, store=store, rank=0, world_size=1)
-        return
-    dist.init_process_group(
-        platform.dist_backend,
-        timeout=datetime.timedelta(minutes=_PATIENCE * cfg.launch.timeout_minutes),
-        device_id=platform.device if platform.is_cuda else None,
-    )

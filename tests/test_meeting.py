@@ -1,0 +1,47 @@
+# .venv/bin/python -m pytest tests/test_meeting.py
+"""Attempts of one job share a store, and do not see each other's keys in it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_vlm.meeting import MeetingError, of_this_attempt
+
+
+def attempt(store: dist.Store, world: int) -> list[dist.Store]:
+    """What each rank gets, the last to come first."""
+    with ThreadPoolExecutor(world) as pool:
+        ranks = [pool.submit(of_this_attempt, store, rank, world) for rank in range(world)][::-1]
+        return [rank.result() for rank in ranks]
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def test_ranks_of_an_attempt_share_what_is_new(store):
+    for count in range(3):
+        mine = attempt(store, 4)
+        assert not any(each.check(["key"]) for each in mine)
+        mine[0].set("key", str(count))
+        assert [each.get("key") for each in mine] == [str(count).encode()] * 4
+
+
+def test_a_rank_that_went_before_it_was_told_is_not_waited_for(store):
+    store.set("came/1", "killed before rank 0 looked")
+    last, first = attempt(store, 2)
+    first.set("key", "here")
+    assert last.get("key") == b"here"
+
+
+def test_who_has_not_come_is_named(store):
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(MeetingError, match=r"^rank 1 has not come"):
+        of_this_attempt(store, 0, 2)
+    with pytest.raises(MeetingError, match=r"^rank 0 has not come"):
+        of_this_attempt(store, 1, 2)
