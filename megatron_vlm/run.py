@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from megatron_vlm.worker import MegatronWorker, StepMetrics
 class Run:
     """Open it with `with Run.open(cfg) as run`."""
 
+    opened: ExitStack
     cfg: Config
     worker: MegatronWorker
     feeder: Feeder
@@ -47,12 +49,22 @@ class Run:
     @staticmethod
     def open(cfg: Config, signals: Signals | None = None) -> "Run":
         """Model, data, and where an earlier run of this folder had come to."""
+        opened = ExitStack()
+        try:
+            return Run._open(cfg, signals or Signals(), opened)
+        except BaseException:
+            opened.close()
+            raise
+
+    @staticmethod
+    def _open(cfg: Config, signals: Signals, opened: ExitStack) -> "Run":
+        opened.callback(signals.restore)
         if cfg.data.num_workers:
             start_server()  # its imports go on while the model is built
-        signals = signals or Signals()
         worker = MegatronWorker(cfg)
         rank, world = dist.get_rank(), dist.get_world_size()
         watchdog = Watchdog(job_store(), rank, world, 60 * cfg.launch.timeout_minutes)
+        opened.callback(watchdog.stop)
         watchdog.at(0, "opening the data", patient=True)
         feeder = Feeder(worker, cfg)
         examiner = Examiner(worker, cfg, watchdog.alive)
@@ -62,7 +74,11 @@ class Run:
         progress, origin = saver.resume()
         feeder.start(progress.position)
         log = RunLog(cfg, rank == 0, total, progress.step)
+        opened.callback(log.close)
+        profiler = Profiler(cfg, rank, worker.platform)
+        opened.callback(profiler.close)
         run = Run(
+            opened,
             cfg,
             worker,
             feeder,
@@ -73,7 +89,7 @@ class Run:
             Guard(cfg),
             saver,
             examiner,
-            Profiler(cfg, rank, worker.platform),
+            profiler,
             progress,
             total,
             progress.step,
@@ -199,9 +215,6 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.watchdog.stop()
-        self.profiler.close()
-        self.log.close()
-        self.signals.restore()
+        self.opened.close()
         if kind is None:
             dist.barrier()

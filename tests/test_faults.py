@@ -6,12 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_vlm.agree import meet
+from megatron_vlm.config import load_config
+from megatron_vlm.errors import DataError
+from megatron_vlm.run import Run
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -107,6 +111,21 @@ def test_a_rank_that_stands_still_is_named(folder, tiny):
     assert status == 70
     assert "rank 0: rank 1 has not been heard of for" in err
     assert "launch.timeout_minutes=0.5" in err and "it was at step" in err
+
+
+def watches_left(words: list[str]) -> int:
+    """After a run that could not be opened: a watch that goes on would end the process."""
+    with pytest.raises(DataError, match=r"none\.jsonl|another rank"):
+        Run.open(load_config(words))
+    watches = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+    for thread in watches:
+        thread.join(0.5)
+    return sum(thread.is_alive() for thread in watches)
+
+
+def test_a_run_that_cannot_be_opened_leaves_no_watch(folder, tiny, pool):
+    given = words(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
+    assert pool.run(watches_left, 2, given) == [0, 0]
 
 
 def test_ranks_meet_however_late_one_is(pool):
