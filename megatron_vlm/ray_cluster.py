@@ -1,9 +1,10 @@
 """Room for ranks in a Ray cluster, and where they meet."""
 
-import socket
+import os
 from typing import Any
 
 import ray  # type: ignore
+import torch.distributed as dist
 from ray.exceptions import GetTimeoutError  # type: ignore
 from ray.util.placement_group import placement_group, remove_placement_group  # type: ignore
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # type: ignore
@@ -54,8 +55,27 @@ def room_for(cpus: float, gpus: float) -> int:
     return count
 
 
-def meeting_point() -> tuple[str, int]:
-    """This node's address, and a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), probe.getsockname()[1]
+def take_rank(rank: int, world: int) -> None:
+    """This process is a rank, as torchrun's variables say it. With GPUs, Ray shows each actor only
+    its own."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+
+
+class MeetingPlace:
+    """Where the ranks find each other: on rank 0's node. The store listens from the start: a port
+    that was only found free could be another's by the time (Ray's processes take many)."""
+
+    def __init__(self) -> None:
+        host: str = ray.util.get_node_ip_address()
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.address = (host, self.store.port)
+
+
+def go_to(address: tuple[str, int]) -> None:
+    """Torch is to take the store that is there, as under torchrun."""
+    os.environ.update(
+        MASTER_ADDR=address[0],
+        MASTER_PORT=str(address[1]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )

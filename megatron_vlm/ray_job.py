@@ -20,7 +20,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.exits import FAILED, MISTAKE, PREEMPTED
 from megatron_vlm.launch import guarded
 from megatron_vlm.local_job import GRACE_S, RESTART
-from megatron_vlm.ray_cluster import meeting_point, place_ranks, room_for
+from megatron_vlm.ray_cluster import MeetingPlace, go_to, place_ranks, room_for, take_rank
 from megatron_vlm.schema import Config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -57,22 +57,24 @@ class RankActor:
     def __init__(self, rank: int, world: int, restart: int):
         self.rank = rank
         self.signals: Any = None
-        # With GPUs, Ray shows each actor only its own.
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+        self.place: MeetingPlace | None = None
+        take_rank(rank, world)
         os.environ[RESTART] = str(restart)
 
     def __repr__(self) -> str:
         return f"rank {self.rank}"  # what Ray puts before each line
 
-    def meeting_point(self) -> tuple[str, int]:
-        return meeting_point()
+    def open_place(self) -> tuple[str, int]:
+        """Of rank 0: where all meet."""
+        self.place = MeetingPlace()
+        return self.place.address
 
     def run(self, words: Sequence[str], address: tuple[str, int]) -> int:
         """The exit status of this rank."""
         from megatron_vlm.agree import Signals
         from megatron_vlm.train import run_train
 
-        os.environ.update(MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+        go_to(address)
         self.signals = Signals()
         return guarded(lambda given: run_train(given, self.signals), words)
 
@@ -101,7 +103,7 @@ class _Attempt:
         ]
         before = {number: signal.signal(number, self._forward) for number in _SIGNALS}
         try:
-            address = ray.get(self.actors[0].meeting_point.remote())
+            address = ray.get(self.actors[0].open_place.remote())
             refs = [actor.run.remote(list(self.words), address) for actor in self.actors]
             return self._wait(refs), bool(self.received)
         except RayActorError as error:

@@ -5,13 +5,11 @@ of a TensorBatch for each replica; pixel values are an object of their own, whic
 stage's actors take out.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import ray  # type: ignore
-import torch.distributed as dist
 from ray.exceptions import RayActorError, RayTaskError  # type: ignore
 from ray.util.placement_group import remove_placement_group  # type: ignore
 
@@ -21,7 +19,7 @@ from megatron_vlm.group.handle import Handle
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
 from megatron_vlm.group.parts import Part
 from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.ray_cluster import place_ranks
+from megatron_vlm.ray_cluster import MeetingPlace, go_to, place_ranks, take_rank
 from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
 
@@ -43,8 +41,8 @@ def start_ray_group(
         make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
     ]
     crew = Crew(actors, place)
-    address = crew.gather([actors[0].address.remote()])[0]
-    crew.gather([actor.meet.remote(address) for actor in actors])
+    address = crew.gather([actors[0].open_place.remote()])[0]
+    crew.gather([actor.go_to.remote(address) for actor in actors])
     return WorkerGroup(RayRanks(crew, cfg, training))
 
 
@@ -60,27 +58,18 @@ class RankActor:
 
     def __init__(self, rank: int, world: int):
         self.rank = rank
-        # With GPUs, Ray shows each actor only its own.
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+        take_rank(rank, world)
         self.members: list[Member] = []
         self.pixel_bytes = 0  # that the last call brought
-        self.store: dist.TCPStore | None = None
+        self.place: MeetingPlace | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Where the ranks can meet: on this node. The store listens from now on: a port that was
-        only found free could be another's by the time (Ray's processes take many)."""
-        host: str = ray.util.get_node_ip_address()
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self.store.port
+    def open_place(self) -> tuple[str, int]:
+        """Of rank 0: where all meet."""
+        self.place = MeetingPlace()
+        return self.place.address
 
-    def meet(self, address: tuple[str, int]) -> None:
-        """Take the address of rank 0, for torch to find its store there, as under torchrun."""
-        os.environ.update(
-            MASTER_ADDR=address[0],
-            MASTER_PORT=str(address[1]),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT="0",
-        )
+    def go_to(self, address: tuple[str, int]) -> None:
+        go_to(address)
 
     def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
         """Make a worker; its number here, and the layout."""
