@@ -22,6 +22,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_vlm.data.batch import IGNORE, MicroBatch, Row, collate, place_row
+from megatron_vlm.data.positions import VisionTokens
+from megatron_vlm.data.rows import continued
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.pipeline import broadcast_from_last, evaluating, run_schedule
@@ -42,14 +44,15 @@ def generate(
 
     With a `temperature` above 0 they are sampled from softmax(logits / temperature). `seeds` then
     has a number from 0 on for each prompt: the same prompt and seed give the same answer,
-    whatever the layout and the other prompts.
+    whatever the layout and the other prompts. Placeholders of images and videos are never sampled:
+    nobody could be trained on such an answer.
 
     All ranks of a replica pass the same prompts and get the same answers; replicas may pass
     different ones, or none. Labels are ignored. A batch has at most `batch_rows` rows; as many
     batches as there are pipeline stages are under way together.
     """
     _check_request(worker, max_new_tokens, batch_rows)
-    sampling = _sampling(temperature, seeds, len(prompts))
+    sampling = _sampling(temperature, seeds, len(prompts), worker.model.tokens)
     answers: list[list[int]] = [[] for _ in prompts]
     batches = _batches(worker, prompts, batch_rows)
     with evaluating(worker.ddp):
@@ -77,7 +80,7 @@ def rank(worker: MegatronWorker, prompt: Row, candidates: Sequence[Sequence[int]
                 f"candidate {place} of {len(candidates)} has 0 tokens, which would always rank "
                 "first; give at least one, such as the end of the turn"
             )
-    rows = [_continued(prompt, torch.tensor(candidate)) for candidate in candidates]
+    rows = [continued(prompt, candidate) for candidate in candidates]
     return [float(log_probs_S.double().sum()) for log_probs_S in worker.forward(rows)]
 
 
@@ -87,6 +90,7 @@ class Sampling:
 
     temperature: float
     seeds: tuple[int, ...]  # of all prompts
+    never: tuple[int, ...]  # ids that are not sampled
 
     def noise(self, turn: "Turn", vocab: int, device: torch.device) -> Tensor:
         """Gumbel noise [B, vocab]: the largest of logits with it is a sample. Drawn for each row
@@ -98,6 +102,7 @@ class Sampling:
             seed = hashlib.blake2b(f"{self.seeds[place]} {turn.number}".encode(), digest_size=8)
             generator.manual_seed(int.from_bytes(seed.digest(), "little") >> 1)
             noise_BV[row].exponential_(generator=generator)
+        noise_BV[:, list(self.never)] = torch.inf
         return noise_BV.log_().neg_().float()
 
 
@@ -156,7 +161,9 @@ def _check_request(worker: MegatronWorker, max_new_tokens: int, batch_rows: int)
             raise ConfigError(f"generate: {name}={value} must be at least 1")
 
 
-def _sampling(temperature: float, seeds: Sequence[int] | None, prompts: int) -> Sampling | None:
+def _sampling(
+    temperature: float, seeds: Sequence[int] | None, prompts: int, tokens: VisionTokens
+) -> Sampling | None:
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError(f"generate: temperature={temperature} must be 0 (greedy) or above")
     if temperature == 0:
@@ -166,7 +173,7 @@ def _sampling(temperature: float, seeds: Sequence[int] | None, prompts: int) -> 
             f"generate: temperature={temperature} needs a seed for each of the {prompts} prompts, "
             f"and there are {'none' if seeds is None else len(seeds)}; give seeds"
         )
-    return Sampling(temperature, tuple(seeds))
+    return Sampling(temperature, tuple(seeds), (tokens.image_id, tokens.video_id))
 
 
 def _batches(worker: MegatronWorker, prompts: Sequence[Row], size: int) -> list[MicroBatch]:
@@ -182,12 +189,6 @@ def _batches(worker: MegatronWorker, prompts: Sequence[Row], size: int) -> list[
 
 def _unlabelled(row: Row) -> Row:
     return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), values_S={})
-
-
-def _continued(prompt: Row, candidate_S: Tensor) -> Row:
-    labels_S = torch.cat([_unlabelled(prompt).labels_S, candidate_S])
-    ids_S = torch.cat([prompt.ids_S, candidate_S])
-    return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S={})
 
 
 def _run(

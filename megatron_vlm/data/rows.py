@@ -1,6 +1,7 @@
 """Rows as a TensorBatch and back: how a controller hands them to workers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,3 +69,12 @@ def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
     # An empty tensor stands for none.
     values_S = {name: row[name] for name in value_names if len(row[name])}
     return Row(**given, values_S=values_S)  # type: ignore[arg-type]
+
+
+def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
+    """The prompt with supervised tokens behind it, each of them with these values."""
+    behind_S = torch.tensor(ids, dtype=torch.long)
+    ids_S = torch.cat([prompt.ids_S, behind_S])
+    labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), behind_S])
+    values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
+    return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S=values_S)
