@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM = false
+# Every process that a test starts would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-slow test-parity lint format bench scale clean
+.PHONY: setup demo reinforce test test-slow test-parity lint format bench scale clean
 
 setup: .venv/ready
 
@@ -16,6 +18,11 @@ setup: .venv/ready
 demo: setup
 	rm -rf .demo
 	$(BIN)/python scripts/demo.py .demo
+
+reinforce: setup
+	rm -rf .reinforce
+	$(BIN)/python scripts/reinforce_shapes.py .reinforce --make
+	$(BIN)/torchrun --standalone --nproc-per-node 2 scripts/reinforce_shapes.py .reinforce parallel.pp=2
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
@@ -43,4 +50,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .demo .bench
+	rm -rf .venv .demo .reinforce .bench

@@ -6,12 +6,20 @@ import pytest
 
 from megatron_vlm.platform import install_cpu_stand_in
 from megatron_vlm.tiny import TinySpec, write_tiny
+from tests.nursery import Nursery
 from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    pool = Pool()
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def pool(nursery: Nursery) -> Iterator[Pool]:
+    pool = Pool(nursery.fork)
     yield pool
     pool.close()
 

@@ -1,17 +1,18 @@
-"""A pool of processes that stay: importing torch, megatron and transformers costs seconds.
+"""A pool of processes that stay from case to case.
 
 `Pool.run(fn, world, *args)` calls `fn(*args)` on ranks 0..world-1 of a fresh torch.distributed
 world and returns what rank 0 .. world-1 returned. `fn` is a module-level function.
 """
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.nursery import Child
 
 MAX_WORLD = 4
 CASE_TIMEOUT_S = 240
@@ -48,28 +49,28 @@ def _serve(connection: Connection) -> None:
 
 
 class Pool:
-    """Processes are started as they are first needed, and replaced where they hang."""
+    """Processes are started as they are first needed, and replaced where they hang. `start` makes
+    one that runs a function with its connection."""
 
-    def __init__(self, backend: str = "gloo") -> None:
-        self.backend = backend
-        self.context = multiprocessing.get_context("spawn")
-        self.members: list[tuple[Any, Connection]] = []
+    def __init__(self, start: Callable[..., Child], backend: str = "gloo") -> None:
+        self.start, self.backend = start, backend
+        self.members: list[Child] = []
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        if not all(child.alive for child in self.members):
+            self.close()
+            raise RuntimeError("a case before left something behind that ended its process")
         while len(self.members) < world:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self.members.append((process, ours))
+            self.members.append(self.start(_serve))
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 store = os.path.join(folder, "store")
-                self.members[rank][1].send((fn, rank, world, store, self.backend, args))
+                self.members[rank].connection.send((fn, rank, world, store, self.backend, args))
             answers = self._collect(world)
         return answers
 
     def _collect(self, world: int) -> list[Any]:
-        waiting = {self.members[rank][1]: rank for rank in range(world)}
+        waiting = {self.members[rank].connection: rank for rank in range(world)}
         answers: list[Any] = [None] * world
         failure = ""
         while waiting:
@@ -92,8 +93,6 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        for process, _ in self.members:
-            process.kill()
-        for process, _ in self.members:
-            process.join()
+        for child in self.members:
+            child.kill()
         self.members.clear()

@@ -2,16 +2,14 @@
 """A run that was saved, killed and resumed is the run that was not: bit for bit at its own layout,
 within rounding at another. Checkpoints of the tensors; test_checkpoint_store.py has the files."""
 
+import contextlib
 import json
-import os
 import random
 import resource
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,15 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.checkpoint.pieces import Block, Piece, Reader, cut, rectangles
+from megatron_vlm.checkpoint.state import load, save
 from megatron_vlm.checkpoint.store import find_latest, partial_of, step_folder
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
+from tests.nursery import Nursery
 from tests.runs import Case, my_rows
 from tests.test_parity import layout
 
-ROOT = Path(__file__).parent.parent
 LR = 1e-3
 # A checkpoint at another layout is the same bits; the steps after it round differently. As in
 # test_steps.py, in units of the learning rate, after two steps at each of three layouts.
@@ -67,9 +67,6 @@ class Part:
 
 def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
     """Losses and gradient norms. Draws random numbers as a model with dropout would."""
-    from megatron_vlm.checkpoint.state import load, save
-    from megatron_vlm.worker import MegatronWorker
-
     worker = MegatronWorker(replace(case, optim={"lr": LR, "weight_decay": 0.1}).config(path))
     if part.start is not None:
         assert load(worker, part.start) == progress(part.steps.start)
@@ -183,8 +180,6 @@ def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
 def save_slowly(path: str, case: Case, run: Path) -> None:
     """Save as it is, then in the background while training goes on; rank 1's disk is slow."""
     from megatron_vlm.checkpoint import store
-    from megatron_vlm.checkpoint.state import save
-    from megatron_vlm.worker import MegatronWorker
 
     worker = MegatronWorker(replace(case, optim={"lr": LR}).config(path))
     save(worker, step_folder(run, 1), progress(1))
@@ -219,9 +214,6 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool, tiny, tmp_path):
 
 
 def refusal(path: str, case: Case, folder: Path) -> str:
-    from megatron_vlm.checkpoint.state import load
-    from megatron_vlm.worker import MegatronWorker
-
     with pytest.raises(CheckpointError) as caught:
         load(MegatronWorker(case.config(path)), folder)
     return str(caught.value)
@@ -246,9 +238,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tm
 
 def full_disk(path: str, case: Case, run: Path, async_save: bool) -> tuple[str, Path | None]:
     """Rank 1 can write no file of more than 100 kB."""
-    from megatron_vlm.checkpoint.state import find_latest, save
-    from megatron_vlm.worker import MegatronWorker
-
     worker = MegatronWorker(case.config(path))
     save(worker, step_folder(run, 1), progress(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -272,9 +261,6 @@ def test_full_disk_on_one_rank(async_save, pool, tiny, tmp_path):
 
 
 def unwritable(path: str, case: Case, folder: Path) -> str:
-    from megatron_vlm.checkpoint.state import save
-    from megatron_vlm.worker import MegatronWorker
-
     with pytest.raises(CheckpointError) as caught:
         save(MegatronWorker(case.config(path)), folder, {})
     return str(caught.value)
@@ -310,11 +296,8 @@ def test_cut_leaves_padding_out():
     ]
 
 
-def run_until_killed(path: str, run: Path, steps: int) -> None:
+def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -> None:
     """Steps with a checkpoint after each, from where the run was; says when it saves."""
-    from megatron_vlm.checkpoint.state import find_latest, load, save
-    from megatron_vlm.worker import MegatronWorker
-
     random.seed(0)
     np.random.seed(0)
     worker = MegatronWorker(replace(layout(), optim={"lr": LR}).config(path))
@@ -323,73 +306,41 @@ def run_until_killed(path: str, run: Path, steps: int) -> None:
     for step in range(done, steps):
         worker.forward_backward(make_rows(MIXED, seed=step))
         worker.optim_step()
-        print("saving", flush=True)
+        connection.send("saving")
         save(worker, step_folder(run, step + 1), progress(step + 1), step % 2 == 0).finish()
-        print("saved", flush=True)
+        connection.send("saved")
 
 
-def serve_forks(path: str) -> None:
-    """A process with everything imported: each line of stdin forks one that trains."""
-    import warnings
-
-    import megatron_vlm.checkpoint.state
-    import megatron_vlm.worker  # noqa: F401
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        if (child := os.fork()) == 0:
-            run, steps = line.split()
-            print(os.getpid(), flush=True)
-            run_until_killed(path, Path(run), int(steps))
-            os._exit(0)
-        os.waitpid(child, 0)
-        print("ended", flush=True)
-    os._exit(0)
-
-
-def start_server(path: str) -> subprocess.Popen[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "tests.test_checkpoint", path]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
-
-
-def train_in_fork(server: subprocess.Popen[str], run: Path, steps: int, kill_at: float | None):
-    """Train in a fork to the last step, or kill it in its second save, `kill_at` of the way."""
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(f"{run} {steps}\n")
-    server.stdin.flush()
-    child, times = int(server.stdout.readline()), []
-    for line in iter(server.stdout.readline, "ended\n"):
-        times.append(time.monotonic())
-        if len(times) == 3 and kill_at is not None:
-            assert line == "saving\n"
-            time.sleep(kill_at * (times[1] - times[0]))
-            os.kill(child, signal.SIGKILL)
+def train_in_fork(
+    nursery: Nursery, path: str, run: Path, steps: int, kill_at: float | None
+) -> None:
+    """Train in a process to the last step, or kill it in its second save, `kill_at` of the way."""
+    child, times = nursery.fork(run_until_killed, path, run, steps), []
+    with contextlib.suppress(EOFError):
+        while True:
+            said = child.connection.recv()
+            times.append(time.monotonic())
+            if len(times) == 3 and kill_at is not None:
+                assert said == "saving"
+                time.sleep(kill_at * (times[1] - times[0]))
+                child.kill()
+                return
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path):
+def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, nursery):
     """Killed at random moments of its saves, again and again, and resumed in a new process."""
     steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
     run, straight = tmp_path / "run", tmp_path / "straight"
-    with start_server(tiny()) as server:
-        for _ in range(kills):
-            before = find_latest(run)
-            train_in_fork(server, run, steps, rng.random())
-            cut_short += any(run.glob("*.partial"))
-            after = find_latest(run)
-            assert after is not None and (before is None or after > before)
-        train_in_fork(server, run, steps, None)
-        train_in_fork(server, straight, steps, None)
-        assert server.stdin is not None
-        server.stdin.close()
+    for _ in range(kills):
+        before = find_latest(run)
+        train_in_fork(nursery, tiny(), run, steps, rng.random())
+        cut_short += any(run.glob("*.partial"))
+        after = find_latest(run)
+        assert after is not None and (before is None or after > before)
+    train_in_fork(nursery, tiny(), run, steps, None)
+    train_in_fork(nursery, tiny(), straight, steps, None)
     assert cut_short >= kills // 4
     for file in step_folder(straight, steps).iterdir():
         assert (step_folder(run, steps) / file.name).read_bytes() == file.read_bytes(), file.name
     assert not list(run.glob("*.partial"))
-
-
-if __name__ == "__main__":
-    serve_forks(sys.argv[1])

@@ -2,13 +2,15 @@
 """The parity of test_parity.py with NCCL, on as many GPUs as there are: fp32 and bf16, both
 backends. The reference is Hugging Face's model on the CPU, in fp32."""
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.nursery import Child
 from tests.pool import Pool
 from tests.reference import run_reference
 from tests.runs import Case, loss_and_grads
@@ -46,9 +48,19 @@ def have_te() -> bool:
     return True
 
 
+def spawn(fn: Callable[..., None]) -> Child:
+    """Not forked: what was imported may have asked for CUDA."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=fn, args=(theirs,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    return Child(process.pid, ours)
+
+
 @pytest.fixture(scope="module")
 def gpu_pool() -> Iterator[Pool]:
-    pool = Pool("nccl")
+    pool = Pool(spawn, "nccl")
     yield pool
     pool.close()
 
