@@ -17,7 +17,7 @@ from megatron_vlm.data.rows import batch_of
 from megatron_vlm.data.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors import TensorList
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.group import WorkerGroup, local_group
+from megatron_vlm.group import WorkerError, WorkerGroup, local_group
 from megatron_vlm.group.handle import Handle
 from megatron_vlm.group.parts import even_parts, prompt_parts
 from megatron_vlm.worker import MegatronWorker
@@ -254,3 +254,24 @@ def test_errors_are_the_workers_own_with_the_rank(pool, tiny):
     assert found[0][4].startswith("DataError: rank 1: prompt 1: pixel_values has 16 patches")
     assert found[0][5].startswith("CheckpointError: rank 0: ")
     assert found[0][6].startswith("ConfigError: rank 0: generate: max_new_tokens=0")
+
+
+def broken(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    if log_probs_N.numel():  # not where it is only tried
+        raise RuntimeError("of the loss")
+    return log_probs_N, {}
+
+
+def break_inside(path: str, case: Case) -> str:
+    group = local_group(MegatronWorker(case.config(path)))
+    with pytest.raises(WorkerError) as error:
+        group.forward_backward(ODD, loss=broken)
+    return str(error.value)
+
+
+def test_an_error_inside_the_schedule_does_not_wait_for_the_others(pool, tiny):
+    """The last stage fails while the first waits for its gradient; once it has gone, so does the
+    other."""
+    first, last = pool.run(break_inside, 2, tiny(), layout(pp=2))
+    assert last == "rank 1: RuntimeError: of the loss"
+    assert first.startswith("rank 0: RuntimeError: ") and "Connection closed" in first

@@ -88,16 +88,18 @@ def draws(path: str, case: Case) -> list[list[list[int]]]:
         ask(ROWS[::-1], seeds[::-1])[::-1],
         ask([ROWS[2]] * 3, [7, 7, 8]),
         ask(ROWS, seeds, temperature=1e-6),
+        ask(ROWS, seeds, temperature=1e6),
         generate(worker, ROWS, 6, ()),
     ]
 
 
 def test_a_sample_depends_on_prompt_and_seed_alone(pool, sharp):
     found = pool.run(draws, 1, sharp, layout())[0]
-    whole, in_batches, turned, same_prompt, cold, greedy = found
+    whole, in_batches, turned, same_prompt, cold, hot, greedy = found
     assert whole == in_batches == turned
     assert same_prompt[0] == same_prompt[1] != same_prompt[2]
     assert cold == greedy != whole
+    assert all(len(set(ids)) > 3 for ids in hot)  # all ids alike: each turn draws anew
     for case in (layout(tp=2), layout(pp=2)):
         assert pool.run(draws, 2, sharp, case) == [found] * 2
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from megatron_vlm.group.group import WorkerGroup
 from megatron_vlm.group.handle import Handle
-from megatron_vlm.group.member import Member, first_failure
+from megatron_vlm.group.member import BrokenError, Member, first_failure
 from megatron_vlm.group.parts import Part
 from megatron_vlm.worker import MegatronWorker
 
@@ -38,6 +38,8 @@ class LocalRanks:
         failure: Exception | None = None
         try:
             mine = self.member.call(method, *args)
+        except BrokenError:
+            raise  # the others cannot be told; they end with this process
         except Exception as error:
             failure = error
         found: list[Any] = [None] * dist.get_world_size()

@@ -22,6 +22,10 @@ class WorkerError(MegatronVLMError):
     """What went wrong in a worker and is not the user's to put right; names the rank."""
 
 
+class BrokenError(WorkerError):
+    """What nobody foresaw: other ranks may be inside a collective that this one has left."""
+
+
 class Member:
     """A worker with the calls of WorkerGroup, each on the part of this rank's replica."""
 
@@ -109,7 +113,7 @@ def of_rank(error: Exception, rank: int) -> Exception:
     """The same error with its rank; ours stay of their type."""
     if isinstance(error, MegatronVLMError):
         return type(error)(f"rank {rank}: {error}")
-    return WorkerError(f"rank {rank}: {type(error).__name__}: {error}")
+    return BrokenError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def first_failure(errors: Sequence[Exception]) -> Exception:
