@@ -1,0 +1,218 @@
+"""Reinforcement learning with a WorkerGroup: a tiny Qwen3-VL finds out by trial what colour a shape
+has. It is told whether it was right, never what would have been. `make reinforce` does it:
+    torchrun --nproc-per-node 2 scripts/reinforce_shapes.py OUT parallel.pp=2
+    python scripts/reinforce_shapes.py OUT --ray 2 parallel.pp=2
+
+First it learns from answers that belong to other pictures: it then names one of the eight colours
+whatever it sees, and is right by chance. From there each step asks about some pictures several
+times, and REINFORCE makes answers likelier that were better than the others to the same picture. A
+frozen copy of the beginning, a second worker in the same processes, keeps it from going too far.
+Ends with status 1 where the mean reward stays below 0.8.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from megatron_vlm.config import load_config
+from megatron_vlm.data.batch import Row
+from megatron_vlm.data.dataset import DataSet, open_data
+from megatron_vlm.data.rows import batch_of, continued
+from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.evaluation.sets import Question, question_of
+from megatron_vlm.group import WorkerGroup, local_group
+from megatron_vlm.hf.source import Source
+from megatron_vlm.schema import Config
+from megatron_vlm.shapes import ShapesSpec, write_shapes
+from megatron_vlm.tiny import TinySpec, write_tiny
+from megatron_vlm.worker import MegatronWorker
+
+WANTED = 0.8  # mean reward of the last steps
+WORDS_STEPS, WORDS_ROWS = 60, 64
+PICTURES, COPIES = 32, 8
+KL = 0.02  # to the model of the beginning: a colour that is never tried is never found
+MOST = 4  # tokens of an answer, its end among them
+LAST = 10  # steps that a shown mean is over
+
+
+def reinforce(log_probs_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A policy gradient, with the tokens that the policy has just sampled."""
+    return -advantages_N * log_probs_N, {}
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """Questions in random order, and what counts as right."""
+
+    data: DataSet
+    tokenizer: Any
+
+    @staticmethod
+    def open(cfg: Config, path: Path) -> "Quiz":
+        hf_config = Source(cfg.model.path).config
+        data = open_data(str(path), "data.train", cfg.data, cfg.model.path, hf_config)
+        assert isinstance(data, DataSet)
+        return Quiz(data, AutoTokenizer.from_pretrained(cfg.model.path))
+
+    @property
+    def end_id(self) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+
+    def draw(self, count: int) -> Iterator[list[Question]]:
+        """So many questions at a time, one epoch after the other."""
+        epoch = 0
+        while True:
+            order = self.data.order.epoch(epoch).tolist()
+            for start in range(0, len(order) - count + 1, count):
+                handles = order[start : start + count]
+                yield [question_of(self.data, (source, index)) for source, index in handles]
+            epoch += 1
+
+    def reward(self, question: Question, ids: Sequence[int]) -> float:
+        said, right = (self.tokenizer.decode(list(each)) for each in (ids, question.answer_ids))
+        return float(said.strip() == right.strip())
+
+    def answered(self, question: Question, ids: Sequence[int], **values: float) -> Row:
+        """The question with an answer to learn from; its end is a choice of the model, too."""
+        whole = list(ids) if len(ids) == MOST else [*ids, self.end_id]
+        return continued(question.prompt, whole, **values)
+
+
+def learn_words(group: WorkerGroup, quiz: Quiz, lr: float) -> None:
+    """What an answer looks like, from answers to other pictures."""
+    rng = random.Random(0)
+    for _, questions in zip(range(WORDS_STEPS), quiz.draw(WORDS_ROWS), strict=False):
+        answers = [question.answer_ids for question in questions]
+        rng.shuffle(answers)
+        rows = [quiz.answered(q, ids) for q, ids in zip(questions, answers, strict=True)]
+        group.forward_backward(rows)
+        group.optim_step(lr=lr).result()
+
+
+def try_out(
+    group: WorkerGroup, reference: WorkerGroup, quiz: Quiz, questions: list[Question], seed: int
+) -> float:
+    """One step of REINFORCE; the mean reward of its answers."""
+    asked = [question for question in questions for _ in range(COPIES)]
+    prompts = [question.prompt for question in asked]
+    stop_ids = (quiz.end_id,)
+    answers = group.generate(prompts, MOST, stop_ids, len(asked), 1.0, seed).result()
+    rewards = [quiz.reward(q, ids) for q, ids in zip(asked, answers, strict=True)]
+    rows = []
+    for place, (question, ids) in enumerate(zip(asked, answers, strict=True)):
+        first = place // COPIES * COPIES
+        usual = sum(rewards[first : first + COPIES]) / COPIES
+        rows.append(quiz.answered(question, ids, advantages=rewards[place] - usual))
+    usually = TensorList(reference.forward(rows).result())
+    batch = batch_of(rows).with_fields(ref_log_probs=usually)
+    group.forward_backward(batch, loss=reinforce, kl_coef=KL)
+    group.optim_step().result()
+    return sum(rewards) / len(rewards)
+
+
+def examine(group: WorkerGroup, quiz: Quiz) -> float:
+    """How many held-out questions the likeliest answer is right for."""
+    questions = next(quiz.draw(len(quiz.data.order)))
+    prompts = [question.prompt for question in questions]
+    answers = group.generate(prompts, MOST, (quiz.end_id,), 64).result()
+    rewards = [quiz.reward(q, ids) for q, ids in zip(questions, answers, strict=True)]
+    return sum(rewards) / len(rewards)
+
+
+def main(
+    out: Path,
+    group: WorkerGroup,
+    beside: Callable[[Config], WorkerGroup],
+    cfg: Config,
+    steps: int,
+    speaks: bool,
+) -> int:
+    """The exit status. `beside` makes a group that does not learn, in the same processes."""
+    quiz, held_out = (
+        Quiz.open(cfg, out / "shapes" / f"{name}.jsonl") for name in ("train", "eval")
+    )
+    start = time.perf_counter()
+    learn_words(group, quiz, cfg.optim.lr)
+    group.export(str(out / "words")).result()
+    reference = beside(replace(cfg, model=replace(cfg.model, path=str(out / "words"))))
+    rewards: list[float] = []
+    for step, questions in zip(range(steps), quiz.draw(PICTURES), strict=False):
+        rewards.append(try_out(group, reference, quiz, questions, seed=step))
+        if speaks and (step == 0 or (step + 1) % LAST == 0):
+            mean = sum(rewards[-LAST:]) / len(rewards[-LAST:])
+            print(f"step {step + 1}/{steps}: mean reward {mean:.3f}", flush=True)
+    last = sum(rewards[-LAST:]) / len(rewards[-LAST:])
+    score = examine(group, held_out)
+    group.export(str(out / "export")).result()
+    if speaks:
+        (out / "rewards.json").write_text(json.dumps(rewards))
+        minutes = (time.perf_counter() - start) / 60
+        print(
+            f"mean reward {rewards[0]:.3f} at first, {last:.3f} in the end (wanted {WANTED}); "
+            f"{score:.1%} of the held-out questions right; {minutes:.1f} minutes"
+        )
+    return int(last < WANTED)
+
+
+def make(out: Path) -> None:
+    """A model that knows nothing, and pictures of one shape each."""
+    spec = TinySpec(layers=3, hidden=96, vision_depth=2, vision_hidden=64, deepstack=1)
+    write_tiny(out / "base", replace(spec, from_scratch=True))
+    write_shapes(out / "shapes", ShapesSpec(4000, 200, kinds=("colour",), max_shapes=1))
+
+
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description="REINFORCE on the shapes in OUT/shapes.")
+    parser.add_argument(
+        "out", type=Path, help="has base (a checkpoint) and shapes; gets words and export"
+    )
+    parser.add_argument("--make", action="store_true", help="write base and shapes, no more")
+    parser.add_argument("--ray", type=int, metavar="N", help="in so many Ray actors")
+    parser.add_argument("--steps", type=int, default=180)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args = parser.parse_intermixed_args()
+    recipe = ["model=tiny_cpu", "data=shapes", f"model.path={args.out}/base"]
+    batch = ["train.micro_batch_size=64", "optim.lr=1e-3", "optim.beta2=0.98"]
+    return args, [*recipe, *batch, *args.overrides]
+
+
+def run() -> int:
+    """In torchrun every rank makes the same calls; over Ray this process alone makes them."""
+    args, overrides = _parse()
+    if args.make:
+        make(args.out)
+        return 0
+    cfg = load_config(overrides)
+    if args.ray is None:
+        group = local_group(MegatronWorker(cfg))
+
+        def beside(given: Config) -> WorkerGroup:
+            return local_group(MegatronWorker(given, training=False))
+
+        return main(args.out, group, beside, cfg, args.steps, dist.get_rank() == 0)
+    import ray
+
+    from megatron_vlm.group.ray_group import share_ray_group, start_ray_group
+
+    ray.init(log_to_driver=False)
+    group = start_ray_group(cfg, args.ray)
+    try:
+        share = partial(share_ray_group, group, training=False)
+        return main(args.out, group, share, cfg, args.steps, True)
+    finally:
+        group.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run())
