@@ -2,8 +2,10 @@
 """A group gives what one worker gives, in row order, at any layout; its rows are filled up; errors
 name the rank; pixel values stay on stage 0; two workers live in one process."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -262,16 +264,21 @@ def broken(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return log_probs_N, {}
 
 
-def break_inside(path: str, case: Case) -> str:
-    group = local_group(MegatronWorker(case.config(path)))
+def break_inside(connection: Connection, path: str, rank: int, store: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = local_group(MegatronWorker(layout(pp=2).config(path)))
     with pytest.raises(WorkerError) as error:
         group.forward_backward(ODD, loss=broken)
-    return str(error.value)
+    connection.send(str(error.value))
 
 
-def test_an_error_inside_the_schedule_does_not_wait_for_the_others(pool, tiny):
-    """The last stage fails while the first waits for its gradient; once it has gone, so does the
-    other."""
-    first, last = pool.run(break_inside, 2, tiny(), layout(pp=2))
-    assert last == "rank 1: RuntimeError: of the loss"
-    assert first.startswith("rank 0: RuntimeError: ") and "Connection closed" in first
+def test_an_error_inside_the_schedule_does_not_wait_for_the_others(nursery, tiny, tmp_path):
+    """The last stage fails while the first waits for it, and its process ends; so does the
+    other's, without waiting for a time-out."""
+    children = [nursery.fork(break_inside, tiny(), rank, f"{tmp_path}/store") for rank in range(2)]
+    first, last = (child.connection for child in children)
+    assert last.poll(60) and last.recv() == "rank 1: RuntimeError: of the loss"
+    assert first.poll(60) and "Connection closed by peer" in first.recv()
+    for child in children:
+        child.kill()
