@@ -3,6 +3,7 @@
 name the rank; pixel values stay on stage 0; two workers live in one process."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -279,6 +280,7 @@ def test_an_error_inside_the_schedule_does_not_wait_for_the_others(nursery, tiny
     children = [nursery.fork(break_inside, tiny(), rank, f"{tmp_path}/store") for rank in range(2)]
     first, last = (child.connection for child in children)
     assert last.poll(60) and last.recv() == "rank 1: RuntimeError: of the loss"
-    assert first.poll(60) and "Connection closed by peer" in first.recv()
+    # The kernel says "reset" where the end had unread data (one time in 40).
+    assert first.poll(60) and re.search("Connection (closed|reset) by peer", first.recv())
     for child in children:
         child.kill()
