@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batch import Row
 from megatron_vlm.data.dataset import DataSet, open_data
 from megatron_vlm.data.rows import batch_of, continued
 from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.evaluation.scores import Voice
 from megatron_vlm.evaluation.sets import Question, question_of
 from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.hf.source import Source
@@ -56,18 +56,14 @@ class Quiz:
     """Questions in random order, and what counts as right."""
 
     data: DataSet
-    tokenizer: Any
+    voice: Voice
 
     @staticmethod
     def open(cfg: Config, path: Path) -> "Quiz":
         hf_config = Source(cfg.model.path).config
         data = open_data(str(path), "data.train", cfg.data, cfg.model.path, hf_config)
         assert isinstance(data, DataSet)
-        return Quiz(data, AutoTokenizer.from_pretrained(cfg.model.path))
-
-    @property
-    def end_id(self) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        return Quiz(data, Voice.of(cfg))
 
     def draw(self, count: int) -> Iterator[list[Question]]:
         """So many questions at a time, one epoch after the other."""
@@ -79,13 +75,16 @@ class Quiz:
                 yield [question_of(self.data, (source, index)) for source, index in handles]
             epoch += 1
 
-    def reward(self, question: Question, ids: Sequence[int]) -> float:
-        said, right = (self.tokenizer.decode(list(each)) for each in (ids, question.answer_ids))
-        return float(said.strip() == right.strip())
+    def rewards(self, asked: list[Question], answers: list[list[int]]) -> list[float]:
+        """1 for an answer that is right, else 0."""
+        return [
+            float(self.voice.text(ids) == self.voice.text(question.answer_ids))
+            for question, ids in zip(asked, answers, strict=True)
+        ]
 
     def answered(self, question: Question, ids: Sequence[int], **values: float) -> Row:
         """The question with an answer to learn from; its end is a choice of the model, too."""
-        whole = list(ids) if len(ids) == MOST else [*ids, self.end_id]
+        whole = list(ids) if len(ids) == MOST else [*ids, self.voice.end_id]
         return continued(question.prompt, whole, **values)
 
 
@@ -106,28 +105,27 @@ def try_out(
     """One step of REINFORCE; the mean reward of its answers."""
     asked = [question for question in questions for _ in range(COPIES)]
     prompts = [question.prompt for question in asked]
-    stop_ids = (quiz.end_id,)
+    stop_ids = (quiz.voice.end_id,)
     answers = group.generate(prompts, MOST, stop_ids, len(asked), 1.0, seed).result()
-    rewards = [quiz.reward(q, ids) for q, ids in zip(asked, answers, strict=True)]
-    rows = []
-    for place, (question, ids) in enumerate(zip(asked, answers, strict=True)):
-        first = place // COPIES * COPIES
-        usual = sum(rewards[first : first + COPIES]) / COPIES
-        rows.append(quiz.answered(question, ids, advantages=rewards[place] - usual))
-    usually = TensorList(reference.forward(rows).result())
-    batch = batch_of(rows).with_fields(ref_log_probs=usually)
+    rewards = quiz.rewards(asked, answers)
+    usual = [fmean(rewards[i : i + COPIES]) for i in range(0, len(rewards), COPIES)]
+    rows = [
+        quiz.answered(question, ids, advantages=rewards[place] - usual[place // COPIES])
+        for place, (question, ids) in enumerate(zip(asked, answers, strict=True))
+    ]
+    ref_log_probs = TensorList(reference.forward(rows).result())
+    batch = batch_of(rows).with_fields(ref_log_probs=ref_log_probs)
     group.forward_backward(batch, loss=reinforce, kl_coef=KL)
     group.optim_step().result()
-    return sum(rewards) / len(rewards)
+    return fmean(rewards)
 
 
 def examine(group: WorkerGroup, quiz: Quiz) -> float:
     """How many held-out questions the likeliest answer is right for."""
     questions = next(quiz.draw(len(quiz.data.order)))
     prompts = [question.prompt for question in questions]
-    answers = group.generate(prompts, MOST, (quiz.end_id,), 64).result()
-    rewards = [quiz.reward(q, ids) for q, ids in zip(questions, answers, strict=True)]
-    return sum(rewards) / len(rewards)
+    answers = group.generate(prompts, MOST, (quiz.voice.end_id,), 64).result()
+    return fmean(quiz.rewards(questions, answers))
 
 
 def main(
@@ -150,9 +148,8 @@ def main(
     for step, questions in zip(range(steps), quiz.draw(PICTURES), strict=False):
         rewards.append(try_out(group, reference, quiz, questions, seed=step))
         if speaks and (step == 0 or (step + 1) % LAST == 0):
-            mean = sum(rewards[-LAST:]) / len(rewards[-LAST:])
-            print(f"step {step + 1}/{steps}: mean reward {mean:.3f}", flush=True)
-    last = sum(rewards[-LAST:]) / len(rewards[-LAST:])
+            print(f"step {step + 1}/{steps}: mean reward {fmean(rewards[-LAST:]):.3f}", flush=True)
+    last = fmean(rewards[-LAST:])
     score = examine(group, held_out)
     group.export(str(out / "export")).result()
     if speaks:

@@ -7,13 +7,13 @@ process 12 seconds, a fork of one that has them takes none.
 The nursery itself imports and forks, and does nothing else: it has no threads and no CUDA.
 """
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from multiprocessing import get_context
@@ -36,8 +36,11 @@ class Child:
 
     def kill(self) -> None:
         """At once, and wait until it is gone."""
-        if self.alive:
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
             os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(EOFError, OSError):  # its end closes when it is gone
+            while True:
+                self.connection.recv_bytes()
         self.connection.close()
 
 
@@ -113,7 +116,7 @@ def _grow(address: Any) -> None:
 
 
 def _print(connection: Connection, fn: Callable[..., None], args: tuple[Any, ...]) -> None:
-    with redirect_stdout(StringIO()) as out:
+    with contextlib.redirect_stdout(StringIO()) as out:
         try:
             fn(*args)
         except BaseException:

@@ -54,6 +54,7 @@ def spawn(fn: Callable[..., None]) -> Child:
     ours, theirs = context.Pipe()
     process = context.Process(target=fn, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()
     assert process.pid is not None
     return Child(process.pid, ours)
 
