@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
-from megatron_vlm.data.batch import IGNORE, Row
+from megatron_vlm.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
 from megatron_vlm.hf.source import Source
-from megatron_vlm.schema import Config, ModelConfig, OptimConfig, TrainConfig
-from megatron_vlm.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
 from megatron_vlm.worker import MegatronWorker
 
 WARM_UP, REPEATS = 2, 10

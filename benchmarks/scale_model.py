@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from megatron_vlm.data.batching import Plan, RowSize
-from megatron_vlm.flops import WorkModel
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.schema import ParallelConfig
+from megatron_vlm.config.schema import ParallelConfig
+from megatron_vlm.data.batch.batching import Plan, RowSize
+from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.distributed.dims import ParallelDims
 
 
 @dataclass(frozen=True)

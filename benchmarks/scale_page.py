@@ -9,9 +9,9 @@ import numpy as np
 import rich
 import rich.table
 
-from megatron_vlm.data.batching import Balance
-from megatron_vlm.page import Html, tag
-from megatron_vlm.scales import Scale, value_scale
+from megatron_vlm.data.batch.batching import Balance
+from megatron_vlm.display.html import Html, tag
+from megatron_vlm.display.scales import Scale, value_scale
 
 NAMES = ("rows in order, 4 each", "rows in order, 1 each", "our plan")
 

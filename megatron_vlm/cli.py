@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_vlm import __version__
+from megatron_vlm.distributed.process import DEBUG
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.launch import DEBUG
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,10 +99,10 @@ def _train(args: argparse.Namespace) -> int:
         print(to_yaml(cfg), end="")
         return 0
     if args.dry_run:
-        from megatron_vlm.dry_run import dry_run
+        from megatron_vlm.tools.dry_run import dry_run
 
         return dry_run(cfg)
-    from megatron_vlm.launch import launch
+    from megatron_vlm.launch.launch import launch
 
     return launch(cfg, "megatron_vlm.train", "run_train", args.overrides)
 
@@ -126,7 +126,7 @@ def _add_eval(commands: Any) -> None:
 
 def _eval(args: argparse.Namespace) -> int:
     from megatron_vlm.evaluation.command import locate
-    from megatron_vlm.launch import launch
+    from megatron_vlm.launch.launch import launch
 
     cfg, _ = locate(args.where, args.overrides)
     words = [args.where, *args.overrides]
@@ -173,7 +173,7 @@ def _add_report(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from megatron_vlm.run_report import write_report
+    from megatron_vlm.run.report import write_report
 
     print(f"wrote {write_report(Path(args.folder))}")
     return 0
@@ -191,7 +191,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from megatron_vlm.doctor import run_doctor
+    from megatron_vlm.tools.doctor import run_doctor
 
     return run_doctor()
 
@@ -217,7 +217,7 @@ _TINY_HELP = {
 
 
 def _add_tiny(commands: Any) -> None:
-    from megatron_vlm.tiny_spec import TinySpec
+    from megatron_vlm.demo.tiny_spec import TinySpec
 
     tiny = commands.add_parser(
         "tiny",
@@ -285,7 +285,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _shapes(args: argparse.Namespace) -> int:
-    from megatron_vlm.shapes import ShapesSpec, write_shapes
+    from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
 
     write_shapes(args.out, ShapesSpec(args.train, args.eval, args.easy, args.seed))
     print(f"wrote {args.out}")
@@ -293,14 +293,14 @@ def _shapes(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_vlm.inspect.command import run_inspect
+    from megatron_vlm.tools.inspection.command import run_inspect
 
     run_inspect(args.overrides, args.config, args.html, args.samples, args.sample, args.ranks)
     return 0
 
 
 def _tiny(args: argparse.Namespace) -> int:
-    from megatron_vlm.tiny import TinySpec, write_tiny
+    from megatron_vlm.demo.tiny import TinySpec, write_tiny
 
     spec = TinySpec(**{item.name: getattr(args, item.name) for item in fields(TinySpec)})
     write_tiny(args.out, spec, args.dtype)

@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import PREEMPTED, run_process
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.exits import PREEMPTED
-from megatron_vlm.launch import run_process
-from megatron_vlm.schedule import lr_at
-from megatron_vlm.schema import Config
-from megatron_vlm.sinks import check_installed
+from megatron_vlm.run.sinks import check_installed
+from megatron_vlm.step.schedule import lr_at
 
 if TYPE_CHECKING:
-    from megatron_vlm.agree import Signals
-    from megatron_vlm.run import Run
+    from megatron_vlm.distributed.agree import Signals
+    from megatron_vlm.run.run import Run
 
 
 def train(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step; the exit status of this rank. `signals`: where somebody else than
     the operating system asks to stop."""
-    from megatron_vlm.feeder import Stopped
-    from megatron_vlm.run import Run
+    from megatron_vlm.feed.feeder import Stopped
+    from megatron_vlm.run.run import Run
 
     with Run.open(cfg, signals) as run:
         try:

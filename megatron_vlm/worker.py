@@ -17,24 +17,25 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_vlm.constraints import check_built, check_config
-from megatron_vlm.data.batch import IGNORE, MicroBatch, Row, cut_micro_batches
-from megatron_vlm.data.pixels import PixelTables
-from megatron_vlm.data.rows import rows_of
-from megatron_vlm.data.tensor_batch import TensorBatch
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.media.pixels import PixelTables
+from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.distributed.device import Platform, pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.load import check_tensors, load_hf, vision_shapes
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
-from megatron_vlm.loss import collect
-from megatron_vlm.losses import LossFunction, Objective, loss_of
-from megatron_vlm.meeting import join_world
 from megatron_vlm.model.build import build_model
-from megatron_vlm.optimizer import build_optimizer, set_lr, step, wrap_data_parallel
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.pipeline import broadcast_from_last, evaluating, run_schedule
-from megatron_vlm.platform import Platform, pick_platform
-from megatron_vlm.schema import Config
+from megatron_vlm.model.constraints import check_built, check_config
+from megatron_vlm.model.log_probs import collect
+from megatron_vlm.step.losses import LossFunction, Objective, loss_of
+from megatron_vlm.step.optimizer import build_optimizer, set_lr, step, wrap_data_parallel
+from megatron_vlm.step.pipeline import broadcast_from_last, evaluating, run_schedule
 
 # Collectives outlast launch.timeout_minutes: the watchdog speaks first, and knows who stands still.
 _PATIENCE = 2

@@ -16,8 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from omegaconf import MISSING
 
-from megatron_vlm import schema
-from megatron_vlm.config import config_dir
+from megatron_vlm.config import config_dir, schema
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- {} begin -->\n", "<!-- {} end -->\n"

@@ -16,8 +16,8 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from megatron_vlm.data.media import MediaPolicy, image_size
-from megatron_vlm.data.records import Image
+from megatron_vlm.data.media.media import MediaPolicy, image_size
+from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 
 _ORIENTATION = 0x0112  # the EXIF tag

@@ -25,17 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.config import load_config
-from megatron_vlm.data.batch import Row
-from megatron_vlm.data.dataset import DataSet, open_data
-from megatron_vlm.data.rows import batch_of, continued
-from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.dataset import DataSet, open_data
+from megatron_vlm.data.encode.row import Row, continued
+from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
+from megatron_vlm.demo.tiny import TinySpec, write_tiny
 from megatron_vlm.evaluation.scores import Voice
 from megatron_vlm.evaluation.sets import Question, question_of
 from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.hf.source import Source
-from megatron_vlm.schema import Config
-from megatron_vlm.shapes import ShapesSpec, write_shapes
-from megatron_vlm.tiny import TinySpec, write_tiny
 from megatron_vlm.worker import MegatronWorker
 
 WANTED = 0.8  # mean reward of the last steps

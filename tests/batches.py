@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batch import IGNORE, Row
-from megatron_vlm.tiny import TinySpec, train_tokenizer
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.demo.tiny import TinySpec, train_tokenizer
 
 PATCH_VALUES = 3 * 2 * 16 * 16
 

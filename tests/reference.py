@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.data.batch import IGNORE, Row
+from megatron_vlm.data.encode.row import IGNORE, Row
 
 
 @dataclass(frozen=True)

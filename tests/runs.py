@@ -10,9 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.data.batch import Row
-from megatron_vlm.hf.export import gather_tensors
-from megatron_vlm.schema import (
+from megatron_vlm.config.schema import (
     Config,
     LaunchConfig,
     ModelConfig,
@@ -20,6 +18,8 @@ from megatron_vlm.schema import (
     ParallelConfig,
     TrainConfig,
 )
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.hf.export import gather_tensors
 from megatron_vlm.worker import MegatronWorker
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from megatron_vlm.data.dataset import DataSet, open_data
-from megatron_vlm.schema import DataConfig
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batch.dataset import DataSet, open_data
 from tests.chats import picture, say, text
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from megatron_vlm.data.batch import IGNORE, Row, collate, filler_batch, place_row
-from megatron_vlm.data.batching import (
+from megatron_vlm.data.batch.batching import (
     Limits,
     RowSize,
     deal,
@@ -18,10 +17,12 @@ from megatron_vlm.data.batching import (
     naive_plan,
     plan_batch,
 )
-from megatron_vlm.data.order import Order, all_of
-from megatron_vlm.data.positions import VisionTokens, mrope_positions
+from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.data.batch.micro_batch import collate, filler_batch
+from megatron_vlm.data.batch.order import Order, all_of
+from megatron_vlm.data.encode.positions import VisionTokens, mrope_positions
+from megatron_vlm.data.encode.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError
-from megatron_vlm.flops import WorkModel
 from tests.batches import MIXED, make_rows, token_ids
 
 IDS = token_ids()

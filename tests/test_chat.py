@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_vlm.data.batch import IGNORE
-from megatron_vlm.data.chat import ChatRenderer
-from megatron_vlm.data.feed import make_encoder, make_reader
-from megatron_vlm.data.images import expand_patches, normalisation_table
-from megatron_vlm.data.sample import Dropped
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.encode.chat import ChatRenderer
+from megatron_vlm.data.encode.reader import make_encoder, make_reader
+from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.data.encode.sample import Dropped
+from megatron_vlm.data.media.images import expand_patches, normalisation_table
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.schema import DataConfig
 from tests.chats import CHATS, hf_encode, hf_processor, image, say, text
 
 CORPUS = Path(__file__).parent / "golden" / "chat_ids.json"

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
+from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.schema import Config
 
 
 def test_defaults_are_the_dataclasses():

@@ -9,11 +9,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, Qwen3VLMoeConfig
 
-from megatron_vlm.constraints import check_built, check_config
+from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.worker import MegatronWorker
 
 DIMS = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(4,))

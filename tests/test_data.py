@@ -8,8 +8,9 @@ import torch
 from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from megatron_vlm.data.batch import IGNORE, MicroBatch, Row, cut_micro_batches
-from megatron_vlm.data.positions import VisionTokens, check_placeholders
+from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
+from megatron_vlm.data.encode.positions import VisionTokens, check_placeholders
+from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 

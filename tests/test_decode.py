@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.data.batch import Row
-from megatron_vlm.data.pixels import PixelTables
-from megatron_vlm.decode import generate, pick_ids, rank
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.cache import KVCache
+from megatron_vlm.step.decode import generate, pick_ids, rank
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids
 from tests.reference import inputs_of, load_reference, row_log_probs

@@ -14,7 +14,8 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 from megatron_vlm import doctor, machine
-from megatron_vlm.doctor import (
+from megatron_vlm.distributed.device import Gpu, find_gpus
+from megatron_vlm.tools.doctor import (
     EXTRAS,
     MISSING,
     OK,
@@ -32,7 +33,7 @@ from megatron_vlm.doctor import (
     run_doctor,
     shm_check,
 )
-from megatron_vlm.machine import Gpu, gloo_problem, import_problem, installed, requirements
+from megatron_vlm.tools.machine import gloo_problem, import_problem, installed, requirements
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, True, 989e12)
@@ -203,7 +204,7 @@ def test_no_gpu_is_fine_and_a_driver_without_one_is_not():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 def test_the_devices_of_this_machine(here):
-    gpus = machine.find_gpus()
+    gpus = find_gpus()
     assert len(gpus) == torch.cuda.device_count() and gpus[0].memory > GIB
     assert gpus[0].name in here["GPU"].found and here["NCCL"].status == OK
     assert machine.driver_version() in here["GPU"].found

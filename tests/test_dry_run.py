@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vlm.data.batching import Limits
-from megatron_vlm.data.loader import Loader, Replica
-from megatron_vlm.dry_run import dry_run, plan_steps, size_text, warning
+from megatron_vlm.config.schema import LaunchConfig, ParallelConfig, TrainConfig
+from megatron_vlm.data.batch.batching import Limits
+from megatron_vlm.data.batch.loader import Loader, Replica
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.hf.load import vision_shapes
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
-from megatron_vlm.memory import BatchSizes, StageMemory, estimate
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.platform import pick_platform
-from megatron_vlm.schema import LaunchConfig, ParallelConfig, TrainConfig
+from megatron_vlm.tools.dry_run import dry_run, plan_steps, size_text, warning
+from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import RowSpec, make_rows
 from tests.runs import Case

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from megatron_vlm.data.batch import IGNORE, Row
-from megatron_vlm.data.pixels import PixelTables
-from megatron_vlm.data.positions import VisionTokens
+from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
+from megatron_vlm.data.encode.positions import VisionTokens
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.evaluation.evaluate import Examiner, read_candidates
 from megatron_vlm.evaluation.sets import cut_row, first_of, last_answer, named_specs
-from megatron_vlm.progress import Progress
-from megatron_vlm.schema import CheckpointConfig, EvalConfig
+from megatron_vlm.run.progress import Progress
 from megatron_vlm.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
 from tests.runs import Case

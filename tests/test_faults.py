@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.agree import meet
 from megatron_vlm.config import load_config
+from megatron_vlm.distributed.agree import meet
 from megatron_vlm.errors import DataError
-from megatron_vlm.run import Run
+from megatron_vlm.run.run import Run
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 

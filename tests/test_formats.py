@@ -6,8 +6,8 @@ import io
 import PIL.Image
 import pytest
 
-from megatron_vlm.data.formats import parse_record
-from megatron_vlm.data.records import Chat, Chunks, Image, ImageChunk, Turn, Video
+from megatron_vlm.data.read.formats import parse_record
+from megatron_vlm.data.read.records import Chat, Chunks, Image, ImageChunk, Turn, Video
 from megatron_vlm.errors import DataError
 
 ASKED = (

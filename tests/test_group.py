@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.data.batch import IGNORE, Row
-from megatron_vlm.data.rows import batch_of
-from megatron_vlm.data.tensor_batch import TensorBatch
-from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.group import WorkerError, WorkerGroup, local_group
 from megatron_vlm.group.handle import Handle

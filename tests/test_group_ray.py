@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.rows import batch_of
-from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.group import WorkerError, WorkerGroup
 from tests.test_group import ODD, TOLERANCE, check_same, in_turn, run_in_turn
@@ -115,7 +115,7 @@ def test_a_result_that_takes_long_can_be_asked_again(group):
 
 
 def test_no_room_is_an_error(cluster, tiny, monkeypatch):
-    import megatron_vlm.ray_cluster as ray_cluster
+    import megatron_vlm.distributed.ray_cluster as ray_cluster
 
     monkeypatch.setattr(ray_cluster, "PLACE_S", 0.5)
     with pytest.raises(ConfigError, match=r"no room in 0 s for 3 times .*'CPU': 1.*CPU"):

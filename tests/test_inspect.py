@@ -21,17 +21,17 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from megatron_vlm.config import load_config
-from megatron_vlm.data.batching import Limits, group_cost, plan_batch
-from megatron_vlm.data.chat import IMAGE_PAD, START, VIDEO_PAD
-from megatron_vlm.data.dataset import open_data
-from megatron_vlm.data.images import ImageSettings, image_patches
-from megatron_vlm.data.video import VideoPlan, VideoSettings, video_patches
+from megatron_vlm.data.batch.batching import Limits, group_cost, plan_batch
+from megatron_vlm.data.batch.dataset import open_data
+from megatron_vlm.data.encode.chat import IMAGE_PAD, START, VIDEO_PAD
+from megatron_vlm.data.encode.views import unpatch, visible
+from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.inspect.collect import collect, figure
-from megatron_vlm.inspect.command import run_inspect
-from megatron_vlm.inspect.page import bins, render_page, tag
-from megatron_vlm.inspect.terminal import print_inspection
-from megatron_vlm.inspect.views import unpatch, visible
+from megatron_vlm.tools.inspection.collect import collect, figure
+from megatron_vlm.tools.inspection.command import run_inspect
+from megatron_vlm.tools.inspection.page import bins, render_page, tag
+from megatron_vlm.tools.inspection.terminal import print_inspection
 from tests.chats import CHATS, data_uri, image, picture, say, text
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
@@ -281,7 +281,7 @@ def test_padding_and_balance_by_hand(look, ranks):
 
 
 def test_only_the_first_steps_of_a_long_epoch_are_planned(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.inspect.collect.MOST_STEPS", 2)
+    monkeypatch.setattr("megatron_vlm.tools.inspection.collect.MOST_STEPS", 2)
     _, inspection = look("train.global_batch_size=4")
     assert (inspection.batching.steps, inspection.batching.measured) == (4, 2)
     assert "the first 2 of 4 steps" in inspection.batching.caption
@@ -370,7 +370,7 @@ def test_pictures_of_the_page_are_those_the_model_gets(page):
 
 
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.inspect.views.MOST_FRAMES", 2)
+    monkeypatch.setattr("megatron_vlm.data.encode.views.MOST_FRAMES", 2)
     _, inspection = look(pictures=True)
     page = render_page(replace(inspection, shown=(shown(inspection, "video"),)))
     assert page.count("<img") == 4 and page.count("<figcaption") == 2
@@ -484,7 +484,7 @@ def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
 
 def test_megatron_is_not_imported():
     code = (
-        "import sys, megatron_vlm.inspect.command\n"
+        "import sys, megatron_vlm.tools.inspection.command\n"
         "assert not [m for m in sys.modules if m.split('.')[0] == 'megatron']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -7,11 +7,11 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_vlm.data import feed
-from megatron_vlm.data.batching import Limits
-from megatron_vlm.data.loader import Loader, Replica
-from megatron_vlm.data.progress import Position
-from megatron_vlm.data.share import is_loader, share_batch
+from megatron_vlm.data.batch.batching import Limits
+from megatron_vlm.data.batch.loader import Loader, Replica
+from megatron_vlm.data.batch.position import Position
 from megatron_vlm.errors import DataError
+from megatron_vlm.feed.share import is_loader, share_batch
 from megatron_vlm.worker import MegatronWorker
 from tests.runs import call
 from tests.sets import data_config, open_set, write_set

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.launch import processes_for
-from megatron_vlm.local_job import run_job
-from megatron_vlm.schema import Config, LaunchConfig, ParallelConfig
+from megatron_vlm.launch.launch import processes_for
+from megatron_vlm.launch.local_job import run_job
 
 PROGRAM = """
 import os, signal, sys, time
@@ -46,7 +46,7 @@ def test_every_rank_is_started_once(job, tmp_path):
 
 
 def test_the_first_bad_end_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.local_job.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.launch.local_job.GRACE_S", 0.5)
     start = time.monotonic()
     assert job("time.sleep(60) if rank == 0 else sys.exit(7)") == 7
     assert time.monotonic() - start < 30
@@ -57,7 +57,7 @@ def test_the_first_bad_end_counts_and_ends_the_others(job, tmp_path, capfd, monk
 
 
 def test_a_killed_rank_is_named(job, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.local_job.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.launch.local_job.GRACE_S", 0.5)
     assert job("rank or os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)") == 137
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
 
@@ -102,7 +102,7 @@ time.sleep(60)
 """
     (tmp_path / "job_program.py").write_text(PROGRAM + body)
     call = f"run_job('job_program', [{str(tmp_path)!r}], 2)"
-    code = f"from megatron_vlm.local_job import run_job; {call}"
+    code = f"from megatron_vlm.launch.local_job import run_job; {call}"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
     try:

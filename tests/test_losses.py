@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batch import IGNORE, Row, cut_micro_batches
-from megatron_vlm.data.positions import VisionTokens
-from megatron_vlm.data.rows import batch_of, rows_of
-from megatron_vlm.data.share import is_loader, share_batch
-from megatron_vlm.data.tensor_batch import TensorBatch
-from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.data.batch.micro_batch import cut_micro_batches
+from megatron_vlm.data.encode.positions import VisionTokens
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.losses import Objective, register
+from megatron_vlm.feed.share import is_loader, share_batch
+from megatron_vlm.step.losses import Objective, register
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 from tests.reference import load_reference, row_log_probs, row_logits

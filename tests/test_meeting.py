@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron_vlm.meeting import MeetingError, of_this_attempt
+from megatron_vlm.distributed.rendezvous import MeetingError, of_this_attempt
 
 
 def attempt(store: dist.Store, world: int) -> list[dist.Store]:

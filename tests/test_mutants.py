@@ -56,7 +56,7 @@ def scaled_feature_gradient(factor: float) -> Callable[[], Any]:
 @contextmanager
 def no_sum_over_tp() -> Iterator[None]:
     """Each rank's tower learns from its own images only: the sum over TP is left out."""
-    import megatron_vlm.optimizer as optimizer
+    import megatron_vlm.step.optimizer as optimizer
 
     with mock.patch.object(optimizer, "sum_shared_images", lambda model: None):
         yield

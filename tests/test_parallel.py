@@ -3,9 +3,9 @@
 
 import pytest
 
+from megatron_vlm.config.schema import ParallelConfig
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.schema import ParallelConfig
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.platform import pick_platform
 
 
 def test_unknown_name():

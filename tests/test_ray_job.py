@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.schema import Config, LaunchConfig, ParallelConfig
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -118,7 +118,7 @@ def test_a_lost_node_leaves_fewer_replicas(cluster, folder, tiny, pool):
 
 
 def test_how_many_ranks():
-    from megatron_vlm.ray_job import world_size
+    from megatron_vlm.launch.ray_job import world_size
 
     def ranks(room: int, restart: int = 0, processes: int | None = None, **parallel: int) -> int:
         launch = LaunchConfig(processes=processes)

@@ -16,11 +16,11 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from megatron_vlm.display.scales import COLUMNS, number, smooth, step_scale, thin, value_scale
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.run_report import write_report
-from megatron_vlm.run_report.metrics import read_metrics
-from megatron_vlm.run_report.page import duration
-from megatron_vlm.scales import COLUMNS, number, smooth, step_scale, thin, value_scale
+from megatron_vlm.run.report import write_report
+from megatron_vlm.run.report.metrics import read_metrics
+from megatron_vlm.run.report.page import duration
 
 TEAL = (20, 140, 130)
 HOSTILE = "<script>alert(1)</script> & \u4e09 \x1b[2J\u202e"
@@ -379,7 +379,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 
 def test_neither_torch_nor_megatron_is_imported():
     code = (
-        "import sys, megatron_vlm.run_report\n"
+        "import sys, megatron_vlm.run.report\n"
         "assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'megatron'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

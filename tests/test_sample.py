@@ -14,16 +14,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize,
 )
 
-from megatron_vlm.data.images import (
+from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.config.validate import check_values
+from megatron_vlm.data.encode.sample import Dropped, Sample, Span, cut_sample
+from megatron_vlm.data.media.images import (
     ImageSettings,
     expand_patches,
     image_patches,
     normalisation_table,
 )
-from megatron_vlm.data.sample import Dropped, Sample, Span, cut_sample
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.schema import Config, DataConfig
-from megatron_vlm.validate import check_values
 from tests.chats import image, say, text
 from tests.test_chat import reader  # noqa: F401 - a fixture
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_vlm.demo.shapes import COLOURS, KINDS, SHAPES, ShapesSpec, write_shapes
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.shapes import COLOURS, KINDS, SHAPES, ShapesSpec, write_shapes
 
 SPEC = ShapesSpec(train=400, eval=160)
 FACTS = {

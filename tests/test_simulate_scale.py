@@ -24,7 +24,7 @@ from benchmarks.scale_model import (
     replica_seconds,
     schedule,
 )
-from megatron_vlm.flops import WorkModel
+from megatron_vlm.data.batch.cost import WorkModel
 
 ROOT = Path(__file__).parent.parent
 EIGHT = make_setup("8B", (36, 4096, 12288, 32), 2, 4, 8192)

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_vlm.config.schema import Config, LogConfig
+from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.platform import pick_platform
-from megatron_vlm.profiler import Profiler
-from megatron_vlm.run_log import RunLog, StepFigures
-from megatron_vlm.schema import Config, LogConfig
-from megatron_vlm.sinks import check_installed
+from megatron_vlm.run.log import RunLog, StepFigures
+from megatron_vlm.run.profiler import Profiler
+from megatron_vlm.run.sinks import check_installed
 
 FIGURES = StepFigures(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
 

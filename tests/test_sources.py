@@ -10,9 +10,9 @@ import datasets
 import pyarrow
 import pytest
 
-from megatron_vlm.data.files import file_digest
-from megatron_vlm.data.formats import parse_record
-from megatron_vlm.data.sources import SourceSpec, open_source, parse_specs
+from megatron_vlm.data.read.files import file_digest
+from megatron_vlm.data.read.formats import parse_record
+from megatron_vlm.data.read.sources import SourceSpec, open_source, parse_specs
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import picture, say
 
@@ -209,8 +209,8 @@ def test_digests_follow_the_content(name, tmp_path):
 def test_a_large_file_is_digested_in_samples(tmp_path, monkeypatch):
     path = tmp_path / "large"
     path.write_bytes(bytes(range(256)) * 4096)
-    monkeypatch.setattr("megatron_vlm.data.files._WHOLE_DIGEST", 2**10)
-    monkeypatch.setattr("megatron_vlm.data.files._SAMPLE", 2**12)
+    monkeypatch.setattr("megatron_vlm.data.read.files._WHOLE_DIGEST", 2**10)
+    monkeypatch.setattr("megatron_vlm.data.read.files._SAMPLE", 2**12)
     before = file_digest(str(path))
     assert file_digest(str(path)) == before
     with path.open("r+b") as file:

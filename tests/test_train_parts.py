@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vlm.agree import OK, STOP, agree
-from megatron_vlm.data.loader import BatchFigures
+from megatron_vlm.config.schema import Config, LogConfig, OptimConfig, TrainConfig
+from megatron_vlm.data.batch.loader import BatchFigures
+from megatron_vlm.distributed.agree import OK, STOP, agree
+from megatron_vlm.distributed.watchdog import Sign, describe, find_stuck
 from megatron_vlm.errors import TrainError
-from megatron_vlm.meter import Guard
-from megatron_vlm.run_log import RunLog, StepFigures, duration, step_line
-from megatron_vlm.schedule import lr_at
-from megatron_vlm.schema import Config, LogConfig, OptimConfig, TrainConfig
-from megatron_vlm.watchdog import Sign, describe, find_stuck
+from megatron_vlm.run.log import RunLog, StepFigures, duration, step_line
+from megatron_vlm.run.meter import Guard
+from megatron_vlm.step.schedule import lr_at
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import call
@@ -158,7 +158,7 @@ def test_only_one_rank_speaks(tmp_path, capsys):
 
 
 def test_figures_of_a_batch():
-    from megatron_vlm.data.batching import RowSize
+    from megatron_vlm.data.batch.batching import RowSize
 
     sizes = [RowSize(10, 1.0, images=2), RowSize(6, 2.0), RowSize(4, 3.0, images=1)]
     batch = BatchFigures.of(sizes, [[[0, 1]], [[2]]])

@@ -25,7 +25,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
-from megatron_vlm.data.video import (
+from megatron_vlm.data.media.video import (
     VideoInfo,
     VideoSettings,
     plan_video,
@@ -33,7 +33,7 @@ from megatron_vlm.data.video import (
     video_patches,
     video_text,
 )
-from megatron_vlm.data.video_file import iter_frames, probe_video
+from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.errors import ConfigError, DataError
 
 # video_preprocessor_config.json of the released Qwen3-VL.

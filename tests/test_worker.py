@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vlm.data.rows import batch_of, rows_of
-from megatron_vlm.data.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.errors import DataError
-from megatron_vlm.report import StageReport, stage_reports, submodule_of
+from megatron_vlm.hf.stages import StageReport, stage_reports, submodule_of
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.runs import call, my_rows

@@ -9,13 +9,13 @@ from pathlib import Path
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.pieces import Reader
 from megatron_vlm.config import from_yaml
+from megatron_vlm.config.schema import ParallelConfig
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export import check_new, write_folder
 from megatron_vlm.hf.load import vision_shapes
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import Source
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.schema import ParallelConfig
 
 
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:

@@ -33,9 +33,9 @@ from megatron_vlm.checkpoint.pieces import (
     safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
+from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.optimizer import set_lr
-from megatron_vlm.platform import Platform
+from megatron_vlm.step.optimizer import set_lr
 from megatron_vlm.worker import MegatronWorker
 
 FORMAT = 1

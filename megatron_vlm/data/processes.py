@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 def start_server() -> None:
     """Start the server in the background, if it does not run yet. Early, it costs nobody time."""
-    modules = ["megatron_vlm.data.detached", "megatron_vlm.data.loader"]
+    modules = ["megatron_vlm.data.detached", "megatron_vlm.data.batch.loader"]
     get_context("forkserver").set_forkserver_preload(modules)
     forkserver.ensure_running()
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.config import from_yaml, load_config
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import run_process
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.launch import run_process
-from megatron_vlm.schema import Config
 
 
 def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_vlm.data.dataset import DataSet
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.dataset import DataSet
+from megatron_vlm.data.encode.views import ShownTurn, show_sample
+from megatron_vlm.display.html import data_uri
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
 from megatron_vlm.evaluation.sets import EvalSet, open_sets
-from megatron_vlm.inspect.views import ShownTurn, show_sample
-from megatron_vlm.page import data_uri
-from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
 
 

@@ -14,15 +14,16 @@ from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_vlm.data.batch import IGNORE, MicroBatch, Row
-from megatron_vlm.data.chat import END
-from megatron_vlm.data.dataset import Handle
-from megatron_vlm.decode import generate, pick_ids, rank
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.dataset import Handle
+from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.encode.chat import END
+from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question, ask, batches_of, questions_of
-from megatron_vlm.loss import target_log_probs
-from megatron_vlm.pipeline import broadcast_from_last, evaluating, run_schedule
-from megatron_vlm.schema import Config
+from megatron_vlm.model.log_probs import target_log_probs
+from megatron_vlm.step.decode import generate, pick_ids, rank
+from megatron_vlm.step.pipeline import broadcast_from_last, evaluating, run_schedule
 from megatron_vlm.worker import MegatronWorker
 
 BLOCK = 64  # questions that are in memory together

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vlm.data.batch import MicroBatch, Row
-from megatron_vlm.data.batching import Limits
-from megatron_vlm.data.dataset import DataSet, Handle, open_data
-from megatron_vlm.data.loader import Loader
-from megatron_vlm.data.order import Order, all_of
-from megatron_vlm.data.positions import VisionTokens
-from megatron_vlm.data.share import my_replica, share_batch, share_object
-from megatron_vlm.data.sources import SourceSpec, parse_specs
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.batching import Limits
+from megatron_vlm.data.batch.dataset import DataSet, Handle, open_data
+from megatron_vlm.data.batch.loader import Loader
+from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.batch.order import Order, all_of
+from megatron_vlm.data.encode.positions import VisionTokens
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.read.sources import SourceSpec, parse_specs
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.feeder import open_together
-from megatron_vlm.schema import Config
+from megatron_vlm.feed.feeder import open_together
+from megatron_vlm.feed.share import my_replica, share_batch, share_object
 from megatron_vlm.worker import MegatronWorker
 
 

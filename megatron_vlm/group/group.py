@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.group.handle import Handle
 from megatron_vlm.group.parts import Part, Rows, even_parts, prompt_parts
-from megatron_vlm.losses import LossFunction, Objective
-from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.step.losses import LossFunction, Objective
 from megatron_vlm.worker import StepMetrics
 
 

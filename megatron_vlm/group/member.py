@@ -7,14 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.agree import FAILED, OK, agree
 from megatron_vlm.checkpoint import state
-from megatron_vlm.data.batch import MicroBatch
-from megatron_vlm.data.rows import rows_of
-from megatron_vlm.decode import generate
+from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.distributed.agree import FAILED, OK, agree
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.group.parts import Part
-from megatron_vlm.losses import LossFunction, Objective
+from megatron_vlm.step.decode import generate
+from megatron_vlm.step.losses import LossFunction, Objective
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 

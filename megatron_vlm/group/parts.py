@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_vlm.data.batch import IGNORE, Row
-from megatron_vlm.data.rows import FIELDS, MASK, PIXEL_FIELDS, batch_of
-from megatron_vlm.data.tensor_batch import TensorBatch, Value
-from megatron_vlm.data.tensors import TensorList
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tensors.rows import FIELDS, MASK, PIXEL_FIELDS, batch_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch, Value
+from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 
 Rows = TensorBatch | Sequence[Row]

@@ -13,14 +13,14 @@ import ray  # type: ignore
 from ray.exceptions import RayActorError, RayTaskError  # type: ignore
 from ray.util.placement_group import remove_placement_group  # type: ignore
 
-from megatron_vlm.data.tensor_batch import TensorBatch
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.ray_cluster import MeetingPlace, go_to, place_ranks, take_rank
 from megatron_vlm.group.group import WorkerGroup
 from megatron_vlm.group.handle import Handle
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
 from megatron_vlm.group.parts import Part
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.ray_cluster import MeetingPlace, go_to, place_ranks, take_rank
-from megatron_vlm.schema import Config
 from megatron_vlm.worker import MegatronWorker
 
 GRACE_S = 20.0  # for the other ranks to end their call, once one has failed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_vlm.parallel import ParallelDims
+from megatron_vlm.distributed.dims import ParallelDims
 
 # Reads a slice of a checkpoint tensor: name, and for each of its first dimensions (start, end).
 ReadSlice = Callable[[str, Sequence[tuple[int, int] | None]], Tensor]

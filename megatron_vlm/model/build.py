@@ -14,11 +14,11 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megatron_vlm.constraints import check_built
+from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
-from megatron_vlm.parallel import ParallelDims
-from megatron_vlm.platform import Platform
-from megatron_vlm.schema import Config, ModelConfig
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:

@@ -12,11 +12,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_vlm.data.batch import IGNORE
-from megatron_vlm.data.positions import VisionTokens, check_placeholders
+from megatron_vlm.data.encode.positions import VisionTokens, check_placeholders
+from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.loss import target_log_probs
 from megatron_vlm.model.cache import KVCache
+from megatron_vlm.model.log_probs import target_log_probs
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
 from megatron_vlm.model.vision import build_vision_tower, encode, touch

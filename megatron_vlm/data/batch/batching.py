@@ -1,0 +1,205 @@
+"""Which rows of a global batch go together, and to which data parallel rank.
+
+No packing, little padding, no rank that waits.
+
+Rows of about one length make a micro-batch; micro-batches are dealt out so that the ranks' costs
+are equal. All of it is a pure function of the rows' sizes, the same on every rank.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_vlm.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What planning needs to know of a row."""
+
+    tokens: int
+    cost: float  # any unit of work; see flops.py
+    patches: int = 0
+    images: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one micro-batch: `rows`, or (where given) `tokens` with padding counted."""
+
+    rows: int = 1
+    tokens: int | None = None
+
+    @staticmethod
+    def of(train: TrainConfig) -> "Limits":
+        """As the configuration says."""
+        return Limits(train.micro_batch_size, train.micro_batch_tokens)
+
+
+Plan = list[list[list[int]]]  # [rank][micro-batch][row]
+
+
+def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
+    """Every row once. Each rank gets micro-batches of near-equal total cost; a rank may stay
+    without any where there are fewer rows than ranks."""
+    order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
+    if limits.tokens is not None:
+        return _deal_groups(_group_by_tokens(order, sizes, ranks, limits.tokens), sizes, ranks)
+    # With a fixed number of rows, groups of like length pad least, rows dealt out one by one
+    # balance best, and few rows may stand well as they are: whichever ends first on every rank.
+    count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
+    alike = _deal_groups(_split(order, min(count, len(sizes))), sizes, ranks)
+    shares = deal([size.cost for size in sizes], ranks)
+    place = {row: number for number, row in enumerate(order)}
+    single = [
+        _split(sorted(share, key=place.__getitem__), math.ceil(len(share) / limits.rows))
+        for share in shares
+    ]
+    plain = naive_plan(sizes, ranks, limits.rows)
+    return min(alike, single, plain, key=lambda plan: max(_loads(plan, sizes)))
+
+
+def _deal_groups(groups: list[list[int]], sizes: Sequence[RowSize], ranks: int) -> Plan:
+    """Micro-batches over ranks, costliest first: the pipeline drains on what is short."""
+    costs = [group_cost([sizes[row] for row in group]) for group in groups]
+    shares = level(deal(costs, ranks), costs)
+    return [[groups[g] for g in sorted(share, key=lambda g: -costs[g])] for share in shares]
+
+
+def _split(order: Sequence[int], count: int) -> list[list[int]]:
+    """Nearly equal groups of rows of like length, costliest first; the longest rows are in the
+    smaller groups."""
+    return [part.tolist() for part in np.array_split(order, count)][::-1] if count else []
+
+
+def _loads(plan: Plan, sizes: Sequence[RowSize]) -> list[float]:
+    return [sum(group_cost([sizes[row] for row in group]) for group in share) for share in plan]
+
+
+def _group_by_tokens(
+    order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
+) -> list[list[int]]:
+    """At least one group for each rank, if there are as many rows."""
+    groups = _fill_groups(order[::-1], sizes, ranks, tokens)
+    while len(groups) < min(ranks, len(sizes)):
+        widest = max(groups, key=len)
+        groups.remove(widest)
+        groups += [widest[::2], widest[1::2]]
+    return groups
+
+
+def _fill_groups(
+    order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
+) -> list[list[int]]:
+    """Groups cut where one would pass the limit, pad much, or outgrow its rank's share."""
+    # A group above this could not be dealt out evenly any more; a single row may still be.
+    most_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
+    groups: list[list[int]] = []
+    longest, cost = 0, 0.0
+    for row in order:
+        size = sizes[row]
+        fits = groups and (
+            longest * (len(groups[-1]) + 1) <= tokens
+            and cost + size.cost <= most_cost
+            and longest - size.tokens <= _MOST_PADDING * longest
+        )
+        if not fits:
+            groups.append([])
+            longest, cost = size.tokens, 0.0
+        groups[-1].append(row)
+        cost += size.cost
+    return groups
+
+
+_PIECES_PER_RANK = 4
+_MOST_PADDING = 0.06  # of the longest row; the mean over a group is then about half
+
+
+def group_cost(rows: Sequence[RowSize]) -> float:
+    """Of a micro-batch: padding costs like tokens."""
+    longest = max(size.tokens for size in rows)
+    return sum(size.cost * (1 + 0.5 * (longest / size.tokens - 1)) for size in rows)
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Costliest first, each to the rank with least to do."""
+    heap = [(0.0, rank) for rank in range(ranks)]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for group in sorted(range(len(costs)), key=lambda g: (-costs[g], g)):
+        load, rank = heapq.heappop(heap)
+        shares[rank].append(group)
+        heapq.heappush(heap, (load + costs[group], rank))
+    return shares
+
+
+def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) -> list[list[int]]:
+    """Swap or move groups between the fullest rank and others as long as its load falls."""
+    shares = [list(share) for share in shares]
+    loads = np.array([sum(costs[g] for g in share) for share in shares])
+    for _ in range(rounds):
+        high = int(loads.argmax())
+        best = _best_exchange(shares, costs, loads, high)
+        if best is None:
+            break
+        low, give, take = best
+        shares[high].remove(give)
+        shares[low].append(give)
+        if take is not None:
+            shares[low].remove(take)
+            shares[high].append(take)
+        moved = costs[give] - (costs[take] if take is not None else 0.0)
+        loads[high] -= moved
+        loads[low] += moved
+    return shares
+
+
+def _best_exchange(
+    shares: list[list[int]], costs: Sequence[float], loads: np.ndarray, high: int
+) -> tuple[int, int, int | None] | None:
+    """The exchange with another rank that leaves the larger of both loads smallest."""
+    best, found = loads[high] * (1 - 1e-6), None
+    gives = np.array([[costs[g]] for g in shares[high]])
+    for low in np.argsort(loads, kind="stable")[:16].tolist():
+        if low == high:
+            continue
+        takes = [None, *shares[low]]
+        moved = gives - np.array([0.0 if g is None else costs[g] for g in takes])
+        after = np.maximum(loads[high] - moved, loads[low] + moved)
+        after[moved <= 0] = np.inf
+        give, take = divmod(int(after.argmin()), len(takes))
+        if after[give, take] < best:
+            best, found = after[give, take], (low, shares[high][give], takes[take])
+    return found
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How good a plan is."""
+
+    padding: float  # part of all positions that is padding
+    imbalance: float  # cost of the fullest rank over the mean
+    busiest: float  # that cost, padding included
+    micro_batches: int
+
+
+def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
+    """Padding and balance of a plan."""
+    groups = [group for share in plan for group in share]
+    longest = [max(sizes[row].tokens for row in group) * len(group) for group in groups]
+    real = sum(size.tokens for size in sizes)
+    loads = _loads(plan, sizes)
+    imbalance = max(loads) / (sum(loads) / len(loads))
+    return Balance(1 - real / sum(longest), imbalance, max(loads), len(groups))
+
+
+def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:
+    """What is commonly done: rows in order, as many to each rank, cut at a number of rows."""
+    bounds = [len(sizes) * rank // ranks for rank in range(ranks + 1)]
+    return [
+        [list(range(s, min(s + rows, end))) for s in range(start, end, rows)]
+        for start, end in itertools.pairwise(bounds)
+    ]

@@ -1,0 +1,26 @@
+"""Where a run is in its data, and what a set of samples answers about what comes next."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_vlm.data.batch.batching import RowSize
+from megatron_vlm.data.encode.row import PlacedRow
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a run is: all that a checkpoint needs to know of it."""
+
+    epoch: int = 0
+    taken: int = 0  # samples of this epoch
+    stream: dict[str, Any] | None = None  # where a stream is
+
+
+class Data(Protocol):
+    """What the loader needs of a set of samples: DataSet here, or StreamSet of stream.py."""
+
+    def epoch(self, start: Position) -> Iterator[tuple[Any, RowSize, Position]]: ...
+    def row(self, handle: Any) -> PlacedRow: ...
+    def faults(self) -> tuple[Counter[str], list[str]]: ...

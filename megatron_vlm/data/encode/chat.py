@@ -1,0 +1,240 @@
+"""Chats as tokens: rendered once by the tokenizer's own template, every turn's span known.
+
+The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's do. Turns are found
+by the ids of those two tokens; text that merely spells them never becomes one of them.
+
+Shapes: U tokens before placeholders are expanded.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.data.read.records import Chat, Image, Turn
+from megatron_vlm.errors import ConfigError, DataError
+
+START, END = "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stands between <|im_start|> and <|im_end|>, both included: [start, end). `body` is the
+    first token after the role's line."""
+
+    role: str
+    start: int
+    body: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat in tokens, one placeholder for each image or video frame still."""
+
+    ids_U: np.ndarray  # int32
+    trained_U: np.ndarray  # bool
+    video_starts: tuple[int, ...] = ()  # first token of each video's text
+    blocks: tuple[Block, ...] = ()
+
+
+class ChatRenderer:
+    """The tokenizer with what it takes to read its template's output."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: str):
+        if not tokenizer.chat_template:
+            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
+        self.tokenizer = tokenizer
+        self.special_tokens = special_tokens
+        names = (START, END, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
+        ids = tokenizer.convert_tokens_to_ids(list(names))
+        for name, token in zip(names, ids, strict=True):
+            if token is None or tokenizer.convert_ids_to_tokens(token) != name:
+                raise ConfigError(f"the tokenizer has no token {name}; this is not a Qwen-VL one")
+        self.start_id, self.end_id, self.image_id, self.video_id = ids[:4]
+        self.vision_start_id, self.vision_end_id = ids[4:]
+        added = tokenizer.added_tokens_decoder.values()
+        special = sorted({*names, *(token.content for token in added if token.special)})
+        self.special = re.compile("|".join(map(re.escape, special)))
+
+    def render(self, chat: Chat, videos: Sequence[str], train_on: str | Sequence[str]) -> Rendered:
+        """Tokens, trained tokens and turns. `videos` is the text that stands for each video."""
+        chat, cut = self._guard(chat)
+        text = self.tokenizer.apply_chat_template(
+            [_message(turn) for turn in chat.turns], tools=list(chat.tools) or None, tokenize=False
+        )
+        text, video_chars = _fill(text, videos, cut)
+        ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
+        text = text.replace(cut, "") if cut else text
+        blocks = self._blocks(chat, text, ids_U, starts_U)
+        trained_U = np.zeros(len(ids_U), dtype=bool)
+        for block, turns in blocks:
+            trained_U[block.body : block.end] = bool(turns) and turns[0].trained is not False
+        chosen = choose_trained(
+            [(b.role, t[0].trained if t else None) for b, t in blocks], train_on
+        )
+        for (block, _), train in zip(blocks, chosen, strict=True):
+            if not train:
+                trained_U[block.start : block.end] = False
+        video_starts = tuple(np.searchsorted(starts_U, video_chars).tolist())
+        return Rendered(ids_U, trained_U, video_starts, tuple(block for block, _ in blocks))
+
+    def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and the character each token starts at. Pieces are tokenized apart: a special token
+        that was cut in two is plain text in both."""
+        encoded = self.tokenizer(
+            pieces,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        ids: list[int] = []
+        starts: list[int] = []
+        base = 0
+        for piece, piece_ids, offsets in zip(
+            pieces, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            ids += piece_ids
+            starts += [base + start for start, _ in offsets]
+            base += len(piece)
+        return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64)
+
+    def _guard(self, chat: Chat) -> tuple[Chat, str]:
+        """The chat with special tokens that its text spells cut in two, and the cut; or refused."""
+        texts = list(_strings([chat.tools, *((t.parts, t.tool_calls) for t in chat.turns)]))
+        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+            raise DataError(
+                f"{chat.where}: the text has half of a surrogate pair; it is no Unicode"
+            )
+        found = next((m for text in texts if (m := self.special.search(text))), None)
+        if found is None:
+            return chat, ""
+        if self.special_tokens == "refuse":
+            raise DataError(
+                f"{chat.where}: the text contains {found[0]}, which would forge a turn or an "
+                "image; data.special_tokens=escape takes it as plain text"
+            )
+        whole = "".join(texts)
+        cut = next(chr(code) for code in _PRIVATE_USE if chr(code) not in whole)
+
+        def escape(text: str) -> str:
+            return self.special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
+
+        turns = tuple(
+            Turn(t.role, _map(t.parts, escape), _map(t.tool_calls, escape), t.trained)
+            for t in chat.turns
+        )
+        return Chat(chat.where, turns, _map(chat.tools, escape)), cut
+
+    def _blocks(
+        self, chat: Chat, text: str, ids_U: np.ndarray, starts_U: np.ndarray
+    ) -> list[tuple[Block, list[Turn]]]:
+        """The blocks of the rendered text, each with the turns that it shows."""
+        opens = np.flatnonzero(ids_U == self.start_id)
+        closes = np.flatnonzero(ids_U == self.end_id)
+        if not len(opens) or len(opens) != len(closes) or (closes < opens).any():
+            raise ConfigError(
+                f"{chat.where}: the chat template renders {len(opens)} {START} and {len(closes)} "
+                f"{END}; only ChatML templates are supported"
+            )
+        found = []
+        waiting = list(chat.turns)
+        for start, close in zip(opens.tolist(), closes.tolist(), strict=True):
+            line = text.find("\n", starts_U[start])
+            role = text[starts_U[start] + len(START) : line]
+            body = int(np.searchsorted(starts_U, line + 1))
+            turns = _take(waiting, role)
+            role = turns[0].role if turns else role
+            found.append((Block(role, start, min(body, close), close + 1), turns))
+        if waiting:
+            raise ConfigError(
+                f"{chat.where}: the chat template leaves out {len(waiting)} of "
+                f"{len(chat.turns)} messages, the first a {waiting[0].role} message"
+            )
+        return found
+
+
+def choose_trained(
+    blocks: Sequence[tuple[str, bool | None]], train_on: str | Sequence[str]
+) -> list[bool]:
+    """Which blocks, given as (role, the record's own word), data.train_on picks."""
+    if train_on == "record":
+        return [own is True for _, own in blocks]
+    if train_on == "last_assistant":
+        last = max((i for i, (role, _) in enumerate(blocks) if role == "assistant"), default=-1)
+        return [i == last for i in range(len(blocks))]
+    roles = ["assistant"] if train_on == "all_assistant" else train_on
+    return [role in roles for role, _ in blocks]
+
+
+def _take(waiting: list[Turn], role: str) -> list[Turn]:
+    """The turns that a block with this role shows: one, or a run of tool messages, which Qwen's
+    templates show as a user's; none for a system prompt that the template made up."""
+    if waiting and role == "user" and waiting[0].role == "tool":
+        count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
+    else:
+        count = int(bool(waiting) and waiting[0].role == role)
+    taken = waiting[:count]
+    del waiting[:count]
+    return taken
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    """The turn as a template takes it."""
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image" if isinstance(part, Image) else "video"}
+        for part in turn.parts
+    ]
+    only_text = all(isinstance(part, str) for part in turn.parts)
+    message: dict[str, Any] = {
+        "role": turn.role,
+        "content": "".join(part for part in turn.parts if isinstance(part, str))
+        if only_text
+        else parts,
+    }
+    if turn.tool_calls:
+        message["tool_calls"] = list(turn.tool_calls)
+    return message
+
+
+def _fill(text: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:
+    """The text with each video placeholder replaced, and where, not counting the cuts."""
+    before, *rest = text.split(VIDEO_PAD)
+    if len(rest) != len(videos):
+        raise ConfigError(f"the template renders {len(rest)} {VIDEO_PAD} for {len(videos)} videos")
+    starts = []
+    for video, after in zip(videos, rest, strict=True):
+        starts.append(len(before) - (before.count(cut) if cut else 0))
+        before += video + after
+    return before, starts
+
+
+def _strings(value: Any) -> list[str]:
+    """Every string in nested tuples, lists and dicts, keys too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [s for pair in value.items() for s in _strings(list(pair))]
+    if isinstance(value, list | tuple):
+        return [s for item in value for s in _strings(item)]
+    return []
+
+
+def _map(value: Any, change: Callable[[str], str]) -> Any:
+    """The same nested value with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map(item, change) for item in value)
+    return value

@@ -1,0 +1,250 @@
+"""Sample: a record as the model takes it, all but the pixels. Cut so that no image is cut.
+
+Shapes: U tokens before placeholders are expanded, S tokens, I images, V videos.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.encode.chat import VIDEO_PAD, ChatRenderer, Rendered
+from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.data.media.media import MediaPolicy, image_size, resolve_path
+from megatron_vlm.data.media.video import (
+    VideoInfo,
+    VideoPlan,
+    VideoSettings,
+    plan_video,
+    video_text,
+)
+from megatron_vlm.data.media.video_file import probe_video
+from megatron_vlm.data.read.records import Chat, Chunks, Image, ImageChunk, Record, Video
+from megatron_vlm.errors import DataError
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tokens, which of them are trained, and the grids of the images and videos among them."""
+
+    ids_S: np.ndarray  # int32
+    trained_S: np.ndarray  # bool
+    image_grids: tuple[Grid, ...] = ()
+    video_grids: tuple[Grid, ...] = ()
+
+    @property
+    def num_supervised(self) -> int:
+        """The first token has no predecessor that could predict it."""
+        return int(self.trained_S[1:].sum())
+
+    @property
+    def num_patches(self) -> int:
+        return sum(t * h * w for t, h, w in (*self.image_grids, *self.video_grids))
+
+    @property
+    def patch_pairs(self) -> int:
+        """A patch attends to those of its own frame."""
+        return sum(t * (h * w) ** 2 for t, h, w in (*self.image_grids, *self.video_grids))
+
+
+class Dropped(Exception):  # noqa: N818 - not an error
+    """A record that is left out by a rule of the configuration; the message is the rule."""
+
+
+class Encoder:
+    """Everything that turns records into samples. Picklable, for worker processes."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        images: ImageSettings,
+        videos: VideoSettings,
+        cfg: DataConfig,
+    ):
+        self.renderer = ChatRenderer(tokenizer, cfg.special_tokens)
+        self.images = images
+        self.videos = videos
+        self.cfg = cfg
+
+    def encode(self, record: Record, policy: MediaPolicy) -> Sample:
+        """The sample of a record. DataError: it is wrong. Dropped: a rule leaves it out."""
+        image_grids = [
+            self._image_grid(image, policy, f"{record.where}: image {i}")
+            for i, image in enumerate(record.media(Image))
+        ]
+        plans = [
+            self.video_plan(video, policy, f"{record.where}: video {i}")
+            for i, video in enumerate(record.media(Video))
+        ]
+        if isinstance(record, Chat):
+            texts = [_one_pad_a_frame(plan, self.videos.merge_size) for plan in plans]
+            rendered = self.renderer.render(record, texts, self.cfg.train_on)
+        else:
+            rendered = self._read_chunks(record, image_grids)
+        sample, spans = self._expand(record, rendered, image_grids, plans)
+        return self._fit(sample, spans, record.where)
+
+    def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
+        """Which frames of a video the model sees, and at what size."""
+        if isinstance(video.source, str):
+            try:
+                info = probe_video(resolve_path(video.source, policy, where))
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
+            return plan_video(info, self.videos, sample=True, where=where)
+        height, width = image_size(video.source[0], policy, where)
+        info = VideoInfo(len(video.source), video.fps, height, width)
+        return plan_video(info, self.videos, sample=False, where=where)
+
+    def _image_grid(self, image: Image, policy: MediaPolicy, where: str) -> Grid:
+        return self.images.grid(*image_size(image, policy, where))
+
+    def _read_chunks(self, record: Chunks, grids: Sequence[Grid]) -> Rendered:
+        """Encoded tokens as they are; each image one placeholder; the mask without the images."""
+        ids: list[int] = []
+        trained: list[bool] = []
+        cursor, image = 0, 0
+        vocab = len(self.renderer.tokenizer)
+        for index, chunk in enumerate(record.chunks):
+            where = f"{record.where}: chunk {index}"
+            if isinstance(chunk, ImageChunk):
+                count = self._num_tokens(grids[image])
+                if chunk.expected_tokens not in (None, count):
+                    raise DataError(
+                        f"{where}: expected_tokens is {chunk.expected_tokens} but the image makes "
+                        f"{count} tokens; encode it with this checkpoint's image processor"
+                    )
+                ids.append(self.renderer.image_id)
+                trained.append(False)
+                cursor, image = cursor + count, image + 1
+                continue
+            if max(chunk, default=0) >= vocab:
+                raise DataError(f"{where}: token {max(chunk)} is not below the {vocab} known ones")
+            if {self.renderer.image_id, self.renderer.video_id} & set(chunk):
+                raise DataError(f"{where}: has placeholder tokens; give images as image chunks")
+            ids += chunk
+            trained += (record.mask or (True,) * (cursor + len(chunk)))[
+                cursor : cursor + len(chunk)
+            ]
+            cursor += len(chunk)
+        if record.mask is not None and len(record.mask) != cursor:
+            raise DataError(
+                f"{record.where}: the mask has {len(record.mask)} entries for {cursor} tokens"
+            )
+        return Rendered(np.array(ids, dtype=np.int32), np.array(trained, dtype=bool), ())
+
+    def _num_tokens(self, grid: Grid) -> int:
+        """Of an image, or of one frame of a video."""
+        return grid[1] * grid[2] // self.images.merge_size**2
+
+    def _expand(
+        self,
+        record: Record,
+        rendered: Rendered,
+        image_grids: Sequence[Grid],
+        plans: Sequence[VideoPlan],
+    ) -> tuple[Sample, list["Span"]]:
+        """Each placeholder repeated by its count; where each image and video then stands."""
+        ids_U = rendered.ids_U
+        video_grids = [plan.grid_thw for plan in plans]
+        # One placeholder an image, and one a frame of a video.
+        images = np.flatnonzero(ids_U == self.renderer.image_id)
+        frames = np.flatnonzero(ids_U == self.renderer.video_id)
+        owners = [video for video, grid in enumerate(video_grids) for _ in range(grid[0])]
+        if (len(images), len(frames)) != (len(image_grids), len(owners)):
+            raise DataError(
+                f"{record.where}: the chat template shows {len(images)} of {len(image_grids)} "
+                f"images and {len(frames)} of {len(owners)} video frames; it takes images in user "
+                "and tool messages only, most likely"
+            )
+        repeats_U = np.ones(len(ids_U), dtype=np.int64)
+        repeats_U[images] = [self._num_tokens(grid) for grid in image_grids]
+        repeats_U[frames] = [self._num_tokens(video_grids[owner]) for owner in owners]
+        starts_U = repeats_U.cumsum() - repeats_U
+        spans = [("image", place, place) for place in images.tolist()]
+        for video, start in enumerate(rendered.video_starts):
+            last = max(
+                u for u, owner in zip(frames.tolist(), owners, strict=True) if owner == video
+            )
+            spans.append(("video", start, last))
+        trained_U = rendered.trained_U.copy()
+        found = []
+        for kind, first, last in sorted(spans, key=lambda span: span[1]):
+            first, last = self._with_brackets(ids_U, first, last)
+            trained_U[first : last + 1] = False  # what the model sees is given, not predicted
+            found.append(Span(kind, int(starts_U[first]), int(starts_U[last] + repeats_U[last])))
+        sample = Sample(
+            np.repeat(ids_U, repeats_U),
+            np.repeat(trained_U, repeats_U),
+            tuple(image_grids),
+            tuple(video_grids),
+        )
+        return sample, found
+
+    def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
+        """[first, last] with the <|vision_start|> before and the <|vision_end|> behind."""
+        while first > 0 and ids_U[first - 1] == self.renderer.vision_start_id:
+            first -= 1
+        while last + 1 < len(ids_U) and ids_U[last + 1] == self.renderer.vision_end_id:
+            last += 1
+        return first, last
+
+    def _fit(self, sample: Sample, spans: Sequence["Span"], where: str) -> Sample:
+        """The sample within data.max_tokens and data.max_images, by data.truncation."""
+        cfg = self.cfg
+        images = [span for span in spans if span.kind == "image"]
+        over = []
+        if len(sample.ids_S) > cfg.max_tokens:
+            over.append(f"{len(sample.ids_S)} tokens, above data.max_tokens={cfg.max_tokens}")
+        if cfg.max_images is not None and len(images) > cfg.max_images:
+            over.append(f"{len(images)} images, above data.max_images={cfg.max_images}")
+        if over and cfg.truncation == "error":
+            raise DataError(
+                f"{where}: {' and '.join(over)}; raise the limit, lower data.max_pixels, or set "
+                "data.truncation to image_safe or drop"
+            )
+        if over and cfg.truncation == "drop":
+            raise Dropped("above data.max_tokens or data.max_images")
+        if over:
+            sample = cut_sample(sample, spans, cfg.max_tokens, cfg.max_images)
+        if not sample.num_supervised:
+            raise Dropped("nothing left to learn after the cut" if over else "nothing to learn")
+        return sample
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens [start, end) of an image or a whole video, with brackets and time stamps."""
+
+    kind: str
+    start: int
+    end: int
+
+
+def cut_sample(
+    sample: Sample, spans: Sequence[Span], max_tokens: int, max_images: int | None
+) -> Sample:
+    """The longest beginning within both limits that ends inside no image. Images past the cut
+    leave, and with them their patches."""
+    end = min(max_tokens, len(sample.ids_S))
+    images = [span for span in spans if span.kind == "image"]
+    if max_images is not None and len(images) > max_images:
+        end = min(end, images[max_images].start)
+    end = min([end, *(span.start for span in spans if span.start < end < span.end)])
+    kept = [span.kind for span in spans if span.end <= end]
+    return Sample(
+        sample.ids_S[:end],
+        sample.trained_S[:end],
+        sample.image_grids[: kept.count("image")],
+        sample.video_grids[: kept.count("video")],
+    )
+
+
+def _one_pad_a_frame(plan: VideoPlan, merge: int) -> str:
+    """The video's text with each frame's placeholders as one, to be expanded by count."""
+    count = plan.grid_thw[1] * plan.grid_thw[2] // merge**2
+    return video_text(plan, merge).replace(VIDEO_PAD * count, VIDEO_PAD)

@@ -1,0 +1,94 @@
+"""Video files, read through PyAV: how many frames, how large, and the frames themselves."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.data.media.video import VideoInfo
+from megatron_vlm.errors import DataError
+
+# Only files that hold their own frames: a playlist could name any other file.
+_OPEN_OPTIONS = {
+    "format_whitelist": "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg",
+    "protocol_whitelist": "file",
+}
+_REMEDY = "encode it anew (ffmpeg -i OLD NEW.mp4) or drop it"
+
+
+def probe_video(path: str | Path) -> VideoInfo:
+    """Length, rate and upright size. The file is read through, but decoded only where its own
+    count cannot be relied on: outside MP4, and in MP4 with packets that are not shown."""
+    with _open_video(path) as (container, stream):
+        fps = float(stream.average_rate) if stream.average_rate else None
+        stated = stream.frames if "mp4" in container.format.name else 0
+        packets = [(p.is_discard, p.is_corrupt) for p in container.demux(stream) if p.size]
+    if len(packets) < stated or (packets and packets[-1][1]):
+        raise DataError(
+            f"{path} holds {len(packets)} frames of {stated or 'more'}: it is cut off, or trimmed "
+            f"without being encoded; {_REMEDY}"
+        )
+    frames = _decoded(path)
+    first = next(frames, None)
+    if first is None:
+        raise DataError(f"{path} has no frames; drop it")
+    exact = len(packets) == stated and not any(hidden for hidden, _ in packets)
+    count = stated if exact else 1 + sum(1 for _ in frames)
+    if _quarter_turns(first) % 2:
+        return VideoInfo(count, fps, first.width, first.height)
+    return VideoInfo(count, fps, first.height, first.width)
+
+
+def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """The frames with these ascending indices, RGB bytes [height, width, 3], upright; one at a
+    time, because all of a video's frames in full size are gigabytes.
+
+    Decodes from the start, never seeks: seeking misses frames in many files. A phone's rotation
+    is applied, as by torchcodec from 0.11 on, which Hugging Face reads files with.
+    """
+    assert list(indices) == sorted(set(indices)), "indices must ascend"
+    waiting = deque(indices)
+    count = 0
+    for count, frame in enumerate(_decoded(path), start=1):
+        if waiting and count - 1 == waiting[0]:
+            waiting.popleft()
+            upright = np.rot90(frame.to_ndarray(format="rgb24"), _quarter_turns(frame))
+            yield np.ascontiguousarray(upright)
+        if not waiting:
+            return
+    raise DataError(f"{path} ends after {count} frames, frame {waiting[0]} is missing; {_REMEDY}")
+
+
+def _decoded(path: str | Path) -> Iterator[Any]:
+    with _open_video(path) as (container, stream):
+        yield from container.decode(stream)
+
+
+def _quarter_turns(frame: Any) -> int:
+    """Counter-clockwise turns that set a frame upright. Mirroring and other angles are ignored."""
+    return round(frame.rotation / 90) % 4
+
+
+@contextmanager
+def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
+    """PyAV's container and its main video stream; what goes wrong inside names the file."""
+    try:
+        import av
+    except ImportError as error:
+        raise DataError(
+            f"{path}: reading videos needs PyAV; pip install 'megatron_vlm[video]'"
+        ) from error
+    try:
+        with av.open(str(path), options=_OPEN_OPTIONS) as container:
+            stream = container.streams.best("video")
+            if stream is None:
+                raise DataError(f"{path} has no video stream; drop it")
+            yield container, stream
+    except av.FFmpegError as error:
+        kinds = _OPEN_OPTIONS["format_whitelist"]
+        raise DataError(
+            f"{path} cannot be read as a video ({kinds}): {error.strerror}; {_REMEDY}"
+        ) from error

@@ -1,0 +1,269 @@
+"""From a raw dict of any of the formats people have to a Record.
+
+Told apart by their keys: OpenAI `messages`, LLaVA and ShareGPT `conversations`, `prompt` with
+`completion`, Alpaca, and lists of encoded chunks. All become turns with parts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import PIL.Image
+
+from megatron_vlm.data.read.marks import AWAITED_IMAGE, AWAITED_VIDEO, place_media
+from megatron_vlm.data.read.records import (
+    ROLES,
+    Chat,
+    Chunks,
+    Image,
+    ImageChunk,
+    Part,
+    Record,
+    Turn,
+    Video,
+)
+from megatron_vlm.errors import DataError
+
+_ROLE_NAMES = {
+    **{role: role for role in ROLES},
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing"), "assistant"),
+    "function_call": "assistant",
+    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+}
+_FORMATS = (
+    "messages; conversations; prompt and completion; instruction and output; chunks; or a "
+    "pair of an image and a text"
+)
+
+
+def parse_record(raw: Any, where: str) -> Record:
+    """The Record in a raw dict, or a DataError that says where and what is wrong with it."""
+    if not isinstance(raw, Mapping):
+        raise DataError(f"{where}: a record is a JSON object, this is {_kind(raw)}")
+    raw = {key: value for key, value in raw.items() if value is not None}
+    if "chunks" in raw or "model_input" in raw:
+        return _parse_chunks(raw, where)
+    turns = _turns_of(raw, where)
+    if not turns:
+        raise DataError(f"{where}: the chat has no messages")
+    images = [_image(v, f"{where}: image {i}") for i, v in enumerate(_column(raw, "image"))]
+    videos = [_video(v, None, f"{where}: video {i}") for i, v in enumerate(_column(raw, "video"))]
+    turns = place_media(turns, images, videos, where)
+    for index, turn in enumerate(turns):
+        if turn.role == "system" and index:
+            raise DataError(f"{where}: message {index} is a system message; only the first may be")
+    return Chat(where, tuple(turns), tuple(_dicts(raw.get("tools", ()), f"{where}: tools")))
+
+
+def _turns_of(raw: Mapping[str, Any], where: str) -> list[Turn]:
+    if "messages" in raw:
+        return _parse_messages(raw["messages"], where)
+    if "conversations" in raw:
+        system = _as_turns(raw.get("system"), "system", where)
+        return system + _parse_messages(raw["conversations"], where)
+    if "prompt" in raw and "completion" in raw:
+        prompt = _as_turns(raw["prompt"], "user", where)
+        return prompt + _as_turns(raw["completion"], "assistant", where)
+    if "instruction" in raw and "output" in raw:
+        text = "\n".join(filter(None, (_text(raw, "instruction", where), raw.get("input"))))
+        turns = _as_turns(raw.get("system"), "system", where)
+        for pair in raw.get("history", ()):
+            turns += [Turn("user", (pair[0],)), Turn("assistant", (pair[1],))]
+        answer = _text(raw, "output", where)
+        return [*turns, Turn("user", (text,)), Turn("assistant", (answer,))]
+    raise DataError(
+        f"{where}: the keys {sorted(raw)} are of no known format; give {_FORMATS}, see docs/data.md"
+    )
+
+
+def _as_turns(value: Any, role: str, where: str) -> list[Turn]:
+    """A bare string as a turn of the role; a list as messages."""
+    if value is None or value == "":
+        return [] if role == "system" else [Turn(role, ())]
+    if isinstance(value, str):
+        return [Turn(role, (value,))]
+    return _parse_messages(value, where)
+
+
+def _parse_messages(messages: Any, where: str) -> list[Turn]:
+    if isinstance(messages, str):
+        messages = _json(messages, f"{where}: messages")
+    if not _is_list(messages):
+        raise DataError(f"{where}: messages must be a list, this is {_kind(messages)}")
+    return [_parse_message(m, f"{where}: message {i}") for i, m in enumerate(messages)]
+
+
+def _parse_message(message: Any, where: str) -> Turn:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} must be an object, this is {_kind(message)}")
+    given = message.get("role") or message.get("from")
+    role = _ROLE_NAMES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise DataError(f"{where} has role {given!r}; known roles: {', '.join(_ROLE_NAMES)}")
+    content = message.get("content")
+    content = message.get("value") if content is None else content
+    calls = _dicts(message.get("tool_calls") or (), f"{where}: tool_calls")
+    if given == "function_call":
+        calls, content = _dicts(content, f"{where}: function_call"), None
+    parts = _parse_content(content, where)
+    if not parts and not calls and role != "system":
+        raise DataError(f"{where} ({role}) has no content")
+    weight = message.get("weight", message.get("train"))
+    if weight not in (None, 0, 1):
+        raise DataError(f"{where}: weight is {weight!r}; give 0, 1, true or false")
+    trained = None if weight is None else bool(weight)
+    return Turn(role, parts, tuple(_parse_call(call, where) for call in calls), trained)
+
+
+def _parse_content(content: Any, where: str) -> tuple[Part, ...]:
+    if content is None or content == "":
+        return ()
+    if isinstance(content, str):
+        return (content,)
+    if isinstance(content, Mapping):
+        content = [content]
+    if not _is_list(content):
+        raise DataError(f"{where}: content must be a string or a list, this is {_kind(content)}")
+    parts = [_parse_part(part, f"{where}, part {i}") for i, part in enumerate(content)]
+    return tuple(part for part in parts if part != "")
+
+
+def _parse_part(part: Any, where: str) -> Part:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise DataError(f"{where} must be a string or an object, this is {_kind(part)}")
+    part = {key: value for key, value in part.items() if value is not None}
+    kind = part.get("type") or next(
+        (k for k in ("text", "image", "image_url", "video") if k in part), ""
+    )
+    if kind == "text":
+        return _text(part, "text", where)
+    if kind in ("image", "image_url"):
+        source = next(
+            (part[k] for k in ("image", "image_url", "url", "path", "base64") if k in part), None
+        )
+        if "base64" in part and source is part["base64"]:
+            source = f"data:image;base64,{source}"
+        return AWAITED_IMAGE if source is None else _image(source, where)
+    if kind == "video":
+        source = next((part[k] for k in ("video", "url", "path") if k in part), None)
+        return AWAITED_VIDEO if source is None else _video(source, part.get("fps"), where)
+    raise DataError(f"{where} has type {kind!r}; known: text, image, image_url, video")
+
+
+def _image(source: Any, where: str) -> Image:
+    if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
+        found = [source[k] for k in ("bytes", "url", "path") if source.get(k) is not None]
+        source = found[0] if found else None
+    if isinstance(source, bytearray | memoryview):
+        source = bytes(source)
+    if not isinstance(source, str | bytes | PIL.Image.Image) or not source:
+        raise DataError(
+            f"{where}: an image is a path, URL, bytes or PIL image, not {_kind(source)}"
+        )
+    return Image(source)
+
+
+def _video(source: Any, fps: Any, where: str) -> Video:
+    if fps is not None and (not isinstance(fps, int | float) or not fps > 0):
+        raise DataError(f"{where}: fps is {fps!r}; give frames per second, above 0")
+    if isinstance(source, Mapping):
+        source = source.get("path") or source.get("url")
+    if _is_list(source):
+        frames = tuple(_image(frame, f"{where}, frame {i}") for i, frame in enumerate(source))
+        if not frames:
+            raise DataError(f"{where}: the video has no frames")
+        return Video(frames, fps)
+    if not isinstance(source, str) or not source:
+        raise DataError(f"{where}: a video is a path or a list of frames, not {_kind(source)}")
+    return Video(source, fps)
+
+
+def _column(raw: Mapping[str, Any], kind: str) -> list[Any]:
+    value = raw.get(f"{kind}s", raw.get(kind))
+    if value is None:
+        return []
+    return list(value) if _is_list(value) else [value]
+
+
+def _parse_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """{"type": "function", "function": {"name": ..., "arguments": {...}}} from its variants."""
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise DataError(f"{where}: a tool call without the name of its function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"{where}: arguments of {name}")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: arguments of {name} must be an object, not {_kind(arguments)}")
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _parse_chunks(raw: Mapping[str, Any], where: str) -> Chunks:
+    chunks: Any = raw.get("chunks", raw.get("model_input"))
+    chunks = chunks.get("chunks") if isinstance(chunks, Mapping) else chunks
+    if not _is_list(chunks) or not len(chunks):
+        raise DataError(f"{where}: chunks must be a list with at least one chunk")
+    parsed = tuple(_parse_chunk(c, f"{where}: chunk {i}") for i, c in enumerate(chunks))
+    mask = next((raw[k] for k in ("mask", "loss_mask", "weights") if k in raw), None)
+    if mask is not None:
+        if not _is_list(mask) or any(value not in (0, 1) for value in mask):
+            raise DataError(f"{where}: the mask must be a list of 0 and 1, one for each token")
+        mask = tuple(bool(value) for value in mask)
+    return Chunks(where, parsed, mask)
+
+
+def _parse_chunk(chunk: Any, where: str) -> tuple[int, ...] | ImageChunk:
+    if not isinstance(chunk, Mapping):
+        raise DataError(f"{where} must be an object, this is {_kind(chunk)}")
+    chunk = {key: value for key, value in chunk.items() if value is not None}
+    if "tokens" in chunk:
+        tokens = chunk["tokens"]
+        if not _is_list(tokens) or any(type(t) is not int or t < 0 for t in tokens):
+            raise DataError(f"{where}: tokens must be a list of token ids")
+        return tuple(tokens)
+    source = next((chunk[key] for key in ("data", "image", "location") if key in chunk), None)
+    if source is None:
+        raise DataError(f"{where} has neither tokens nor an image; its keys are {sorted(chunk)}")
+    if isinstance(source, str) and chunk.get("type") == "image" and "data" in chunk:
+        source = f"data:image;base64,{source}"  # JSON carries bytes as base64
+    expected = chunk.get("expected_tokens")
+    if expected is not None and (type(expected) is not int or expected < 1):
+        raise DataError(f"{where}: expected_tokens is {expected!r}; give a count, at least 1")
+    return ImageChunk(_image(source, where), expected)
+
+
+def _dicts(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects, perhaps written as a JSON string, perhaps a single one."""
+    value = _json(value, where) if isinstance(value, str) else value
+    value = [value] if isinstance(value, Mapping) else value
+    if not _is_list(value) or not all(isinstance(item, Mapping) for item in value):
+        raise DataError(f"{where} must be a list of objects, this is {_kind(value)}")
+    return [dict(item) for item in value]
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where} is a string that is not JSON: {error}") from error
+
+
+def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
+    value = raw.get(key)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {key} must be a string, this is {_kind(value)}")
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,72 @@
+"""Where in a chat the pictures go that stand in a column of their own."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_vlm.data.read.records import Image, Part, Turn, Video
+from megatron_vlm.errors import DataError
+
+_MARKS = re.compile(r"(<image>|<video>)")
+# Parts that name no picture: the record's `images` or `videos` column has it.
+AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
+
+
+def place_media(
+    turns: list[Turn], images: list[Image], videos: list[Video], where: str
+) -> list[Turn]:
+    """Put the columns' images and videos where `<image>` marks or empty parts wait for them; where
+    nothing waits, at the start of the first user turn, as TRL does."""
+    waiting: dict[str, list[Any]] = {"image": images, "video": videos}
+    if images or videos:
+        turns = [replace(turn, parts=_split_marks(turn.parts, waiting)) for turn in turns]
+    kinds: tuple[tuple[str, Image | Video, list[Any]], ...] = (
+        ("image", AWAITED_IMAGE, images),
+        ("video", AWAITED_VIDEO, videos),
+    )
+    for kind, awaited, column in kinds:
+        places = sum(part == awaited for turn in turns for part in turn.parts)
+        if places == 0 and column and not _has_media(turns, type(awaited)):
+            turns = _prepend(turns, column, where)
+        elif places != len(column):
+            raise DataError(
+                f"{where}: {places} places for a {kind} (<{kind}> marks, or parts without a "
+                f"source) but {len(column)} in the record's {kind}s; give one for each place"
+            )
+        source = iter(column)
+        turns = [
+            replace(turn, parts=tuple(next(source) if p == awaited else p for p in turn.parts))
+            for turn in turns
+        ]
+    return turns
+
+
+def _has_media(turns: list[Turn], kind: type) -> bool:
+    return any(isinstance(part, kind) for turn in turns for part in turn.parts)
+
+
+def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tuple[Part, ...]:
+    """`a <image> b` as text, an awaited image, text; the line break after a mark goes with it."""
+    found: list[Part] = []
+    for part in parts:
+        if not isinstance(part, str):
+            found.append(part)
+            continue
+        pieces = _MARKS.split(part)
+        for index, piece in enumerate(pieces):
+            if index % 2 and waiting[piece[1:-1]]:
+                found.append(AWAITED_IMAGE if piece == "<image>" else AWAITED_VIDEO)
+            elif piece:
+                after_mark = index >= 2 and waiting[pieces[index - 1][1:-1]]
+                piece = piece.removeprefix("\n") if after_mark else piece
+                found += [piece] if piece else []
+    return tuple(found)
+
+
+def _prepend(turns: list[Turn], media: list[Any], where: str) -> list[Turn]:
+    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None:
+        raise DataError(f"{where}: there are images but no user message to put them in")
+    turns[first] = replace(turns[first], parts=(*media, *turns[first].parts))
+    return turns

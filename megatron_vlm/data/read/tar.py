@@ -1,0 +1,87 @@
+"""WebDataset shards as a source."""
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_vlm.data.read.files import file_digest
+from megatron_vlm.errors import DataError
+
+_PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+
+
+class TarSource:
+    """WebDataset shards, read at random: `datasets` would copy them into Arrow first, and Arrow
+    refuses JSON members whose fields differ from sample to sample."""
+
+    def __init__(self, paths: Sequence[str], root: str):
+        self.paths, self.root = list(paths), root
+        self.name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+        self.samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
+        hasher = hashlib.blake2b(digest_size=16)
+        for shard, path in enumerate(self.paths):
+            hasher.update(file_digest(path).encode())
+            self.samples += _scan_tar(shard, path)
+        self.digest = hasher.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        shard, _, members = self.samples[index]
+        with open(self.paths[shard], "rb") as file:
+            values = {}
+            for field, (offset, size) in members.items():
+                file.seek(offset)
+                values[field] = file.read(size)
+        return join_members(values, self.where(index))
+
+    def where(self, index: int) -> str:
+        shard, key, _ = self.samples[index]
+        return f"{self.paths[shard]}: {key}"
+
+
+def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int, int]]]]:
+    """Samples of a shard: members that stand together and share their name up to the first dot."""
+    samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                folder, _, base = member.name.rpartition("/")
+                stem, _, field = base.partition(".")
+                if not member.isfile() or not field:
+                    continue
+                key = f"{folder}/{stem}" if folder else stem
+                if not samples or samples[-1][1] != key:
+                    samples.append((shard, key, {}))
+                samples[-1][2][field.lower()] = (member.offset_data, member.size)
+            if tar.offset > os.path.getsize(path):
+                raise tarfile.ReadError("unexpected end of data")
+    except (tarfile.TarError, EOFError) as error:
+        raise DataError(f"{path}: not a readable, uncompressed tar file: {error}") from error
+    return samples
+
+
+def join_members(values: dict[str, Any], where: str) -> Any:
+    """The members of a WebDataset sample as one record: the JSON with the pictures as its images,
+    or a picture and the text about it."""
+    pictures = [values[field] for field in sorted(values) if field.split(".")[-1] in _PICTURES]
+    record, text = values.get("json"), values.get("txt")
+    if record is not None:
+        try:
+            record = json.loads(record) if isinstance(record, str | bytes) else record
+        except ValueError as error:
+            raise DataError(f"{where}.json: not JSON: {error}") from error
+        if isinstance(record, dict) and pictures:
+            record = {key: value for key, value in record.items() if key != "image"}
+            record["images"] = pictures
+        return record
+    if text is not None and pictures:
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return {"prompt": "", "completion": text.strip(), "images": pictures}
+    raise DataError(
+        f"{where}: a sample needs .json, or a picture and .txt; it has {sorted(values)}"
+    )

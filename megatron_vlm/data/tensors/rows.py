@@ -1,0 +1,70 @@
+"""Rows as a TensorBatch and back: how a controller hands them to workers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.errors import DataError
+
+# Field of the batch, field of the row. The first two are needed, the others optional.
+FIELDS = {
+    "ids": "ids_S",
+    "labels": "labels_S",
+    "pixel_values": "pixel_values_PC",
+    "image_grid_thw": "image_grid_I3",
+    "pixel_values_videos": "pixel_values_videos_PC",
+    "video_grid_thw": "video_grid_I3",
+}
+PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
+MASK = "response_mask"  # in the place of labels: true for the tokens that are supervised
+VALUES = ("advantages", "old_log_probs", "ref_log_probs")  # what our losses read
+_NEEDED = ("ids", "labels")
+
+
+def batch_of(rows: Sequence[Row]) -> TensorBatch:
+    """One TensorList a field; a row without images is an empty tensor among the others."""
+    columns = {name: [getattr(row, field) for row in rows] for name, field in FIELDS.items()}
+    for name in dict.fromkeys(name for row in rows for name in row.values_S):
+        if name in columns or name == MASK:
+            raise DataError(f"values_S: {name!r} is what a batch calls a field; take another name")
+        columns[name] = [row.values_S.get(name) for row in rows]
+    return TensorBatch(
+        {
+            name: TensorList([torch.empty(0) if v is None else v for v in values])
+            for name, values in columns.items()
+            if name in _NEEDED or any(value is not None for value in values)
+        }
+    )
+
+
+def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row]:
+    """The rows of a batch, with those values of each token that are named and there; other fields
+    are left to others."""
+    if "ids" not in batch or not ("labels" in batch or MASK in batch):
+        missing = repr("ids") if "ids" not in batch else f"'labels' and none {MASK!r}"
+        raise DataError(f"the batch has no field {missing}; it has {', '.join(batch.keys())}")
+    names = [name for name in value_names if name in batch]
+    return [_row(row, names, place) for place, row in enumerate(batch)]
+
+
+def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
+    given = {
+        field: row[name]
+        for name, field in FIELDS.items()
+        if name in row and (name in _NEEDED or len(row[name]))
+    }
+    if "labels_S" not in given:
+        ids_S, mask_S = row["ids"], row[MASK]
+        if mask_S.shape != ids_S.shape:
+            raise DataError(
+                f"row {place}: {MASK} {tuple(mask_S.shape)} and ids {tuple(ids_S.shape)} must have "
+                "one shape"
+            )
+        given["labels_S"] = torch.where(mask_S.bool(), ids_S, IGNORE)
+    # An empty tensor stands for none.
+    values_S = {name: row[name] for name in value_names if len(row[name])}
+    return Row(**given, values_S=values_S)  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""TensorBatch: named fields with the same number of rows, each a Tensor or a TensorList.
+
+Slices, chunks and splits are views; a list of rows copies Tensor fields. It travels as bytes, as
+TensorLists do.
+"""
+
+import json
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.tensors.tensor_bytes import dtype_name, not_ours, pack, unpack
+from megatron_vlm.data.tensors.tensor_list import (
+    Places,
+    Target,
+    TensorList,
+    chunk_rows,
+    one_device,
+    repeat_rows,
+    repeat_rows_interleave,
+    row_places,
+    same_values,
+    split_rows,
+)
+from megatron_vlm.errors import DataError
+
+Value = Tensor | TensorList
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TensorBatch:
+    """An immutable mapping of field names to Tensors (first dimension: rows) and TensorLists, all
+    of one length. Its length and iteration are over rows; keys, items and `in` over fields.
+    `meta` holds JSON values for the whole batch, which every operation hands on."""
+
+    fields: Mapping[str, Value]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fields = dict(self.fields)
+        for name, value in fields.items():
+            if not isinstance(value, Value) or (isinstance(value, Tensor) and not value.dim()):
+                kind = "scalar" if isinstance(value, Tensor) else type(value).__name__
+                raise DataError(f"field {name!r} is a {kind}; give a Tensor of rows or TensorList")
+            first = next(iter(fields))
+            if len(value) != len(fields[first]):
+                raise DataError(
+                    f"field {name!r} has {len(value)} rows but {first!r} has "
+                    f"{len(fields[first])}; an absent row is an empty tensor of a TensorList"
+                )
+        object.__setattr__(self, "fields", MappingProxyType(fields))
+        object.__setattr__(self, "meta", {key: _json(key, item) for key, item in self.meta.items()})
+
+    def __len__(self) -> int:
+        return next((len(value) for value in self.fields.values()), 0)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (self[row] for row in range(len(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields
+
+    def keys(self) -> KeysView[str]:
+        return self.fields.keys()
+
+    def items(self) -> ItemsView[str, Value]:
+        return self.fields.items()
+
+    @overload
+    def __getitem__(self, index: str) -> Value: ...
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+    @overload
+    def __getitem__(self, index: Places) -> "TensorBatch": ...
+    def __getitem__(self, index: str | int | Places) -> "Value | dict[str, Tensor] | TensorBatch":
+        """A field by its name, a row (field -> Tensor) by an int, a batch by anything else."""
+        if isinstance(index, str):
+            return self.fields[index]
+        if isinstance(index, int | np.integer):
+            place = range(len(self))[index]
+            return {name: value[place] for name, value in self.items()}
+        places = row_places(index, len(self))
+        return self._map(lambda value: _take(value, places))
+
+    def __eq__(self, other: object) -> bool:
+        """Same fields in any order, same values as TensorList has it, same meta."""
+        if not isinstance(other, TensorBatch):
+            return NotImplemented
+        if self.keys() != other.keys() or self.meta != other.meta:
+            return False
+        return all(_same(value, other[name]) for name, value in self.items())
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}: {_kind(value)}" for name, value in self.items())
+        return f"TensorBatch({len(self)} rows, {fields or 'no fields'}, meta: {list(self.meta)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_batch, (self.to_bytes(),)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The one device of all fields; None without fields or rows."""
+        return one_device(
+            (f"field {name!r}" + f" row {place}" * isinstance(value, TensorList), part)
+            for name, value in self.items()
+            for place, part in enumerate([value] if isinstance(value, Tensor) else value)
+        )
+
+    @staticmethod
+    def cat(batches: Sequence["TensorBatch"]) -> "TensorBatch":
+        """All rows, in order. Fields, kinds, dtypes, shapes of a row and meta must agree."""
+        if not batches:
+            raise DataError("cat of 0 batches would have no fields; give at least 1")
+        first, *others = batches
+        for place, other in enumerate(others, start=1):
+            _check_alike(first, other, place)
+        if not others:
+            return first
+        fields = {name: _cat(name, [batch[name] for batch in batches]) for name in first.fields}
+        return TensorBatch(fields, first.meta)
+
+    chunk = chunk_rows
+    split = split_rows
+    repeat = repeat_rows
+    repeat_interleave = repeat_rows_interleave
+
+    def to(self, target: Target, non_blocking: bool = False) -> "TensorBatch":
+        """All fields to a device; to a dtype only those of floats, as nn.Module.to has it."""
+
+        def moved(value: Value) -> Value:
+            floats = value.dtype is not None and value.dtype.is_floating_point
+            stays = isinstance(target, torch.dtype) and not floats
+            return value if stays else value.to(target, non_blocking=non_blocking)
+
+        return self._map(moved)
+
+    def pin_memory(self) -> "TensorBatch":
+        return self._map(lambda value: value.pin_memory())
+
+    def select(self, names: Iterable[str]) -> "TensorBatch":
+        """These fields alone, in this order."""
+        names = list(names)
+        for name in names:
+            if name not in self:
+                raise DataError(f"no field {name!r}; there are {', '.join(self.keys()) or 'none'}")
+        return TensorBatch({name: self[name] for name in names}, self.meta)
+
+    def with_fields(self, **fields: Value) -> "TensorBatch":
+        """Fields added or replaced."""
+        return TensorBatch({**self.fields, **fields}, self.meta)
+
+    def without(self, *names: str) -> "TensorBatch":
+        gone = self.select(names)
+        return self.select(name for name in self.keys() if name not in gone)
+
+    def to_bytes(self) -> bytes:
+        """Header and values, for from_bytes; values are detached and come to the host."""
+        fields = {
+            name: (False, [value]) if isinstance(value, Tensor) else (True, value.rows)
+            for name, value in self.items()
+        }
+        return pack(fields, self.meta)
+
+    @staticmethod
+    def from_bytes(buffer: bytes | bytearray | memoryview) -> "TensorBatch":
+        """The batch that to_bytes wrote. Over a writable buffer its tensors are views, which keep
+        the buffer alive; over a read-only one (bytes) all are views of one copy."""
+        return _read_batch(buffer)
+
+    def _map(self, change: Callable[[Value], Value]) -> "TensorBatch":
+        return TensorBatch({name: change(value) for name, value in self.items()}, self.meta)
+
+
+def _take(value: Value, places: Sequence[int]) -> Value:
+    if isinstance(value, TensorList):
+        return value[places]
+    if isinstance(places, range) and places.step > 0:  # torch has no views that run backwards
+        return value[places.start : places.stop : places.step]
+    return value[torch.tensor(places, dtype=torch.long, device=value.device)]
+
+
+def _same(one: Value, other: Value) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_values(one, other)
+    return bool(one == other)
+
+
+def _kind(value: Value) -> str:
+    if isinstance(value, TensorList):  # its rows are compared when they are put together
+        return "TensorList"
+    shape = ", ".join(["rows", *map(str, value.shape[1:])])
+    return f"{dtype_name(value.dtype)} [{shape}] on {value.device}"
+
+
+def _check_alike(first: TensorBatch, other: TensorBatch, place: int) -> None:
+    one, two = (
+        {f"field {name!r}": _kind(value) for name, value in batch.items()}
+        | {f"meta {key!r}": json.dumps(value, sort_keys=True) for key, value in batch.meta.items()}
+        for batch in (first, other)
+    )
+    for what in one | two:
+        if one.get(what) != two.get(what):
+            raise DataError(
+                f"cat: {what} is {one.get(what, 'absent')} in batch 0 but "
+                f"{two.get(what, 'absent')} in batch {place}; make them alike "
+                "(with_fields, without, dataclasses.replace(batch, meta=...))"
+            )
+
+
+def _cat(name: str, values: Sequence[Value]) -> Value:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    try:
+        return torch.cat(tensors) if tensors else TensorList.cat(values)  # type: ignore[arg-type]
+    except DataError as error:
+        raise DataError(f"cat: field {name!r}: {error}") from None
+
+
+def _json(key: str, item: Any) -> Any:
+    """A copy of it, refused where JSON makes it something else: a tuple, a number as a key."""
+    try:
+        copy = json.loads(json.dumps({key: item}))
+    except (TypeError, ValueError):
+        copy = None
+    if copy != {key: item}:
+        raise DataError(
+            f"meta {key!r} is {item!r:.60}, which JSON does not give back; use lists, "
+            "dicts with str keys, str, bool, None and finite numbers"
+        )
+    return copy[key]
+
+
+def _read_batch(buffer: bytes | bytearray | memoryview) -> TensorBatch:
+    fields, meta = unpack(buffer)
+    try:
+        return TensorBatch(
+            {
+                name: TensorList(rows) if is_list else rows[0]
+                for name, (is_list, rows) in fields.items()
+            },
+            meta,
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise not_ours(buffer, error) from error

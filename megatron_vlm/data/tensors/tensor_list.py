@@ -1,0 +1,194 @@
+"""TensorList: rows of different shapes.
+
+Slices, chunks, splits are views. It travels between processes as bytes under a JSON header, never
+as pickled tensors: pickle (so copy.deepcopy as well) brings values to the host and detaches them.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.tensors.tensor_bytes import dtype_name, pack, unpack
+from megatron_vlm.errors import DataError
+
+Places = slice | Sequence[int] | Tensor  # which rows: integers, or a bool for each
+Target = torch.device | torch.dtype | str | int
+
+
+class HasRows(Protocol):
+    """What TensorList and TensorBatch share: rows that can be counted and picked."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Rows = TypeVar("Rows", bound=HasRows)
+
+
+def chunk_rows(self: Rows, n: int) -> list[Rows]:
+    """Exactly n parts, as even as they come: the first are longer, the last may be empty."""
+    if n < 1:
+        raise DataError(f"chunk: {n} parts of {len(self)} rows; give at least 1")
+    return split_rows(self, [len(self) // n + (part < len(self) % n) for part in range(n)])
+
+
+def split_rows(self: Rows, sizes: Sequence[int]) -> list[Rows]:
+    """Consecutive parts of these sizes, which must cover all rows."""
+    if sum(sizes) != len(self) or min(sizes, default=0) < 0:
+        raise DataError(
+            f"split: sizes {list(sizes)} add up to {sum(sizes)} but there are {len(self)} rows; "
+            "give sizes from 0 on that cover them"
+        )
+    return [self[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
+
+
+def repeat_rows(self: Rows, n: int) -> Rows:
+    """All rows n times over. Rows of a TensorList share their memory with their repetitions."""
+    if n < 0:
+        raise DataError(f"repeat: {n} times {len(self)} rows; give at least 0")
+    return self[[*range(len(self))] * n]
+
+
+def repeat_rows_interleave(self: Rows, counts: int | Sequence[int] | Tensor) -> Rows:
+    """Each row `counts` times, or as often as its own count says, its repetitions together."""
+    counts = [counts] * len(self) if isinstance(counts, int) else counts
+    each = [operator.index(count) for count in counts]
+    if len(each) != len(self) or min(each, default=0) < 0:
+        raise DataError(
+            f"repeat_interleave: {len(each)} counts, the least {min(each, default=0)}, for "
+            f"{len(self)} rows; give one number, or one of at least 0 for each row"
+        )
+    return self[[row for row, count in enumerate(each) for _ in range(count)]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TensorList:
+    """Tensors of one dtype and rank, one a row. An empty tensor stands for an absent row: it may
+    have any rank, and takes the dtype and the device of the rows that hold something."""
+
+    rows: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        given, rows = tuple(self.rows), []
+        for place, row in enumerate(given):
+            if not isinstance(row, Tensor):
+                kind = type(row).__name__
+                raise DataError(f"row {place} is a {kind}; an absent row is an empty tensor")
+        lead = next((place for place, row in enumerate(given) if row.numel()), 0)
+        for place, row in enumerate(given):
+            first = given[lead]
+            if row.numel() and (row.dtype, row.dim()) != (first.dtype, first.dim()):
+                raise DataError(
+                    f"row {place} is {row.dtype} of rank {row.dim()} but row {lead} "
+                    f"{first.dtype} of rank {first.dim()}; give one dtype and one rank"
+                )
+            rows.append(row if row.numel() else row.to(first.device, first.dtype))
+        object.__setattr__(self, "rows", tuple(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: Places) -> "TensorList": ...
+    def __getitem__(self, index: int | Places) -> "Tensor | TensorList":
+        if isinstance(index, int | np.integer):
+            return self.rows[index]
+        return TensorList([self.rows[place] for place in row_places(index, len(self))])
+
+    def __eq__(self, other: object) -> bool:
+        """Same dtypes, shapes and values, on whatever devices; NaN equals NaN."""
+        if not isinstance(other, TensorList):
+            return NotImplemented
+        return len(self) == len(other) and all(map(same_values, self.rows, other.rows))
+
+    def __repr__(self) -> str:
+        shapes = " ".join(str(list(shape)) for shape in self.shapes[:4])
+        return f"TensorList({len(self)} rows, {self.dtype} {shapes}{' ...' * (len(self) > 4)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_list, (pack({"rows": (True, self.rows)}, {}),)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.rows[0].dtype if self.rows else None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(row.shape) for row in self.rows)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The one device of all rows; None without rows."""
+        return one_device((f"row {place}", row) for place, row in enumerate(self.rows))
+
+    @staticmethod
+    def cat(lists: Sequence["TensorList"]) -> "TensorList":
+        return TensorList([row for rows in lists for row in rows])
+
+    chunk = chunk_rows
+    split = split_rows
+    repeat = repeat_rows
+    repeat_interleave = repeat_rows_interleave
+
+    def to(self, target: Target, non_blocking: bool = False) -> "TensorList":
+        return self._map(lambda row: row.to(target, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "TensorList":
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "TensorList":
+        # A repeated row is changed once: on a device it must not take its memory n times.
+        changed = {key: change(row) for key, row in {id(row): row for row in self.rows}.items()}
+        return TensorList([changed[id(row)] for row in self.rows])
+
+
+def row_places(index: Places, length: int) -> Sequence[int]:
+    """Rows as numbers from 0 on: a range for a slice, else a list."""
+    if isinstance(index, slice):
+        return range(length)[index]
+    table = torch.as_tensor(index)
+    if table.dtype == torch.bool and table.shape == (length,):
+        table = table.nonzero().flatten()
+    if table.dim() != 1 or (table.numel() and dtype_name(table.dtype)[:3] not in ("int", "uin")):
+        raise DataError(
+            f"an index of {table.dtype} and shape {list(table.shape)} for {length} rows; "
+            "give an int, a slice, a list of integers, or one bool for each row"
+        )
+    return [range(length)[int(place)] for place in table.tolist()]
+
+
+def one_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in named:
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            raise DataError(
+                f"{name} is on {tensor.device} but {first[0]} on {first[1]}; "
+                "bring them together with to(device)"
+            )
+    return first[1] if first else None
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Equal in dtype, shape and values; NaN equals NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    other = other.to(one.device)
+    # Not torch.equal: it knows neither fp8 nor a NaN that equals another.
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _read_list(buffer: bytes) -> TensorList:
+    fields, _ = unpack(buffer)
+    return TensorList(fields["rows"][1])

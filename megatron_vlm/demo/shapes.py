@@ -1,0 +1,294 @@
+"""The demo set: pictures of coloured shapes with questions that a tiny model learns in minutes.
+
+Answers are balanced: a model that does not look at the picture scores no better than a guess.
+"""
+
+import json
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from megatron_vlm.errors import ConfigError
+
+COLOURS = {
+    "red": (230, 20, 20),
+    "green": (20, 160, 50),
+    "blue": (30, 60, 240),
+    "yellow": (255, 230, 30),
+    "black": (0, 0, 0),
+    "white": (255, 255, 255),
+    "orange": (255, 130, 0),
+    "purple": (160, 20, 150),
+}
+SHAPES = ("circle", "square", "triangle", "star")
+ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 10, "position": 22}
+# Shares in per cent. A chat puts two or three of the questions above to one picture, a pair is
+# one question about two, a text has none.
+KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 3, "text": 3}
+_FACTS = {
+    "What colour is a ripe tomato?": "red",
+    "What colour is grass?": "green",
+    "What colour is the sky on a clear day?": "blue",
+    "What colour is a ripe banana?": "yellow",
+    "What colour is coal?": "black",
+    "What colour is snow?": "white",
+    "What colour is a carrot?": "orange",
+    "What colour is an aubergine?": "purple",
+}
+_GREY = (128, 128, 128)
+_MARGIN = 2  # pixels around a shape
+_TRIES = 500
+_CHOICE = 8  # pictures to choose one from, so that rare answers come as often as others
+
+
+@dataclass(frozen=True)
+class ShapesSpec:
+    """How many records, and how varied they are."""
+
+    train: int = 2000
+    eval: int = 200
+    easy: int = 0  # to begin with: one shape, and what it is called
+    seed: int = 0
+    kinds: tuple[str, ...] = tuple(KINDS)
+    max_shapes: int = 3
+    crowded: float = 0.2  # part of the pictures with more than one; where counting, most have
+    sides: tuple[int, ...] = (64, 96, 100)  # of a picture, in pixels
+    # Of a shape: with its margin it fits a square of 32 pixels, which is one token of an image.
+    # Shapes that lie across several take a tiny model many more pictures to learn.
+    sizes: tuple[int, ...] = (24, 28)
+    step: int = 1  # pixels from a place to the next
+
+    @property
+    def cell(self) -> int:
+        """The side of a square that holds any shape with its margin."""
+        return max(self.sizes) + 2 * _MARGIN
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """A shape in the box (left, top, left + size, top + size)."""
+
+    name: str
+    colour: str
+    left: int
+    top: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture before it is drawn. Its shapes are sorted: equal pictures are equal scenes."""
+
+    width: int
+    height: int
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its one right answer. Answers are balanced within a form."""
+
+    form: str  # the kind, and which of its ways to ask
+    text: str
+    answer: str
+
+    @property
+    def kind(self) -> str:
+        return self.form.split()[0]
+
+
+def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
+    """Write OUT/train.jsonl, OUT/eval.jsonl, OUT/easy.jsonl and OUT/images. The same spec gives the
+    same bytes; no two pictures are equal, within a split or across."""
+    _check(spec)
+    easy = replace(spec, kinds=("shape",), max_shapes=1)
+    out = Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; choose a new folder for the shapes")
+    (out / "images").mkdir(parents=True)
+    drawn: set[Scene] = set()
+    for split, count in (("eval", spec.eval), ("train", spec.train), ("easy", spec.easy)):
+        if split == "easy" and not count:
+            continue
+        maker = _Maker(
+            easy if split == "easy" else spec, random.Random(f"{spec.seed} {split}"), drawn, out
+        )
+        lines = [json.dumps(maker.record()) + "\n" for _ in range(count)]
+        (out / f"{split}.jsonl").write_text("".join(lines), encoding="ascii")
+
+
+def questions(scene: Scene) -> list[Question]:
+    """All that can be asked about a picture without ambiguity."""
+    names = Counter(shape.name for shape in scene.shapes)
+    colours = Counter(shape.colour for shape in scene.shapes)
+    found = [Question("count all", "How many shapes are there?", str(len(scene.shapes)))]
+    for colour, count in colours.items():
+        text = f"How many {colour} shapes are there?"
+        found.append(Question("count coloured", text, str(count)))
+    for shape in scene.shapes:
+        if colours[shape.colour] == 1:
+            found.append(Question("shape", f"What shape is the {shape.colour} one?", shape.name))
+        if names[shape.name] == 1:
+            found.append(Question("colour", f"What colour is the {shape.name}?", shape.colour))
+            for form, start, length, sides in (
+                ("position x", shape.left, scene.width, ("left", "right")),
+                ("position y", shape.top, scene.height, ("top", "bottom")),
+            ):
+                off_centre = start + shape.size / 2 - length / 2
+                if abs(off_centre) >= shape.size / 3:
+                    text = f"Where is the {shape.name}: {sides[0]} or {sides[1]}?"
+                    found.append(Question(form, text, sides[off_centre > 0]))
+    return found
+
+
+def draw(scene: Scene) -> Image.Image:
+    """The picture. Edges are not smoothed: a pixel has the colour of a shape, or is grey."""
+    image = Image.new("RGB", (scene.width, scene.height), _GREY)
+    pen = ImageDraw.Draw(image)
+    for shape in scene.shapes:
+        reach, fill = (shape.size - 1) / 2, COLOURS[shape.colour]
+        x, y = shape.left + reach, shape.top + reach
+        box = (x - reach, y - reach, x + reach, y + reach)
+        if shape.name == "circle":
+            pen.ellipse(box, fill=fill)
+        elif shape.name == "square":
+            pen.rectangle(box, fill=fill)
+        elif shape.name == "triangle":
+            pen.polygon(((box[0], box[3]), (box[2], box[3]), (x, box[1])), fill=fill)
+        else:
+            tips = [(reach * (0.45 if i % 2 else 1), i * math.pi / 5) for i in range(10)]
+            pen.polygon([(x + r * math.sin(a), y - r * math.cos(a)) for r, a in tips], fill=fill)
+    return image
+
+
+_Asked = tuple[tuple[Scene, ...], Question]
+
+
+class _Maker:
+    """Makes the records of one split, always with the answer that has come least often."""
+
+    def __init__(self, spec: ShapesSpec, rng: random.Random, drawn: set[Scene], out: Path):
+        self.spec, self.rng, self.drawn, self.out = spec, rng, drawn, out
+        self.given: Counter[tuple[str, str]] = Counter()
+
+    def record(self) -> dict[str, Any]:
+        """The next record; its pictures are saved."""
+        kind = self.rng.choices(self.spec.kinds, [KINDS[k] for k in self.spec.kinds])[0]
+        asked = [k for k in self.spec.kinds if k in ABOUT_ONE_PICTURE]
+        scenes, question = self._rarest(
+            self._askable(self.rng.choice(asked) if kind == "chat" else kind)
+        )
+        turns = [question]
+        for _ in range(self.rng.choice((1, 2)) if kind == "chat" else 0):
+            said = " ".join(turn.text + turn.answer for turn in turns)
+            left = [q for q in questions(scenes[0]) if q.kind in asked and q.answer not in said]
+            unsaid = [q for q in left if not self._comes_often(q)]
+            turns += [self._rarest([(scenes, q) for q in unsaid])[1]] if unsaid else []
+        content = [{"type": "image", "image": self._save(scene)} for scene in scenes]
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            messages.append(
+                {"role": "user", "content": [*content, {"type": "text", "text": turn.text}]}
+            )
+            messages.append({"role": "assistant", "content": turn.answer})
+            content = []
+        return {"messages": messages, "kind": "chat" if len(turns) > 1 else question.kind}
+
+    def _askable(self, kind: str) -> list[_Asked]:
+        """Questions of a kind, to a handful of new pictures."""
+        if kind == "text":
+            return [((), Question(kind, text, answer)) for text, answer in _FACTS.items()]
+        for _ in range(_TRIES):
+            fewest, most = self._how_many(kind)
+            made = (self._scene(self.rng.randint(fewest, most)) for _ in range(_CHOICE))
+            scenes = [scene for scene in made if scene not in self.drawn]
+            found: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
+            found = [(asked, q) for asked, q in found if q.kind == kind]
+            pairs = zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ()
+            for (a, b), name in product(pairs, SHAPES):
+                both = all(name in [shape.name for shape in scene.shapes] for scene in (a, b))
+                text = f"Do both pictures show a {name}?"
+                found += [((a, b), Question(kind, text, "yes" if both else "no"))] * (a != b)
+            if found:
+                return found
+        raise ConfigError(
+            f"no picture for a question of {kind!r} after {len(self.drawn)} others: lower "
+            f"train={self.spec.train} and eval={self.spec.eval}, or widen sides={self.spec.sides}"
+        )
+
+    def _rarest(self, candidates: list[_Asked]) -> _Asked:
+        times = [self.given[question.form, question.answer] for _, question in candidates]
+        least = [c for c, count in zip(candidates, times, strict=True) if count == min(times)]
+        chosen = self.rng.choice(least)
+        self.given[chosen[1].form, chosen[1].answer] += 1
+        return chosen
+
+    def _comes_often(self, question: Question) -> bool:
+        """Whether its answer is ahead of others. One picture leaves a chat little to choose."""
+        counts = [n for (form, _), n in self.given.items() if form == question.form]
+        return self.given[question.form, question.answer] > min(counts, default=0) + 1
+
+    def _how_many(self, kind: str) -> tuple[int, int]:
+        """Shapes in the pictures for a question: any number for a count, else mostly one."""
+        most = self.spec.max_shapes
+        if kind == "count" or most == 1:
+            return 1, most
+        return (2, most) if self.rng.random() < self.spec.crowded else (1, 1)
+
+    def _scene(self, count: int) -> Scene:
+        """A random picture: a grid with room for the largest shape, each shape in a cell."""
+        rng, spec = self.rng, self.spec
+        # Few colours in a picture: counting those of one colour is then worth a question.
+        palette = rng.sample(list(COLOURS), min(len(COLOURS), rng.randint(1, count)))
+        columns = rows = 0
+        while columns * rows < count:
+            width, height = rng.choices(spec.sides, k=2)
+            columns, rows = width // spec.cell, height // spec.cell
+        shapes = []
+        for place in rng.sample(range(columns * rows), count):
+            size = rng.choice(spec.sizes)
+            left = self._within(width, columns, place % columns, size)
+            top = self._within(height, rows, place // columns, size)
+            shapes.append(Shape(rng.choice(SHAPES), rng.choice(palette), left, top, size))
+        return Scene(width, height, tuple(sorted(shapes)))
+
+    def _within(self, length: int, parts: int, part: int, size: int) -> int:
+        """Where something of this size begins, in one of the equal parts of a length."""
+        start, end = part * length // parts + _MARGIN, (part + 1) * length // parts - _MARGIN
+        return self.rng.randrange(start, end - size + 1, self.spec.step)
+
+    def _save(self, scene: Scene) -> str:
+        self.drawn.add(scene)
+        path = f"images/{len(self.drawn):06d}.png"
+        draw(scene).save(self.out / path)
+        return path
+
+
+def _check(spec: ShapesSpec) -> None:
+    asked = [kind for kind in spec.kinds if kind in ABOUT_ONE_PICTURE]
+    if not spec.kinds or not set(spec.kinds) <= set(KINDS) or ("chat" in spec.kinds and not asked):
+        raise ConfigError(
+            f"kinds={spec.kinds}: choose from {', '.join(KINDS)}; a chat also needs one of "
+            f"{', '.join(ABOUT_ONE_PICTURE)}"
+        )
+    if min(spec.train, spec.eval, spec.easy) < 0:
+        raise ConfigError(
+            f"train={spec.train}, eval={spec.eval}, easy={spec.easy}: a count is 0 or more"
+        )
+    if spec.step < 1 or min(spec.sizes, default=0) < 16:
+        raise ConfigError(f"step={spec.step}, sizes={spec.sizes}: give 1 or more, and 16 or more")
+    if min(spec.sides, default=0) < spec.cell:
+        raise ConfigError(f"sides={spec.sides}: {spec.sizes} need at least {spec.cell} pixels")
+    room = (max(spec.sides) // spec.cell) ** 2
+    fewest = 2 if "count" in spec.kinds else 1  # with one shape, every count is 1
+    if not fewest <= spec.max_shapes <= room:
+        raise ConfigError(
+            f"max_shapes={spec.max_shapes}: kinds={spec.kinds} need at least {fewest}, and "
+            f"sides={spec.sides} have room for {room} of sizes={spec.sizes}"
+        )

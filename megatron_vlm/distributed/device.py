@@ -1,0 +1,126 @@
+"""Where the run computes: CUDA with NCCL, or the CPU with gloo. Nothing outside
+this room reads torch.cuda.
+
+Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cpu_stand_in.py answers those calls.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megatron_vlm.distributed.cpu_stand_in import install_cpu_stand_in, stand_in_installed
+from megatron_vlm.errors import ConfigError
+
+# Dense bf16 peak of one device, FLOP/s, from the vendor's data sheets, without sparsity.
+PEAK_FLOPS_BF16 = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX A6000": 155e12,
+}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The device of this rank and what depends on it."""
+
+    name: str  # cuda | cpu
+    device: torch.device
+    dist_backend: str  # nccl | gloo
+    default_dtype: torch.dtype
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.name == "cuda"
+
+    def memory_allocated(self) -> int:
+        """Bytes in use now: of the device, or the resident set of this process on the CPU."""
+        if self.is_cuda:
+            return torch.cuda.memory_allocated(self.device)
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def memory_peak(self) -> int:
+        """The most bytes in use since the start of the process."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        # The kernel updates ru_maxrss late.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(peak, self.memory_allocated())
+
+    def memory_total(self) -> int:
+        """Bytes the device has."""
+        if self.is_cuda:
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_flops(self) -> float | None:
+        """Dense bf16 FLOP/s of the device; None where the table does not know it."""
+        if not self.is_cuda:
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        return next((peak for key, peak in PEAK_FLOPS_BF16.items() if key in name), None)
+
+
+def pick_platform(name: str = "auto") -> Platform:
+    """The platform by name, ready to use: on the CPU the stand-in is installed."""
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"platform={name!r} is not one of auto, cuda, cpu")
+    # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued: one
+    # queue keeps it. Must be set before CUDA starts; what the user set stays.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    has_cuda = torch.cuda.is_available() and not stand_in_installed()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError(
+            f"platform=cuda, but torch {torch.__version__} sees no CUDA device; "
+            "set platform=cpu, or install a CUDA build of torch and check nvidia-smi"
+        )
+    if has_cuda and name != "cpu":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return Platform("cuda", device, "nccl", torch.bfloat16)
+    install_cpu_stand_in()
+    return Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a run depends on of one device."""
+
+    name: str
+    memory: int  # bytes
+    bf16: bool
+    peak_flops: float | None
+
+
+def count_gpus() -> int:
+    """How many devices torch sees."""
+    return torch.cuda.device_count()
+
+
+def find_gpus() -> list[Gpu]:
+    """Every device that torch sees."""
+    found = []
+    for number in range(count_gpus()):
+        device = Platform("cuda", torch.device("cuda", number), "nccl", torch.bfloat16)
+        properties = torch.cuda.get_device_properties(number)
+        bf16 = properties.major >= 8
+        found.append(Gpu(properties.name, device.memory_total(), bf16, device.peak_flops()))
+    return found
+
+
+def nccl_version() -> str | None:
+    """The version of NCCL that torch was built with; None for a build without it."""
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))

@@ -1,0 +1,52 @@
+"""One process of a job: its exit status, its errors in one sentence, how often it was restarted."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron_vlm.errors import MegatronVLMError
+
+# Exit statuses of a process, and of the job that it belongs to.
+FAILED = 1
+MISTAKE = 2  # the user's, explained in one sentence: restarting would not help
+STUCK = 70  # a rank stopped making progress
+PREEMPTED = 75  # saved after a signal: start again to resume
+INTERRUPTED = 130  # Ctrl-C twice: nothing was saved
+
+DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
+RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
+
+
+def under_launcher() -> bool:
+    """Whether torchrun (or Slurm, or Ray) started this process as one rank of a job."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def restarts() -> int:
+    """How often this job was restarted after a failure, by us or by torchrun."""
+    return int(os.environ.get(RESTART) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Run the command as one process of a job; return its exit status."""
+    status = guarded(command, arguments)
+    if status != MISTAKE and "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return status
+
+
+def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """The command's exit status. A user's mistake is reported in one plain sentence."""
+    try:
+        return command(arguments)
+    except MegatronVLMError as error:
+        if os.environ.get(DEBUG):
+            raise
+        print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return MISTAKE
+    except KeyboardInterrupt:
+        print("megatron-vlm: stopped at once, nothing was saved", file=sys.stderr)
+        return INTERRUPTED

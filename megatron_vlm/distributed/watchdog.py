@@ -1,0 +1,132 @@
+"""Who is stuck, and where: every rank says what it is at, and one that falls silent ends the job.
+
+A rank that hangs or dies leaves the others inside a collective, which knows neither name. So each
+rank writes its progress to the job's store from a thread of its own, reads that of the others, and
+when nothing has moved for the time-out, names the rank that is furthest behind and exits.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vlm.distributed.process import STUCK
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank last said of itself."""
+
+    rank: int
+    count: int  # of phases it went through
+    step: int
+    phase: str
+    age: float  # seconds since it last said anything
+    still: float  # seconds in this phase
+
+
+class Watchdog:
+    """Start it once a rank; call `at` when a phase begins. Without a store it does nothing."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout_s: float):
+        self.store, self.rank, self.world, self.timeout_s = store, rank, world, timeout_s
+        self.count, self.step, self.phase = 0, 0, "start"
+        self.patient = False
+        self.since = time.monotonic()
+        self.done = threading.Event()
+        self.seen: dict[int, tuple[str, float]] = {}
+        self.signs: list[Sign] = []
+        self.answered = time.monotonic()  # when the store last did
+        if store is not None and world > 1:
+            for work in (self._exchange, self._watch):
+                threading.Thread(target=work, daemon=True, name="watchdog").start()
+
+    def at(self, step: int, phase: str, patient: bool = False) -> None:
+        """This rank begins a phase; a patient one may take as long as it likes."""
+        self.count, self.step, self.phase = self.count + 1, step, phase
+        self.patient = patient
+        self.since = time.monotonic()
+
+    def alive(self) -> None:
+        """The phase goes on, and is getting somewhere."""
+        self.count += 1
+        self.since = time.monotonic()
+
+    def stop(self) -> None:
+        """The job is done: silence means nothing any more."""
+        self.done.set()
+
+    @property
+    def _every(self) -> float:
+        return min(5.0, self.timeout_s / 4)
+
+    def _exchange(self) -> None:
+        """Apart from `_watch`: where the link to the store is cut, a call of it never returns."""
+        beat = 0
+        while not self.done.wait(self._every):
+            beat += 1
+            still = 0.0 if self.patient else time.monotonic() - self.since
+            mine = [beat, self.count, self.step, self.phase, still]
+            try:
+                self.store.set(f"watchdog/{self.rank}", json.dumps(mine))
+                self.signs = self._read()
+            except Exception:  # the store went with rank 0
+                return
+            self.answered = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.done.wait(self._every):
+            text = None
+            if (unheard := time.monotonic() - self.answered) > self.timeout_s:
+                text = describe_lost(unheard, self.timeout_s, self.step, self.phase)
+            elif self.signs and (culprit := find_stuck(self.signs, self.timeout_s)) is not None:
+                text = describe(culprit, self.timeout_s)
+            if text is not None and not self.done.is_set():
+                print(f"megatron-vlm: rank {self.rank}: {text}", file=sys.stderr, flush=True)
+                os._exit(STUCK)
+
+    def _read(self) -> list[Sign]:
+        now = time.monotonic()
+        signs = []
+        for rank in range(self.world):
+            key = f"watchdog/{rank}"
+            raw = self.store.get(key).decode() if self.store.check([key]) else '[0,0,0,"start",0]'
+            if self.seen.get(rank, ("", 0.0))[0] != raw:
+                self.seen[rank] = (raw, now)
+            _, count, step, phase, still = json.loads(raw)
+            signs.append(Sign(rank, count, step, phase, now - self.seen[rank][1], still))
+        return signs
+
+
+def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
+    """The rank to blame, if any: one that is silent, else, where none has moved for the time-out,
+    the one that is furthest behind."""
+    silent = [sign for sign in signs if sign.age > timeout_s]
+    if silent:
+        return max(silent, key=lambda sign: sign.age)
+    if min(sign.still for sign in signs) > timeout_s:
+        return min(signs, key=lambda sign: (sign.count, sign.rank))
+    return None
+
+
+def describe(sign: Sign, timeout_s: float) -> str:
+    """One sentence for a person."""
+    what = "has not been heard of" if sign.age > timeout_s else "stands still"
+    seconds = max(sign.age, sign.still)
+    return (
+        f"rank {sign.rank} {what} for {seconds:.0f} s (launch.timeout_minutes="
+        f"{timeout_s / 60:g}); it was at step {sign.step}: {sign.phase}. Stopping; the run goes on "
+        "from its last complete checkpoint"
+    )
+
+
+def describe_lost(seconds: float, timeout_s: float, step: int, phase: str) -> str:
+    """The same of rank 0, which keeps the store: nobody else can be asked."""
+    return (
+        f"rank 0 has not answered for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}): "
+        f"it is gone, or the link to it is cut; this rank was at step {step}: {phase}. Stopping; "
+        "the run goes on from its last complete checkpoint"
+    )

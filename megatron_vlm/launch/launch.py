@@ -1,0 +1,51 @@
+"""Start the processes of a command on this machine, where torchrun has not: torchrun does it."""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import run_process, under_launcher
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.launch.local_job import run_job
+
+
+def processes_for(cfg: Config, gpus: int) -> int:
+    """launch.processes; else one for each GPU, or on the CPU as few as the layout needs."""
+    least = cfg.parallel.tp * cfg.parallel.pp
+    count = cfg.launch.processes or gpus or least
+    if count % least:
+        raise ConfigError(
+            f"launch.processes={count} is not a multiple of parallel.tp x parallel.pp = {least}; "
+            "change one of them"
+        )
+    return count
+
+
+def check_ray() -> None:
+    """Refuse what is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("launch.backend=ray needs Ray: pip install 'megatron_vlm[ray]'")
+
+
+def launch(cfg: Config, module: str, function: str, words: Sequence[str]) -> int:
+    """Run `module.function(words)` in as many processes as it takes; the exit status."""
+    command = getattr(importlib.import_module(module), function)
+    if under_launcher():
+        return run_process(command, words)
+    if cfg.launch.backend == "ray" and function == "run_train":
+        check_ray()
+        from megatron_vlm.launch.ray_job import run_ray_job
+
+        return run_ray_job(cfg, words)
+    from megatron_vlm.distributed.device import count_gpus
+
+    gpus = count_gpus() if cfg.platform != "cpu" else 0
+    count = processes_for(cfg, gpus)
+    if not gpus:
+        # Each process would take all cores, and they would wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    if count == 1:
+        return run_process(command, words)
+    return run_job(module, words, count, cfg.launch.max_restarts)

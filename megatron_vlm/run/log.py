@@ -1,0 +1,152 @@
+"""What a run says: metrics.jsonl always, a line or a progress bar for people, TensorBoard and W&B
+where they are asked for. Rank 0 alone speaks."""
+
+import datetime
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.run.sinks import JsonLines, TensorBoard, WandB
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step, of the global batch."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    tokens_per_s: float
+    trained_tokens_per_s: float
+    images_per_s: float
+    padding: float
+    mfu: float | None
+    memory_gb: float
+    skipped: bool = False  # not applied: its loss or gradient was not finite
+
+
+@dataclass
+class RunLog:
+    """Open it on every rank; only rank 0's does anything."""
+
+    cfg: Config
+    speaks: bool
+    total_steps: int
+    first_step: int = 0
+    console: Console = field(default_factory=lambda: Console(stderr=False, highlight=False))
+
+    def __post_init__(self) -> None:
+        self.sinks: list[Any] = []
+        self.progress: Progress | None = None
+        self.window: list[StepFigures] = []
+        if not self.speaks:
+            return
+        run = Path(self.cfg.run)
+        run.mkdir(parents=True, exist_ok=True)
+        self.sinks.append(JsonLines(run / "metrics.jsonl"))
+        if self.cfg.log.tensorboard:
+            self.sinks.append(TensorBoard(run / "tensorboard"))
+        if self.cfg.log.wandb is not None:
+            self.sinks.append(WandB(self.cfg))
+        if self.console.is_terminal:
+            self.progress = _progress_bar(self.console)
+            self.task = self.progress.add_task(
+                "", total=self.total_steps, completed=self.first_step, figures=""
+            )
+            self.progress.start()
+
+    def start(self, **facts: Any) -> None:
+        """Once a start or resume."""
+        now = datetime.datetime.now().isoformat(timespec="seconds")
+        self._write({"kind": "start", "time": now, **facts})
+
+    def step(self, figures: StepFigures) -> None:
+        """Every step to the files; people get one line an interval, or the bar."""
+        self._write({"kind": "step", **vars(figures)})
+        if not self.speaks:
+            return
+        self.window.append(figures)
+        line = step_line(self.window)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=figures.step + 1, figures=line)
+            self.window = self.window[-20:]
+        elif (figures.step + 1) % self.cfg.log.every == 0 or figures.step + 1 == self.total_steps:
+            share = f"step {figures.step + 1}/{self.total_steps}"
+            left = (self.total_steps - figures.step - 1) * _mean(self.window, "seconds")
+            self.console.print(f"{share}  {line}  {duration(left)} left", soft_wrap=True)
+            self.window = []
+
+    def evaluation(self, step: int, name: str, scores: dict[str, float]) -> None:
+        """The scores of one evaluation set."""
+        self._write({"kind": "eval", "step": step, "name": name, **scores})
+        text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
+        self.say(f"{name} after {step} steps: {text}")
+
+    def event(self, step: int, text: str) -> None:
+        """Something that a person should know of later, too."""
+        self._write({"kind": "event", "step": step, "text": text})
+        self.say(text)
+
+    def say(self, text: str | Table) -> None:
+        """To the terminal alone."""
+        if self.speaks:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        for sink in self.sinks:
+            sink.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(line)
+
+
+def step_line(window: list[StepFigures]) -> str:
+    """The last steps in a line."""
+    last = window[-1]
+    losses = [figures.loss for figures in window if math.isfinite(figures.loss)]
+    loss = sum(losses) / len(losses) if losses else math.nan
+    parts = [
+        f"loss {loss:.4f}",
+        f"lr {last.lr:.2e}",
+        f"norm {last.grad_norm:.3g}",
+        f"{_mean(window, 'tokens_per_s'):,.0f} tok/s",
+        f"({_mean(window, 'trained_tokens_per_s'):,.0f} trained)",
+        f"{_mean(window, 'images_per_s'):,.1f} img/s",
+        f"pad {100 * _mean(window, 'padding'):.1f}%",
+    ]
+    if last.mfu is not None:
+        parts.append(f"MFU {100 * _mean(window, 'mfu'):.1f}%")
+    parts.append(f"{last.memory_gb:.1f} GB")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """4000 as 1:06:40."""
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _mean(window: list[StepFigures], name: str) -> float:
+    values: list[float] = [getattr(figures, name) for figures in window]
+    return sum(values) / len(values)
+
+
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )

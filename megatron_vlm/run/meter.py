@@ -1,0 +1,81 @@
+"""What a step took and gave: rates, memory, and whether its numbers are finite."""
+
+import math
+import time
+
+import torch.distributed as dist
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.loader import BatchFigures
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.errors import TrainError
+from megatron_vlm.run.log import StepFigures
+
+
+class Meter:
+    """Seconds, rates and memory of a step."""
+
+    def __init__(self, platform: Platform):
+        self.platform = platform
+        peak = self.platform.peak_flops()
+        self.peak = None if peak is None else peak * dist.get_world_size()
+        self.last = time.perf_counter()
+
+    def skip(self) -> None:
+        """What happened since the last reading was no step."""
+        self.last = time.perf_counter()
+
+    def read(
+        self,
+        step: int,
+        epoch: int,
+        loss: float,
+        trained: int,
+        lr: float,
+        norm: float,
+        batch: BatchFigures,
+    ) -> StepFigures:
+        """Since the last reading."""
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        # A backward is twice the work of a forward; what is recomputed is not work done.
+        done = 3 * batch.work / seconds
+        return StepFigures(
+            step=step,
+            epoch=epoch,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            seconds=seconds,
+            tokens_per_s=batch.tokens / seconds,
+            trained_tokens_per_s=trained / seconds,
+            images_per_s=batch.images / seconds,
+            padding=1 - batch.tokens / batch.padded,
+            mfu=None if self.peak is None else done / self.peak,
+            memory_gb=self.platform.memory_peak() / 2**30,
+            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+        )
+
+
+class Guard:
+    """Steps whose loss or gradient is not finite: counted, and too many in a row end the run."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        self.total, self.in_a_row = 0, 0
+
+    def check(self, step: int, loss: float, norm: float) -> str | None:
+        """What to say of this step, if anything. Raises where the configuration says stop."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return None
+        self.total += 1
+        self.in_a_row += 1
+        what = f"step {step}: loss {loss}, gradient norm {norm}: not applied"
+        train = self.cfg.train
+        if train.on_nonfinite == "stop" or self.in_a_row > train.max_nonfinite:
+            raise TrainError(
+                f"{what}; {self.in_a_row} in a row (train.on_nonfinite={train.on_nonfinite}, "
+                f"train.max_nonfinite={train.max_nonfinite}); lower optim.lr, or look at the data"
+            )
+        return f"{what} ({self.total} so far)"

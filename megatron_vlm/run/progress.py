@@ -1,0 +1,41 @@
+"""How far a run has come: what a checkpoint knows besides tensors."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megatron_vlm.config.schema import CheckpointConfig
+from megatron_vlm.data.batch.position import Position
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done, and where the data goes on."""
+
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    data: str = ""  # fingerprint of what the order of samples depends on
+    best: float | None = None  # of checkpoint.best
+    best_step: int | None = None
+
+    def better(
+        self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
+    ) -> "Progress":
+        """With these scores of a set, should they be the best so far by checkpoint.best."""
+        wanted, _, score = (checkpoint.best or "").rpartition("/")
+        if wanted != name or not math.isfinite(scores[score]):
+            return self
+        least = score == "loss"
+        if self.best is not None and (
+            scores[score] >= self.best if least else scores[score] <= self.best
+        ):
+            return self
+        return replace(self, best=scores[score], best_step=self.step)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: dict[str, Any]) -> "Progress":
+        return Progress(**{**saved, "position": Position(**saved["position"])})

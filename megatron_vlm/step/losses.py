@@ -1,0 +1,186 @@
+"""Losses: pure functions of the log-probs of the supervised tokens. To add one, write it:
+
+    @register
+    def reinforce(log_probs_N, advantages_N, *, scale=1.0):
+        loss_N = -scale * advantages_N * log_probs_N
+        return loss_N, {"advantage": advantages_N}
+
+and ask for it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its
+positional parameters after the first are values of each token, which a Row has in `values_S` and a
+TensorBatch in fields of these names (without _N); its keyword parameters are options, numbers with
+a default. It returns the loss of each token and what else to report of each. Both are summed over
+the tokens and divided once, by the number of supervised tokens of the global batch. Each loss also
+takes the options of `Objective`.
+
+Shapes: N supervised tokens of a micro-batch, of which there may be none.
+"""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.log_probs import log_probs_and_entropy
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+REFERENCE = "ref_log_probs"
+_REGISTRY: dict[str, LossFunction] = {}
+
+
+def register(function: LossFunction) -> LossFunction:
+    """Make a loss known by its function's name. One with that name before is replaced."""
+    _REGISTRY[function.__name__] = function
+    return function
+
+
+@register
+def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Supervised fine-tuning."""
+    return -log_probs_N, {}
+
+
+@register
+def importance_sampling(
+    log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient of tokens that a model with `old_log_probs` has sampled. Where that is the
+    model as it is now, this is REINFORCE."""
+    ratio_N = (log_probs_N - old_log_probs_N).exp()
+    return -ratio_N * advantages_N, _drift(log_probs_N, old_log_probs_N)
+
+
+@register
+def ppo(
+    log_probs_N: Tensor,
+    advantages_N: Tensor,
+    old_log_probs_N: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same, without a reward for a ratio beyond [1 - clip_low, 1 + clip_high]."""
+    if not (0 < clip_low <= 1 and clip_high > 0):
+        raise ConfigError(
+            f"loss ppo: clip_low={clip_low}, clip_high={clip_high}; the ratio is clipped to "
+            "[1 - clip_low, 1 + clip_high]: give above 0, and at most 1 for clip_low"
+        )
+    ratio_N = (log_probs_N - old_log_probs_N).exp()
+    plain_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    report = {"clip_fraction": (clipped_N < plain_N).float()}
+    return -torch.minimum(plain_N, clipped_N), report | _drift(log_probs_N, old_log_probs_N)
+
+
+def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(policy || other) from tokens that the policy sampled: unbiased
+    as the plain difference of log-probs is, never negative, and of less variance."""
+    log_ratio_N = other_log_probs_N - log_probs_N
+    return log_ratio_N.expm1() - log_ratio_N
+
+
+def _drift(log_probs_N: Tensor, old_log_probs_N: Tensor) -> dict[str, Tensor]:
+    """How far the policy has gone from the one that sampled."""
+    log_ratio_N = log_probs_N.detach() - old_log_probs_N
+    return {"ratio": log_ratio_N.exp(), "old_kl": log_ratio_N.expm1() - log_ratio_N}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with its options, and two terms that any loss can have. `kl_coef` adds that multiple
+    of `kl_k3` to `ref_log_probs`, `entropy_coef` takes away that multiple of the entropy; 0 only
+    reports them, None does not compute them."""
+
+    function: LossFunction
+    own_names: tuple[str, ...] = ()  # the values of each token that the function reads
+    options: Mapping[str, float] = field(default_factory=dict)
+    kl_coef: float | None = None
+    entropy_coef: float | None = None
+    metrics: tuple[str, ...] = ()  # what is reported beside the loss
+
+    @staticmethod
+    def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
+        """By name, or of a function that is not registered; options are checked."""
+        if isinstance(loss, str):
+            if loss not in _REGISTRY:
+                raise ConfigError(f"loss={loss!r} is not registered{_hint(loss, _REGISTRY)}")
+            loss = _REGISTRY[loss]
+        parameters = inspect.signature(loss).parameters.values()
+        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        known = [*own, "kl_coef", "entropy_coef"]
+        for name, value in options.items():
+            if name not in known:
+                hint = _hint(name, known)
+                raise ConfigError(f"{name!r} is not an option of loss {loss.__name__}{hint}")
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"loss {loss.__name__}: {name}={value!r}; give a finite number")
+        made = Objective(
+            loss,
+            tuple(p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY)[
+                1:
+            ],
+            {name: value for name, value in options.items() if name in own},
+            options.get("kl_coef"),
+            options.get("entropy_coef"),
+        )
+        # What the function refuses it refuses here, with no tokens, before any forward.
+        none = torch.zeros(0)
+        report = made.of_tokens(none, none, dict.fromkeys(made.value_names, none))[1]
+        return replace(made, metrics=tuple(report))
+
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        """All values of each token that are needed."""
+        more = [REFERENCE] if self.kl_coef is not None else []
+        return tuple(dict.fromkeys([*self.own_names, *more]))
+
+    def of_tokens(
+        self, log_probs_N: Tensor, entropy_N: Tensor | None, values_N: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of each token, and what is reported of each."""
+        own = [values_N[name] for name in self.own_names]
+        loss_N, report = self.function(log_probs_N, *own, **self.options)
+        report = dict(report)
+        if self.kl_coef is not None:
+            report["kl"] = kl_k3(log_probs_N, values_N[REFERENCE])
+            loss_N = loss_N + self.kl_coef * report["kl"]
+        if self.entropy_coef is not None:
+            assert entropy_N is not None
+            report["entropy"] = entropy_N
+            loss_N = loss_N - self.entropy_coef * entropy_N
+        return loss_N, report
+
+
+def loss_of(
+    objective: Objective, batch: MicroBatch, vocab: int, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The triple that Megatron's schedules take: summed loss, token count, what to report.
+    `output` is what the model gives: log-probs [N], or for an entropy the logits [N, V].
+
+    Summed, not averaged: the gradient is divided once, by the count of the global batch, in
+    Megatron's finalize_model_grads.
+    """
+    log_probs_N, entropy_N = output, None
+    if objective.entropy_coef is not None:
+        targets_N = batch.targets_BS[batch.targets_BS != IGNORE]
+        group = parallel_state.get_tensor_model_parallel_group()
+        log_probs_N, entropy_N = log_probs_and_entropy(output, targets_N, vocab, group)
+    values_N = batch.values_N(objective.value_names)
+    loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
+    loss_sum = loss_N.sum()
+    count = torch.tensor(log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
+    report = {name: report_N[name].detach().sum() for name in objective.metrics}
+    report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
+    return loss_sum, count, report
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"

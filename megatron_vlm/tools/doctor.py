@@ -1,0 +1,216 @@
+"""`megatron-vlm doctor`: what this machine can run, and how to get what is missing.
+
+A check is a pure function of facts. Those come from machine.py, where nothing is taken for
+granted: torch itself may be what is missing.
+"""
+
+import os
+import platform
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_vlm.display.tables import plain_table
+from megatron_vlm.tools import machine
+
+if TYPE_CHECKING:
+    from megatron_vlm.distributed.device import Gpu
+
+OK, WARNING, MISSING = "ok", "warning", "missing"
+_COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
+# What the extras of pyproject.toml are for; others are for developers.
+EXTRAS = {
+    "te": "for model.backend=te, on CUDA",
+    "ray": "to start training over Ray",
+    "video": "for video files",
+}
+_GIB = 2**30
+_LITTLE_SHM = 1 * _GIB
+_LITTLE_DISK = 20 * _GIB
+_FEW_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of the table. What is missing keeps training from running; a warning does not."""
+
+    name: str
+    status: str  # ok | warning | missing
+    found: str
+    advice: str = ""
+
+
+def run_doctor() -> int:
+    """Print every check; 0 if training can run here, else 1."""
+    console = Console(highlight=False)
+    with console.status("importing what is installed, starting two processes"):
+        checks = list(all_checks())
+    missing = [check.name for check in checks if check.status == MISSING]
+    console.print(as_table(checks))
+    if missing:
+        console.print(f"Training cannot run here. Missing: {', '.join(missing)}.", markup=False)
+        return 1
+    console.print("Training can run here.")
+    return 0
+
+
+def as_table(checks: Sequence[Check]) -> Table:
+    """One line a check, its advice below."""
+    table = plain_table()
+    for column in ("status", "what", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        found = Text(check.found)
+        if check.advice:
+            found.append(f"\n{check.advice}", "dim")
+        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.name), found)
+    return table
+
+
+def all_checks() -> Iterator[Check]:
+    """Every check of this machine, in the order in which one would mend them."""
+    yield python_check(platform.python_version(), machine.python_range())
+    for extra, requirement in machine.requirements(EXTRAS):
+        found = machine.installed(requirement.name)
+        problem = None if found is None else machine.import_problem(requirement.name)
+        yield package_check(extra, requirement, found, problem)
+    if machine.import_problem("torch") is None:
+        from megatron_vlm.distributed.device import find_gpus, nccl_version
+
+        gpus = find_gpus()
+        yield from gpu_checks(gpus, machine.driver_version(), nccl_version())
+        yield gloo_check(machine.gloo_problem(), bool(gpus))
+        compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
+        yield compiler_check(next(filter(None, compilers), None), bool(gpus))
+    else:
+        yield Check("GPU and gloo", MISSING, "cannot be asked without torch")
+    shm = Path("/dev/shm")
+    yield shm_check(shutil.disk_usage(shm).free if shm.is_dir() else None)
+    for key, folder in (("data.cache_dir", machine.cache_folder()), ("run", Path.cwd())):
+        place = next(path for path in (folder, *folder.parents) if path.is_dir())
+        writable = os.access(place, os.W_OK)
+        yield disk_check(key, folder, shutil.disk_usage(place).free, writable)
+    yield files_check(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def python_check(version: str, allowed: SpecifierSet) -> Check:
+    """The interpreter against requires-python."""
+    if version in allowed:
+        return Check("Python", OK, version)
+    return Check("Python", MISSING, version, f"needs {allowed}")
+
+
+def package_check(
+    extra: str, requirement: Requirement, found: str | None, problem: str | None
+) -> Check:
+    """One package: there, in the range, and does it import. `extra` is empty for what every run
+    needs; packages of extras are never missing."""
+    name, status = requirement.name, WARNING if extra else MISSING
+    get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
+    advice = f"{EXTRAS[extra]}: {get}" if extra else get
+    if found is None:
+        return Check(name, status, "not installed", advice)
+    if not requirement.specifier.contains(found, prereleases=True):
+        return Check(name, status, f"{found}, outside {requirement.specifier}", advice)
+    if problem is not None:
+        return Check(name, status, f"{found}, but its import fails: {problem}", advice)
+    return Check(name, OK, found)
+
+
+def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
+    """Devices, what they compute in, and what connects them."""
+    if not gpus:
+        yield _no_gpu(driver)
+        return
+    kinds = Counter((gpu.name, round(gpu.memory / _GIB)) for gpu in gpus)
+    names = ", ".join(f"{count} x {name}, {size} GiB" for (name, size), count in kinds.items())
+    yield Check("GPU", OK, f"{names}; driver {driver or 'unknown'}")
+    if nccl is None:
+        yield Check("NCCL", MISSING, "not in this torch", "install a CUDA build of torch")
+    else:
+        yield Check("NCCL", OK, nccl)
+    without = sorted({gpu.name for gpu in gpus if not gpu.bf16})
+    if without:
+        advice = "set train.precision=fp32; bf16 needs compute capability 8.0"
+        yield Check("bf16", WARNING, f"not in the hardware of {', '.join(without)}", advice)
+    else:
+        yield Check("bf16", OK, "in the hardware")
+    unknown = sorted({gpu.name for gpu in gpus if gpu.peak_flops is None})
+    if unknown:
+        advice = "MFU will not be shown; add the device to PEAK_FLOPS_BF16 in distributed/device.py"
+        yield Check("peak FLOP/s", WARNING, f"not known of {', '.join(unknown)}", advice)
+    else:
+        peaks = sorted({gpu.peak_flops / 1e12 for gpu in gpus if gpu.peak_flops is not None})
+        yield Check("peak FLOP/s", OK, ", ".join(f"{peak:,.0f} TFLOP/s" for peak in peaks))
+
+
+def _no_gpu(driver: str | None) -> Check:
+    if driver is None:
+        return Check("GPU", OK, "none: CPU with gloo, in fp32")
+    advice = "install a CUDA build of torch, and see that nvidia-smi lists the devices"
+    return Check("GPU", WARNING, f"torch sees none, but driver {driver} is here", advice)
+
+
+def gloo_check(problem: str | None, has_gpu: bool) -> Check:
+    """Two processes that add up a tensor. On GPUs, NCCL does that."""
+    if problem is None:
+        return Check("gloo", OK, "two processes can talk")
+    advice = (
+        "the host's name must resolve to an address of this machine (see /etc/hosts); "
+        "GLOO_SOCKET_IFNAME=lo picks the interface"
+    )
+    return Check("gloo", WARNING if has_gpu else MISSING, problem, advice)
+
+
+def compiler_check(path: str | None, has_gpu: bool) -> Check:
+    """On GPUs, Triton compiles the launchers of Megatron's fused kernels when it first runs them.
+    On the CPU nothing is compiled."""
+    if path is not None:
+        return Check("C compiler", OK, path)
+    if not has_gpu:
+        return Check("C compiler", OK, "none, and training on the CPU needs none")
+    return Check("C compiler", MISSING, "none", "Triton needs one: apt-get install gcc, or set CC")
+
+
+def shm_check(free: int | None) -> Check:
+    """Workers hand their batches over in shared memory."""
+    advice = "docker run --shm-size=8g (or --ipc=host); or data.num_workers=0"
+    if free is None:
+        return Check("/dev/shm", WARNING, "not there", advice)
+    return Check("/dev/shm", *_enough(free, _LITTLE_SHM, advice))
+
+
+def disk_check(key: str, folder: Path, free: int, writable: bool) -> Check:
+    """Room for what the configuration's `key` puts there: encoded text, or checkpoints."""
+    name = f"disk for {key}"
+    if not writable:
+        return Check(name, WARNING, f"{folder} cannot be written", f"set {key} to another folder")
+    advice = (
+        "a checkpoint of the 2B model with its optimizer takes about 30 GiB; "
+        f"set {key} to a folder on a larger disk"
+    )
+    status, found, advice = _enough(free, _LITTLE_DISK, advice)
+    return Check(name, status, f"{found} at {folder}", advice)
+
+
+def files_check(limit: int) -> Check:
+    """Sockets, workers and shards are all open files."""
+    if limit == resource.RLIM_INFINITY:
+        return Check("open files", OK, "unlimited")
+    status = OK if limit >= _FEW_FILES else WARNING
+    return Check("open files", status, f"{limit:,}", "" if status == OK else "ulimit -n 65536")
+
+
+def _enough(free: int, least: int, advice: str) -> tuple[str, str, str]:
+    found = f"{free / _GIB:,.1f} GiB free"
+    return (OK, found, "") if free >= least else (WARNING, found, advice)

@@ -1,0 +1,150 @@
+"""`megatron-vlm train --dry-run`: what a run would do, before any weight is read.
+
+One process plans for all: the layout, the memory of each stage, the first batches.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.batching import Limits, plan_batch
+from megatron_vlm.data.batch.dataset import DataSet, Handle, open_data
+from megatron_vlm.data.batch.position import Position
+from megatron_vlm.display.tables import plain_table
+from megatron_vlm.distributed.device import Platform, count_gpus, pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.hf.load import check_tensors, expected_shapes, vision_shapes
+from megatron_vlm.hf.names import name_table
+from megatron_vlm.hf.source import Source, TensorInfo
+from megatron_vlm.hf.stages import layout_table, stage_reports
+from megatron_vlm.launch.launch import processes_for
+from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.model.constraints import check_config
+from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
+
+SHOWN_STEPS = 2
+MEASURED_STEPS = 50  # the largest step among these decides the memory of activations
+
+
+def dry_run(cfg: Config) -> int:
+    """Print it all; errors are those that the run would end with."""
+    console = Console(highlight=False)
+    platform = pick_platform(cfg.platform)
+    source = Source(cfg.model.path)
+    gpus = count_gpus() if platform.is_cuda else 0
+    world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
+    layers = source.config.text_config.num_hidden_layers
+    dims = ParallelDims.create(cfg.parallel, world, layers)
+    check_config(cfg, source.config, dims)
+    _read_shapes(source)
+    names = vision_shapes(source.config)
+    table = name_table(source.config, cfg.model.backend, dims, names)
+    dtype = compute_dtype(cfg, platform)
+    where = f"{platform.name}, {dtype}"
+    console.print(layout_table(cfg, dims, where, stage_reports(cfg, source, dims, table)))
+    steps = list(islice(plan_steps(cfg, source, dims), MEASURED_STEPS))
+    if steps:
+        console.print("First batches: rows x tokens of each micro-batch (patches of its images)")
+        console.print(batch_table(steps[:SHOWN_STEPS]))
+    # The largest micro-batches of a replica come together sooner or later.
+    shares = [share for step in steps for share in step] or [[]]
+    heaviest = max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
+    memory = estimate(cfg, source, dims, table, heaviest, dtype.itemsize)
+    where = "the device" if platform.is_cuda else "this machine, which all processes share"
+    total = f"{size_text(platform.memory_total())} in {where}"
+    console.print(f"Memory of one rank of each stage, estimated ({total})")
+    console.print(memory_table(memory))
+    if text := warning(memory, platform):
+        console.print(text)
+    return 0
+
+
+def _read_shapes(source: Source) -> None:
+    """From the headers; a folder may also have no weights yet."""
+    if any(source.path.glob("*.safetensors")):
+        source.read_headers()
+        check_tensors(source)
+        return
+    for name, shape in expected_shapes(source.config).items():
+        source.tensors[name] = TensorInfo(source.path, shape, "BF16")
+
+
+def plan_steps(cfg: Config, source: Source, dims: ParallelDims) -> Iterator[list[list[BatchSizes]]]:
+    """The micro-batches of each replica, step by step, through the first epoch; nothing of a
+    stream, whose sizes are not known ahead."""
+    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, source.config)
+    if not isinstance(data, DataSet):
+        return
+    limits = Limits.of(cfg.train)
+    epoch = data.epoch(Position())
+    while part := list(islice(epoch, cfg.train.global_batch_size)):
+        handles = [handle for handle, _, _ in part]
+        plan = plan_batch([size for _, size, _ in part], dims.dp, limits)
+        yield [[_sizes(data, [handles[row] for row in group]) for group in share] for share in plan]
+
+
+def _sizes(data: DataSet, handles: Sequence[Handle]) -> BatchSizes:
+    samples = [data.indexes[source][place] for source, place in handles]
+    grids = [grid for sample in samples for grid in (*sample.image_grids, *sample.video_grids)]
+    return BatchSizes(
+        rows=len(samples),
+        tokens=max(len(sample.ids_S) for sample in samples),
+        supervised=sum(sample.num_supervised for sample in samples),
+        patches=sum(sample.num_patches for sample in samples),
+        largest_image=max((t * h * w for t, h, w in grids), default=0),
+    )
+
+
+def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
+    """The first steps' micro-batches: rows x tokens, patches."""
+    table = plain_table()
+    table.add_column("step")
+    table.add_column("replica")
+    table.add_column("micro-batches", overflow="fold")
+    for number, shares in enumerate(steps):
+        for replica, share in enumerate(shares):
+            shapes = [f"{b.rows}x{b.tokens} ({b.patches:,})" for b in share]
+            table.add_row(str(number + 1), str(replica), "  ".join(shapes) or "none")
+    return table
+
+
+def memory_table(memory: Sequence[StageMemory]) -> Table:
+    """A line for each stage."""
+    table = plain_table()
+    for column in ("stage", "weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(column, justify="right")
+    for stage, parts in enumerate(memory):
+        sizes = (parts.weights, parts.gradients, parts.optimizer, parts.activations, parts.total)
+        table.add_row(str(stage), *map(size_text, sizes))
+    return table
+
+
+def warning(memory: Sequence[StageMemory], platform: Platform) -> str:
+    """What to change where the estimate does not fit; nothing where it does."""
+    need = max(parts.total for parts in memory)
+    if need <= 0.9 * platform.memory_total():
+        return ""
+    worst = next(stage for stage, parts in enumerate(memory) if parts.total == need)
+    remedies = ["model.recompute=full", "a lower train.micro_batch_tokens", "more parallel.tp"]
+    if worst == 0:
+        remedies[:0] = [
+            "model.recompute_vision=true",
+            "fewer decoder layers on stage 0 (parallel.layers_per_stage)",
+        ]
+    return (
+        f"Stage {worst} needs about {size_text(need)} a rank, and there are "
+        f"{size_text(platform.memory_total())}: it will most likely run out of memory. "
+        f"Try {', '.join(remedies)}."
+    )
+
+
+def size_text(size: int) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / 2**10:,.1f} KiB"

@@ -1,0 +1,207 @@
+"""What `inspect` says of a whole data set: statistics, faults, padding and balance.
+
+Sizes come from the index alone: nothing is decoded for them.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batch.batching import (
+    Balance,
+    Limits,
+    RowSize,
+    measure,
+    naive_plan,
+    plan_batch,
+)
+from megatron_vlm.data.batch.dataset import DataSet
+from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.encode.views import ShownSample, show_sample
+
+MOST_STEPS = 500  # whose plans are measured: planning a whole large epoch would take minutes
+
+
+@dataclass(frozen=True)
+class SourceFigures:
+    """What became of the records of one source."""
+
+    name: str
+    weight: float
+    records: int
+    samples: int
+    dropped: int
+    wrong: int
+    per_epoch: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """One size of every sample."""
+
+    name: str
+    values: np.ndarray
+
+    @property
+    def summary(self) -> tuple[float, ...]:
+        """As SUMMARY names them."""
+        low, median, p95, high = np.percentile(self.values, (0, 50, 95, 100)).tolist()
+        return (int(self.values.sum()), low, median, float(self.values.mean()), p95, high)
+
+
+SUMMARY = ("total", "min", "median", "mean", "p95", "max")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of making micro-batches, over all measured steps."""
+
+    name: str
+    padding: float  # part of all positions that is padding
+    imbalance: float  # cost of the busiest rank over the mean rank's, mean over steps
+    worst: float  # the same, of the worst step
+    micro_batches: float  # of a step, mean
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The first epoch's global batches."""
+
+    ranks: int
+    batch_size: int
+    limits: Limits
+    steps: int
+    measured: int  # of these
+    ways: tuple[Way, ...]
+
+    @property
+    def caption(self) -> str:
+        """What was measured."""
+        rows, tokens = self.limits.rows, self.limits.tokens
+        size = f"train.micro_batch_size={rows}"
+        if tokens is not None:
+            size = f"train.micro_batch_tokens={tokens}"
+        steps = f"{self.steps:,} steps" if self.steps > 1 else "the one step"
+        if self.measured < self.steps:
+            steps = f"the first {self.measured:,} of {self.steps:,} steps"
+        return (
+            f"Over {steps} of the first epoch: train.global_batch_size={self.batch_size}, {size}, "
+            f"{self.ranks:,} data parallel rank{'s' if self.ranks > 1 else ''}. "
+            "Busiest rank: its cost over the mean rank's."
+        )
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All of it."""
+
+    settings: tuple[tuple[str, str], ...]
+    num_samples: int
+    shown: tuple[ShownSample, ...]
+    sources: tuple[SourceFigures, ...]
+    columns: tuple[Column, ...]
+    dropped: tuple[tuple[str, str], ...]  # place and rule
+    errors: tuple[str, ...]
+    batching: Batching
+
+    @property
+    def rules(self) -> list[tuple[str, int, str]]:
+        """Each rule that dropped records, how many, and the place of the first; most first."""
+        counts = Counter(rule for _, rule in self.dropped)
+        first = {rule: where for where, rule in reversed(self.dropped)}
+        return [(rule, count, first[rule]) for rule, count in counts.most_common()]
+
+
+def collect(
+    cfg: Config, data: DataSet, numbers: Sequence[int], ranks: int, pictures: bool
+) -> Inspection:
+    """Everything about a data set; the samples with these numbers are shown."""
+    faults = [index.faults for index in data.indexes]
+    return Inspection(
+        _settings(cfg),
+        sum(map(len, data.indexes)),
+        tuple(show_sample(data, number, pictures) for number in numbers),
+        tuple(_source_figures(data)),
+        tuple(
+            Column(name, np.concatenate([getattr(index, field) for index in data.indexes]))
+            for name, field in (
+                ("tokens", "tokens"),
+                ("trained tokens", "supervised"),
+                ("images", "images"),
+                ("patches", "patches"),
+            )
+        ),
+        tuple(entry for fault in faults for entry in fault.dropped),
+        tuple(message for fault in faults for message in fault.errors),
+        measure_batching(cfg, data, ranks),
+    )
+
+
+def figure(value: float) -> str:
+    """1,234 or 12.5: at most one decimal."""
+    return f"{value:,.1f}".removesuffix(".0")
+
+
+def _settings(cfg: Config) -> tuple[tuple[str, str], ...]:
+    names = ("train_on", "max_tokens", "max_images", "truncation", "min_pixels", "max_pixels")
+    return (
+        ("model.path", cfg.model.path),
+        *((f"data.{name}", str(value)) for name in names if (value := getattr(cfg.data, name))),
+    )
+
+
+def _source_figures(data: DataSet) -> Iterator[SourceFigures]:
+    order = data.order
+    for source, index, weight, count in zip(
+        data.sources, data.indexes, order.weights, order.counts, strict=True
+    ):
+        faults = index.faults
+        yield SourceFigures(
+            source.name,
+            weight,
+            len(source),
+            len(index),
+            len(faults.dropped),
+            len(faults.errors),
+            count,
+        )
+
+
+def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
+    """Padding and balance of the first epoch's steps, planned as the loader plans them, and as
+    plain order would make them with as many rows in each micro-batch."""
+    batch_size = cfg.train.global_batch_size
+    limits = Limits.of(cfg.train)
+    epoch = itertools.islice(data.epoch(Position()), MOST_STEPS * batch_size)
+    sizes = [size for _, size, _ in epoch]
+    steps = [sizes[start : start + batch_size] for start in range(0, len(sizes), batch_size)]
+    planned, naive = [], []
+    for sizes in steps:
+        planned.append(measure(plan_batch(sizes, ranks, limits), sizes))
+        rows = limits.rows
+        if limits.tokens is not None:
+            rows = max(1, round(len(sizes) / planned[-1].micro_batches))
+        naive.append(measure(naive_plan(sizes, ranks, rows), sizes))
+    ways = (_way("as planned", planned, steps), _way("in plain order", naive, steps))
+    return Batching(
+        ranks, batch_size, limits, math.ceil(len(data.order) / batch_size), len(steps), ways
+    )
+
+
+def _way(name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]) -> Way:
+    """Steps together: padding over all positions, the others as means."""
+    real = [sum(size.tokens for size in sizes) for sizes in steps]
+    positions = sum(n / (1 - step.padding) for n, step in zip(real, measured, strict=True))
+    imbalances = [step.imbalance for step in measured]
+    return Way(
+        name,
+        1 - sum(real) / positions,
+        sum(imbalances) / len(steps),
+        max(imbalances),
+        sum(step.micro_batches for step in measured) / len(steps),
+    )

@@ -1,0 +1,52 @@
+"""`megatron-vlm inspect`: open the data of a configuration, look at it, say what is there."""
+
+import logging
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_vlm.config import load_config
+from megatron_vlm.data.batch.dataset import DataSet, open_data
+from megatron_vlm.data.read.sources import parse_specs
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.source import Source
+from megatron_vlm.tools.inspection.collect import collect
+from megatron_vlm.tools.inspection.page import render_page
+from megatron_vlm.tools.inspection.terminal import print_inspection
+
+
+def run_inspect(
+    overrides: list[str],
+    config_name: str,
+    html: str | None,
+    samples: int,
+    sample: int | None,
+    ranks: int,
+) -> None:
+    """Print what the model will see of data.train, and write it as a page where `html` names one:
+    the first `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
+    if samples < 0 or ranks < 1:
+        raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
+    cfg = load_config(overrides, config_name)
+    logging.getLogger("megatron_vlm.data").setLevel(logging.ERROR)  # told below, once
+    if any(spec.streaming for spec in parse_specs(cfg.data.train, "data.train")):
+        raise ConfigError(
+            "data.train streams, and a stream has no sizes to count; give a file with its first "
+            "records, or turn streaming off"
+        )
+    hf_config = Source(cfg.model.path).config
+    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, hf_config)
+    assert isinstance(data, DataSet)
+    count = sum(map(len, data.indexes))
+    if sample is not None and not 0 <= sample < count:
+        raise ConfigError(f"--sample {sample}: there are {count} samples, 0 to {count - 1}")
+    numbers = range(min(samples, count)) if sample is None else [sample]
+    inspection = collect(cfg, data, numbers, ranks, pictures=html is not None)
+    console = Console(highlight=False)
+    print_inspection(inspection, console)
+    if html is not None:
+        try:
+            Path(html).expanduser().write_text(render_page(inspection), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from error
+        console.print(f"wrote {html}", markup=False, soft_wrap=True)

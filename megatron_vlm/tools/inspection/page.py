@@ -1,0 +1,207 @@
+"""An inspection as one HTML page."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+from megatron_vlm.data.encode.views import Piece, ShownSample, ShownTurn, View
+from megatron_vlm.display.html import Html, contents, data_uri, document, table, tag, tiles, visible
+from megatron_vlm.tools.inspection.collect import SUMMARY, Batching, Column, Inspection, figure
+from megatron_vlm.tools.inspection.style import CSS
+
+_MOST_ERRORS = 50
+_MOST_BARS = 24
+
+
+def render_page(inspection: Inspection) -> str:
+    """The whole page."""
+    body = (*_header(inspection), *_samples(inspection), *_figures(inspection))
+    return document("What the model sees", CSS, body)
+
+
+def _header(inspection: Inspection) -> Iterator[Html]:
+    yield tag("h1", "What the model sees")
+    settings = ", ".join(f"{key}={value}" for key, value in inspection.settings)
+    yield tag("p", settings, class_="quiet")
+    links = [("samples", "Samples"), ("sizes", "Sizes"), ("sources", "Sources")]
+    links.append(("batches", "Micro-batches"))
+    if inspection.dropped or inspection.errors:
+        links.append(("left-out", "Left out"))
+    yield contents(links)
+    totals = {column.name: column.summary[0] for column in inspection.columns}
+    yield tiles(
+        [
+            (figure(inspection.num_samples), "samples"),
+            (figure(totals["tokens"]), "tokens"),
+            (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
+            (figure(totals["images"]), "images"),
+            (figure(len(inspection.dropped)), "dropped"),
+            (figure(len(inspection.errors)), "wrong"),
+        ]
+    )
+
+
+def _samples(inspection: Inspection) -> Iterator[Html]:
+    yield tag("h2", "Samples", id="samples")
+    yield tag(
+        "p",
+        tag("span", tag("mark", "trained"), " the loss is taken on these tokens"),
+        tag("span", tag("span", "<|token|>", class_="special"), " special tokens"),
+        tag("span", "Pictures as the model gets them; point at one to see its tokens"),
+        class_="legend quiet",
+    )
+    for shown in inspection.shown:
+        yield _sample(shown, inspection.num_samples)
+
+
+def _sample(shown: ShownSample, total: int) -> Html:
+    problem = [] if shown.problem is None else [tag("p", shown.problem, class_="alarm")]
+    return tag(
+        "article",
+        tag("h3", f"Sample {shown.number} of {total:,}"),
+        tag("p", f"{shown.where} \u00b7 {shown.figures}", class_="quiet"),
+        *problem,
+        *(_turn(turn) for turn in shown.turns),
+        class_="card sample",
+    )
+
+
+def _turn(turn: ShownTurn) -> Html:
+    """Role and text, and under the text the pictures whose placeholders stand in it."""
+    said: list[Html] = []
+    for trained, pieces in itertools.groupby(turn.pieces, key=lambda piece: piece.trained):
+        parts = [_piece(piece) for piece in pieces]
+        said += [tag("mark", *parts)] if trained else parts
+    views = [piece.view for piece in turn.pieces if piece.view and piece.view.pictures]
+    gallery = [tag("div", *map(_view, views), class_="gallery")] if views else []
+    role = tag("div", turn.role, class_="role")
+    text = tag("div", tag("div", *said, class_="said"), *gallery)
+    return tag("div", role, text, class_="turn")
+
+
+def _piece(piece: Piece) -> Html:
+    if piece.view is not None:
+        return tag("span", piece.text, class_="chip")
+    if piece.special:
+        return tag("span", piece.text, class_="special")
+    if not piece.trained:
+        return Html(escape(visible(piece.text)))
+    # A trained newline would not be seen otherwise. The sign is not part of what is copied.
+    newline = tag("span", class_="newline") + "\n"
+    return Html(newline.join(escape(visible(line)) for line in piece.text.split("\n")))
+
+
+def _view(view: View) -> Html:
+    """An image, or the frames of a temporal patch, with what each token sees as a cell."""
+    merge = math.isqrt(view.height * view.width // view.num_tokens)
+    cell = f"--cell:{100 * merge / view.width:.4f}% {100 * merge / view.height:.4f}%"
+    pictures = (tag("span", _image(pixels), style=cell) for pixels in view.pictures)
+    height, width = view.pictures[0].shape[:2]
+    caption = tag("figcaption", f"{view.label} \u00b7 {width} x {height} \u00b7 {view.name}")
+    return tag("figure", tag("div", *pictures), caption)
+
+
+def _image(pixels: np.ndarray) -> Html:
+    return tag("img", src=data_uri(pixels), width=pixels.shape[1], height=pixels.shape[0], alt="")
+
+
+def _figures(inspection: Inspection) -> Iterator[Html]:
+    yield tag("h2", "Sizes of samples", id="sizes")
+    charted = [column for column in inspection.columns if column.name != "patches"]
+    yield tag("div", *map(histogram, charted), class_="charts")
+    yield table(
+        ("of a sample", *SUMMARY),
+        [(column.name, *map(figure, column.summary)) for column in inspection.columns],
+    )
+    yield tag("h2", "Sources", id="sources")
+    yield table(
+        ("source", "weight", "records", "samples", "dropped", "wrong", "per epoch"),
+        [
+            (s.name, f"{s.weight:g}")
+            + tuple(map(figure, (s.records, s.samples, s.dropped, s.wrong, s.per_epoch)))
+            for s in inspection.sources
+        ],
+    )
+    yield tag("h2", "Micro-batches", id="batches")
+    yield _batching(inspection.batching)
+    if inspection.dropped or inspection.errors:
+        yield tag("h2", "Left out", id="left-out")
+        yield from _faults(inspection)
+
+
+def _batching(batching: Batching) -> Html:
+    rows = [
+        (
+            way.name,
+            f"{way.padding:.1%}",
+            f"{way.imbalance:.3f}x",
+            f"{way.worst:.3f}x",
+            figure(way.micro_batches),
+        )
+        for way in batching.ways
+    ]
+    header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
+    return table(header, rows, batching.caption)
+
+
+def _faults(inspection: Inspection) -> Iterator[Html]:
+    if inspection.dropped:
+        rows = [(rule, figure(count), where) for rule, count, where in inspection.rules]
+        yield table(("dropped by rule", "records", "the first"), rows)
+    if not inspection.errors:
+        return
+    messages = [tag("li", message) for message in inspection.errors[:_MOST_ERRORS]]
+    more = len(inspection.errors) - len(messages)
+    title = f"Wrong records: {len(inspection.errors):,}" + (
+        f", the first {len(messages)}" if more else ""
+    )
+    yield tag("div", tag("p", title), tag("ol", *messages, class_="alarm"), class_="card")
+
+
+def histogram(column: Column) -> Html:
+    """Bars of whole numbers, as inline SVG 320 x 130."""
+    start, step, counts = bins(column.values)
+    width = min(312 / len(counts), 44)
+    bars = []
+    for place, count in enumerate(counts):
+        first = start + place * step
+        span = f"{first:,}" if step == 1 else f"{first:,} to {first + step - 1:,}"
+        tall = 84 * count / max(counts)
+        title = tag("title", f"{span}: {count:,} samples")
+        bars.append(
+            tag(
+                "g",
+                title,
+                tag(
+                    "rect",
+                    x=f"{4 + place * width:.2f}",
+                    y=f"{104 - tall:.2f}",
+                    width=f"{width - 1.5:.2f}",
+                    height=f"{tall:.2f}",
+                ),
+            )
+        )
+    end = 4 + len(counts) * width
+    last = start + (len(counts) - 1) * step
+    labels = [
+        tag("text", f"{start:,}", x=4, y=120),
+        tag("text", f"{last + step - 1:,}", x=f"{end:.2f}", y=120, text_anchor="end"),
+        tag("text", f"tallest bar: {max(counts):,} samples", x=4, y=12),
+    ]
+    line = tag("line", x1=4, y1=104.5, x2=316, y2=104.5)
+    drawn = tag("svg", *bars, line, *labels, viewBox="0 0 320 130", role="img")
+    return tag("div", tag("span", column.name), drawn, class_="card")
+
+
+def bins(values: np.ndarray) -> tuple[int, int, list[int]]:
+    """Where the first bin starts, how wide each is (1, 2 or 5 times a power of ten), and how many
+    values lie in each."""
+    low, high = int(values.min()), int(values.max())
+    least = math.ceil((high - low + 1) / _MOST_BARS)
+    step = next(m * 10**k for k in range(20) for m in (1, 2, 5) if m * 10**k >= least)
+    start = low // step * step
+    counts: list[int] = np.bincount((values - start) // step).tolist()
+    return start, step, counts
