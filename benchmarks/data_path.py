@@ -1,4 +1,4 @@
-"""Pictures per second against Hugging Face's processor; collation; balance of micro-batches.
+"""Images per second against Hugging Face's processor; collation; balance of micro-batches.
 
 make bench   (or: .venv/bin/python benchmarks/data_path.py)
 """
@@ -28,7 +28,7 @@ ROWS, RANKS = 1024, 64
 
 
 def fastest(*works: Callable[[], Any], rounds: int = 9) -> list[float]:
-    """Seconds of the fastest round of each, in turns, so that a noisy machine slows all."""
+    """Seconds of the fastest round of each. They take turns, so a noisy machine slows them all."""
     best = [float("inf")] * len(works)
     for _ in range(rounds):
         for index, work in enumerate(works):

@@ -1,5 +1,6 @@
 """Tokens per second of our step over those of an ordinary Hugging Face training loop: the same
-weights, rows and work, one process each, step by step in turns so that a noisy machine slows both.
+weights, rows and work, one process each. They take turns step by step, so a noisy machine slows
+both.
 
 make bench   (or: .venv/bin/python benchmarks/hf_ratio.py)
 """
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from megatron_vlm.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
-from megatron_vlm.hf.source import Source
+from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.worker import MegatronWorker
 
 WARM_UP, REPEATS = 2, 10
@@ -31,7 +32,7 @@ LEARNING_RATE = 1e-5
 MICRO_BATCH = 2
 NUM_ROWS = 8
 # 30 M parameters. In the first the head is a large part, as in any small model; in the second
-# head, decoder and tower share the work as in Qwen3-VL 2B (head 15 % of the parameters).
+# head, decoder and tower have the shares of Qwen3-VL 2B (head 15 % of the parameters).
 BASE = TinySpec(
     layers=6,
     hidden=384,
@@ -67,7 +68,7 @@ def bench_rows(vocab: int, special: dict[str, int]) -> list[Row]:
 
 
 def hf_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """What a user writes: the model's own loss per micro-batch, AdamW, clipping."""
+    """What a user would write: the model's own loss per micro-batch, AdamW, clipping."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     batches = []
@@ -123,8 +124,8 @@ def our_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
 
 
 def serve(make: Callable[[str, list[Row], float], Callable[[], float]], pipe: Connection) -> None:
-    """A process of its own for each side: the stand-in for CUDA that ours installs on the CPU
-    would slow theirs down. Answers (seconds, loss) of one step for each message."""
+    """Each side has its own process: the stand-in for CUDA that ours installs on the CPU would slow
+    theirs down. Answers each message with (seconds, loss) of one step."""
     logging.disable_progress_bar()
     path, rows = pipe.recv()
     step = make(path, rows, LEARNING_RATE)
@@ -144,7 +145,7 @@ def start(make: Callable[..., Callable[[], float]], path: str, rows: list[Row]) 
 
 
 def measure(path: str, rows: list[Row]) -> tuple[list[float], list[float]]:
-    """Seconds of each step of either side, taken in turns."""
+    """Seconds of each step of both sides, which take turns."""
     sides = [start(make, path, rows) for make in (hf_step, our_step)]
     seconds: tuple[list[float], list[float]] = ([], [])
     for repeat in range(WARM_UP + REPEATS):
@@ -174,7 +175,7 @@ def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:
     tokens = sum(len(row.ids_S) for row in rows)
     supervised = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
     figures = {
-        # The fastest step of each side: what other users of the machine take away only adds.
+        # The fastest step of each side: other users of the machine can only slow a step down.
         "hf_tokens_per_s": tokens / min(hf_s),
         "ours_tokens_per_s_1proc": tokens / min(our_s),
         "hf_ratio_1proc": min(hf_s) / min(our_s),
@@ -198,7 +199,7 @@ def main() -> None:
 
 def shapes(path: str) -> list[tuple[int, ...]]:
     """The tensors of a checkpoint."""
-    source = Source(path)
+    source = HFCheckpoint(path)
     source.read_headers()
     return [info.shape for info in source.tensors.values()]
 

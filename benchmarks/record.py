@@ -13,8 +13,8 @@ LATEST = ROOT / ".bench" / "latest.json"
 
 
 def record(name: str, figures: dict[str, float]) -> None:
-    """Print a table, put it between the marks `name begin` and `name end` of the document, and
-    merge the figures into the flat object for tools."""
+    """Print a table, write it between the marks `name begin` and `name end` of the document, and
+    merge the figures into .bench/latest.json."""
     lines = [f"| {key} | {value:,.3g} |" for key, value in figures.items()]
     table = "\n".join(["| figure | value |", "|---|---|", *lines])
     print(table)
@@ -31,7 +31,7 @@ def record(name: str, figures: dict[str, float]) -> None:
 
 
 def cpu_name() -> str:
-    """The processor, as Linux names it."""
+    """The name that Linux gives the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""What a simulated step and a simulated checkpoint take; see simulate_scale.py.
+"""How long a simulated step and a simulated checkpoint take; see simulate_scale.py.
 
 Suffixes: G micro-batches, S pipeline stages, I images, R rows. Times are seconds.
 """
@@ -16,21 +16,22 @@ from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.data.batch.batching import Plan, RowSize
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.qwen3_vl import sizes_of
 
 
 @dataclass(frozen=True)
 class Machine:
     """Every number is an assumption. Bytes and operations are per second."""
 
-    peak_flops: float = 989e12  # of a GPU, bf16 (platform.py: H100)
+    peak_flops: float = 989e12  # of a GPU, bf16 (device.py: H100)
     utilisation: float = 0.45  # of the peak within a micro-batch, TP's reductions included
-    layer_s: float = 0.3e-3  # the least that a layer's forward takes, however few its tokens
+    layer_s: float = 0.3e-3  # the least a layer's forward takes, however few its tokens
     network: float = 40e9  # of a GPU, to other machines: 400 Gb/s, 80 % used
     hop_s: float = 5e-6  # of a ring, each
     gpus: int = 8  # of a machine
     to_host: float = 5e9  # of a GPU, into pageable memory
-    files: float = 200e9  # the file system, all together
-    files_machine: float = 5e9  # one machine with it, verifying digests
+    files: float = 200e9  # the file system, from all machines together
+    files_machine: float = 5e9  # the file system, from one machine that verifies digests
     creates: float = 20e3  # files created in one folder, all ranks together
     stat_s: float = 0.2e-3  # a file looked up by one rank
     save_every_s: float = 1800.0
@@ -66,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many values; norms outside of layers are left out."""
+    """How many values; norms outside the layers are left out."""
 
     tower: int
     layers: int  # of the decoder, all of them
@@ -78,7 +79,7 @@ class Parameters:
         return self.tower + self.layers + self.embedding + self.head
 
     def of_gpu(self, setup: Setup, tower_over_tp: bool = False) -> list[float]:
-        """On a GPU of each stage. The tower is whole on every TP rank."""
+        """Values on a GPU of each stage. The tower is whole on every TP rank."""
         held = [self.layers * n / sum(setup.layers_S) / setup.tp for n in setup.layers_S]
         held[0] += self.tower / (setup.tp if tower_over_tp else 1) + self.embedding / setup.tp
         held[-1] += self.head / setup.tp
@@ -120,8 +121,8 @@ class Rows:
 
 
 def draw_rows(count: int, seed: int = 0, most_tokens: int = 8192) -> Rows:
-    """A fifth is text alone; of the rest half has one image and few have up to 47. Images beyond
-    the limit of tokens are cut off, as data.truncation=image_safe does."""
+    """A fifth are text only; half of the rest have one image, and few have up to 47. Images beyond
+    the token limit are cut off, as data.truncation=image_safe does."""
     rng = np.random.default_rng(seed)
     images_R = np.where(rng.random(count) < 0.2, 0, rng.zipf(1.6, count).clip(1, 47))
     text_R = rng.lognormal(np.log(200), 0.8, count).astype(np.int64).clip(16, 4096)
@@ -137,8 +138,8 @@ def draw_rows(count: int, seed: int = 0, most_tokens: int = 8192) -> Rows:
 def forward_seconds(
     groups: Sequence[Sequence[int]], rows: Rows, setup: Setup, machine: Machine
 ) -> np.ndarray:
-    """[G, S]. The decoder computes padding too, the tower and the head do not."""
-    work = WorkModel.of(setup.config)
+    """Seconds [G, S]. The decoder computes padding too; the tower and the head do not."""
+    work = WorkModel.of(sizes_of(setup.config))
     flat, counts_G = np.concatenate(groups), np.array([len(group) for group in groups])
     starts_G = np.cumsum(counts_G) - counts_G
     longest_G = np.maximum.reduceat(rows.tokens_R[flat], starts_G)
@@ -161,7 +162,7 @@ def forward_seconds(
 
 @cache
 def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...]:
-    """What a stage does in Megatron's 1F1B: (is it a forward, which micro-batch)."""
+    """The tasks of a stage in Megatron's 1F1B: (is it a forward, which micro-batch)."""
     warm_up = min(stages - 1 - stage, count)
     steady = [((True, warm_up + i), (False, i)) for i in range(count - warm_up)]
     return (
@@ -172,8 +173,8 @@ def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...
 
 
 def one_f_one_b(forward_GS: np.ndarray, backward_GS: np.ndarray) -> float:
-    """Seconds until the last backward, event by event: a stage starts what is next in its order
-    as soon as it is free and its neighbour has sent what that needs."""
+    """Seconds until the last backward, event by event: a stage starts the next task in its order
+    as soon as it is free and its neighbour has sent the input."""
     count, stages = forward_GS.shape
     seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
     done: dict[tuple[bool, int, int], float] = {}
@@ -195,13 +196,13 @@ def one_f_one_b(forward_GS: np.ndarray, backward_GS: np.ndarray) -> float:
 
 
 def bubble(forward_GS: np.ndarray) -> float:
-    """Time over that of stages without idle time, less one; (pp - 1) / m where all are equal."""
+    """Idle time as a share of busy time; (pp - 1) / m if all micro-batches cost the same."""
     stages = forward_GS.shape[1]
     return one_f_one_b(forward_GS, 2 * forward_GS) * stages / (3 * forward_GS.sum()) - 1
 
 
 def replica_seconds(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> list[float]:
-    """Of forward and backward of each data parallel rank; a backward is two forwards."""
+    """Seconds of forward and backward on each data parallel rank; a backward is two forwards."""
     groups = [group for share in plan for group in share]
     ends = np.cumsum([len(share) for share in plan])[:-1]
     parts = np.split(forward_seconds(groups, rows, setup, machine), ends)
@@ -212,18 +213,18 @@ def replica_seconds(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> l
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of gradients and weights over DP, once a step, by the stage that has most of them."""
+    """Gradients and weights over DP, once a step, on the stage that has the most of them."""
 
     values: int  # that a GPU holds
     reduce_s: float  # reduce-scatter, fp32
     gather_s: float  # of the updated weights, bf16
     bucket: int  # values reduced at once under overlap_grad_reduce
-    overlapped_s: float  # of the reduction, what is left then at best
+    overlapped_s: float  # what then remains of the reduction, at best
 
 
 def exchange(setup: Setup, ranks: int, machine: Machine, backward_s: float = 0.0) -> Exchange:
     """Rings over `ranks`. Only the last micro-batch's backward, of `backward_s`, hides anything;
-    and what is complete last is sent last."""
+    what is complete last is sent last."""
     values = int(max(setup.parameters.of_gpu(setup)))
 
     def ring(size: float) -> float:
@@ -238,36 +239,36 @@ def exchange(setup: Setup, ranks: int, machine: Machine, backward_s: float = 0.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one checkpoint, as checkpoint/ writes and reads it: fp32 weights and both moments."""
+    """One checkpoint as checkpoint/ writes and reads it: fp32 weights and both moments."""
 
     files: int
     total: int  # bytes
     largest: float  # bytes, of a rank
-    stop_sync: float  # training stands still so long
+    stop_sync: float  # seconds that training stops for
     stop_async: float
     write: float  # in the background
-    find: float  # resume: rank 0 reads and verifies all of it, alone
+    find: float  # resume: rank 0 looks up every file, then all ranks verify a share each
     read: float  # resume: bytes that leave the file system afterwards
-    resume: float  # all of it
+    resume: float  # both together
 
     def lost(self, machine: Machine) -> tuple[float, float]:
-        """Part of the time: synchronous, asynchronous."""
+        """Share of the time lost: synchronous, asynchronous."""
         stops = (self.stop_sync, self.stop_async)
         return tuple(s / (s + machine.save_every_s) for s in stops)  # type: ignore[return-value]
 
 
 def checkpoint(setup: Setup, ranks: int, machine: Machine) -> Traffic:
-    """Optimizer state is sharded over `ranks`; each process writes one file. Resuming, every
-    process reads all weights of its TP and PP part, though a machine's page cache has what two of
-    its processes ask for, and its share of the moments."""
+    """Optimizer state is sharded over `ranks`; each process writes one file. To resume, every
+    process reads its share of the moments and all weights of its TP and PP part, though a machine's
+    page cache has what two of its processes ask for."""
     files, total = ranks * setup.gpus, 12 * setup.parameters.total
     machines = max(1, files // machine.gpus)
     speed = min(machine.files, machines * machine.files_machine)
     # TP ranks take turns with the tower, which each of them has.
     largest = 12 * max(setup.parameters.of_gpu(setup, tower_over_tp=True)) / ranks
     write = total / speed + files / machine.creates
-    finish = files * machine.stat_s  # rank 0 looks at every file before the rename; all wait
-    find = total / machine.files_machine
+    finish = files * machine.stat_s  # rank 0 looks up every file before the rename; all wait
+    find = finish + total / speed
     weights = 4 * setup.parameters.total / len(setup.layers_S)  # of a stage, once each machine
     read = total + machines * weights + total * 2 // 3
     return Traffic(

@@ -1,6 +1,7 @@
-"""How a simulation is shown: tables for the terminal and docs/scaling.md, a picture beside it."""
+"""How a simulation is shown: tables for the terminal and docs/scaling.md, and docs/scaling.svg."""
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,33 @@ import rich.table
 
 from megatron_vlm.data.batch.batching import Balance
 from megatron_vlm.display.html import Html, tag
-from megatron_vlm.display.scales import Scale, value_scale
 
 NAMES = ("rows in order, 4 each", "rows in order, 1 each", "our plan")
+
+
+@dataclass(frozen=True)
+class LogScale:
+    """From positive values to fractions of an axis, and the values that get a tick."""
+
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        return np.log(values / self.low) / math.log(self.high / self.low)
+
+
+def scale_around(values: np.ndarray) -> LogScale:
+    """Ends at 1, 2 or 5 times a power of ten. Ticks at those, or only at the powers."""
+    low, high = float(values.min()), float(values.max())
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    round_ones = [m * 10.0**k for k in decades for m in (1, 2, 5)]
+    start = max(v for v in round_ones if v <= low * (1 + 1e-9))
+    end = min(v for v in round_ones if v >= high * (1 - 1e-9))
+    ticks = [v for v in round_ones if start <= v <= end]
+    if len(ticks) > 9:
+        ticks = [10.0**k for k in decades if start <= 10.0**k <= end]
+    return LogScale(start, end, tuple((v, f"{v:g}") for v in ticks))
 
 
 @dataclass(frozen=True)
@@ -44,8 +69,8 @@ class Point:
     balances: tuple[Balance, ...]
     perfect: float  # no padding, no waiting, no bubble; the same exchange
     plan_s: float  # measured
-    last_s: float  # the backward of what is last in our plan, mean of the replicas
-    costliest_s: float  # of what is first in it
+    last_s: float  # backward of the last micro-batch in our plan, mean over the replicas
+    costliest_s: float  # backward of the first one
 
 
 CSS = """
@@ -56,11 +81,11 @@ path { fill: none; stroke: currentColor; stroke-width: 2; } line { stroke: #8885
 
 
 def panel(title: str, points: Sequence[Point], left: int, top: int) -> Html:
-    """Seconds of a step over ranks, both by powers."""
+    """Seconds of a step over ranks, both on logarithmic scales."""
     wide, high, ranks = 330, 180, [p.ranks for p in points]
     curves = [*zip(*(p.seconds for p in points), strict=True), [p.perfect for p in points]]
-    across = Scale(ranks[0], max(ranks[-1], 2 * ranks[0]), tuple((r, f"{r}") for r in ranks), True)
-    down = value_scale(np.array(curves), may_log=True)
+    across = LogScale(ranks[0], max(ranks[-1], 2 * ranks[0]), tuple((r, f"{r}") for r in ranks))
+    down = scale_around(np.array(curves))
     parts = [tag("text", title, x=0, y=-10, class_="name")]
     for value, label in down.ticks:
         y = f"{high * (1 - float(down(np.array(value)))):.1f}"
@@ -77,7 +102,7 @@ def panel(title: str, points: Sequence[Point], left: int, top: int) -> Html:
 
 
 def picture(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """A file that needs nothing else."""
+    """A self-contained SVG file."""
     parts = [Html(f"<style>{CSS}</style>"), tag("text", "Simulated seconds of a step", x=40, y=22)]
     for number, name in enumerate((*NAMES, "perfect")):
         x = 225 + 165 * number
@@ -91,7 +116,7 @@ def picture(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
 
 
 def write(folder: Path, tables: Sequence[Table], drawn: str) -> None:
-    """Between the marks of the document, all else in it left as it is."""
+    """Write between the marks of the document and leave the rest of it as it is."""
     document, begin, end = folder / "scaling.md", "<!-- scaling begin -->", "<!-- scaling end -->"
     head, rest = document.read_text().split(begin)
     text = "\n\n".join(table.markdown() for table in tables)

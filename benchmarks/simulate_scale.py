@@ -1,5 +1,5 @@
-"""A simulation, no measurement: steps and checkpoints of Qwen3-VL on 64 to 8,192 data parallel
-ranks. Only planning is timed: it is the package's own, over as many rows.
+"""A simulation, not a measurement: steps and checkpoints of Qwen3-VL on 64 to 8,192 data parallel
+ranks. Only planning is measured: it is the package's own, on as many rows.
 
 make scale   (or: .venv/bin/python benchmarks/simulate_scale.py [most ranks] [folder])
 
@@ -30,6 +30,7 @@ from scale_page import NAMES, Point, Table, picture, write
 
 from megatron_vlm.data.batch.batching import Limits, Plan, measure, naive_plan, plan_batch
 from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.family.qwen3_vl import sizes_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 RANKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -41,7 +42,7 @@ SETUPS = (
 )
 
 ASSUMED = {
-    "peak_flops": "FLOP/s of a GPU, bf16, dense (the H100's data sheet, as in platform.py)",
+    "peak_flops": "FLOP/s of a GPU, bf16, dense (the H100's data sheet, as in device.py)",
     "utilisation": "of that peak within a micro-batch; tensor parallel reductions are in it",
     "layer_s": "s, the least that the forward of a layer or a vision block takes",
     "network": "bytes/s of a GPU to other machines (400 Gb/s, 80 % used)",
@@ -63,8 +64,8 @@ def assumptions() -> Table:
 
 
 def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
-    """One for each of NAMES; how long ours took."""
-    sizes = rows.sizes(WorkModel.of(setup.config))
+    """One plan for each of NAMES, and the seconds that ours took."""
+    sizes = rows.sizes(WorkModel.of(sizes_of(setup.config)))
     start = time.perf_counter()
     ours = plan_batch(sizes, ranks, Limits(tokens=setup.tokens))
     seconds = time.perf_counter() - start
@@ -74,7 +75,7 @@ def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
 def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
     """One step of each plan: the slowest replica, then the exchange."""
     rows = draw_rows(num_rows)
-    sizes = rows.sizes(WorkModel.of(setup.config))
+    sizes = rows.sizes(WorkModel.of(sizes_of(setup.config)))
     made, plan_s = plans(rows, setup, ranks)
     moved = exchange(setup, ranks, MACHINE)
     more = moved.reduce_s + moved.gather_s
@@ -97,7 +98,7 @@ def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
 
 
 def scaling_table(setup: Setup, points: Sequence[Point], title: str) -> Table:
-    """`fullest`: the cost of the rank that has most over the mean, padding included."""
+    """`fullest / mean`: the cost of the busiest rank over the mean, padding included."""
     rows: list[tuple[str, ...]] = []
     for p in points:
         four, one, ours = p.seconds
@@ -124,7 +125,7 @@ def scaling_table(setup: Setup, points: Sequence[Point], title: str) -> Table:
 
 
 def planned_layers(setup: Setup, rows: Rows, plan: Plan) -> tuple[int, ...]:
-    """The layers_per_stage with the quickest replicas, by trying first and last stages."""
+    """The layers_per_stage with the fastest replicas, found by trying first and last stages."""
     pp, layers = len(setup.layers_S), sum(setup.layers_S)
     tried = []
     for first in range(layers // pp + 1):
@@ -137,7 +138,7 @@ def planned_layers(setup: Setup, rows: Rows, plan: Plan) -> tuple[int, ...]:
 
 
 def _cheap_ends(share: list[list[int]]) -> list[list[int]]:
-    """Costliest first becomes costliest in the middle."""
+    """From costliest first to costliest in the middle."""
     return share[::-1][::2] + share[::-1][1::2][::-1]
 
 
@@ -150,8 +151,8 @@ ORDERS: dict[str, Callable[[list[list[int]]], list[list[int]]]] = {
 
 
 def pipeline_tables(setup: Setup, ranks: int = 64) -> list[Table]:
-    """Stages as they are by default against planned ones; orders of the micro-batches. The stages
-    are planned on other rows than they are tried on."""
+    """Default stages against planned ones, and orders of the micro-batches. The stages are planned
+    on other rows than those they are tried on."""
     seen, rows = draw_rows(8 * ROWS_PER_RANK, seed=1), draw_rows(ranks * ROWS_PER_RANK)
     by_stage: list[tuple[str, ...]] = []
     by_order: list[tuple[str, ...]] = []
@@ -184,8 +185,8 @@ def pipeline_tables(setup: Setup, ranks: int = 64) -> list[Table]:
 
 
 def exchange_table(setup: Setup, points: Sequence[Point]) -> Table:
-    """`left`: of the reduction, at best, under overlap_grad_reduce; as ours orders micro-batches,
-    and with the costliest one last."""
+    """`left`: what overlap_grad_reduce leaves of the reduction at best, with our order of
+    micro-batches and with the costliest one last."""
     rows: list[tuple[str, ...]] = []
     for p in points:
         now, costliest = (
@@ -215,7 +216,7 @@ def exchange_table(setup: Setup, points: Sequence[Point]) -> Table:
 
 
 def checkpoint_table(setup: Setup, ranks: Sequence[int]) -> Table:
-    """Both ways to write one, and reading it."""
+    """Writing one, synchronously and not, and resuming from it."""
     rows: list[tuple[str, ...]] = []
     for count in ranks:
         t = checkpoint(setup, count, MACHINE)
@@ -238,7 +239,7 @@ def checkpoint_table(setup: Setup, ranks: Sequence[int]) -> Table:
         "async, s",
         "of an hour: sync",
         "async",
-        "resume: rank 0 alone, s",
+        "resume: verify, s",
         "read, TB",
         "in all, s",
     )

@@ -1,8 +1,8 @@
-"""The errors a user can cause. Each message has the field, the numbers and the remedy."""
+"""The errors a user can cause. Each message names the field, the numbers and the remedy."""
 
 
 class MegatronVLMError(ValueError):
-    """Root of the family: catch this to catch everything a user can put right."""
+    """Base of the family: catch this to catch everything that a user can put right."""
 
 
 class ConfigError(MegatronVLMError):
@@ -18,4 +18,4 @@ class CheckpointError(MegatronVLMError):
 
 
 class TrainError(MegatronVLMError):
-    """A run that cannot go on; says at which step and why."""
+    """A run that cannot continue; says at which step and why."""

@@ -1,6 +1,6 @@
 """The training loop: `torchrun ... -m megatron_vlm.train key=value ...` runs it on every rank.
 
-Nothing heavy is imported before the configuration was found right.
+Nothing heavy is imported before the configuration has been checked.
 """
 
 import os
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config, to_yaml
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.validate import check_training
 from megatron_vlm.distributed.process import PREEMPTED, run_process
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.sinks import check_installed
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def train(cfg: Config, signals: "Signals | None" = None) -> int:
-    """Train to the last step; the exit status of this rank. `signals`: where somebody else than
-    the operating system asks to stop."""
-    from megatron_vlm.feed.feeder import Stopped
+    """Train to the last step; the exit status of this rank. `signals`: for a caller that asks the
+    run to stop by other means than signals of the operating system."""
+    from megatron_vlm.distributed.agree import Stopped
     from megatron_vlm.run.run import Run
 
     with Run.open(cfg, signals) as run:
@@ -56,6 +57,7 @@ def train_step(run: "Run", step: int) -> None:
 def run_train(overrides: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and train, on one rank; its exit status."""
     cfg = load_config(overrides)
+    check_training(cfg)
     check_installed(cfg)
     if int(os.environ.get("RANK", "0")) == 0:
         _keep_config(cfg)

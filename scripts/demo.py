@@ -1,8 +1,8 @@
 """The main job on a laptop: a tiny Qwen3-VL learns to see, is exported, and is the same model in
-transformers. No network, no GPU. `make demo` does it:
+transformers. Needs no network and no GPU. `make demo` runs it:
     python scripts/demo.py OUT
 
-Every step is a command that a user types; each is printed before it runs.
+Every step is a command that a user could type; each is printed before it runs.
 """
 
 import json
@@ -22,11 +22,11 @@ from megatron_vlm.demo.shapes import COLOURS
 WANTED = 0.9  # exact match on held-out questions
 TINY = "--layers 3 --hidden 96 --heads 8 --head-dim 16 --vision-depth 2 --vision-hidden 64"
 TOWER = ["--deepstack", "1", "--from-scratch"]
-SHAPES = "--easy 3200 --train 19000 --eval 200"
+SHAPES = "--easy 3200 --train 21000 --eval 200"
 
 
 def run(*words: str) -> None:
-    """A megatron-vlm command, in this Python."""
+    """Run a megatron-vlm command with this Python."""
     shown = " ".join(f"'{word}'" if "[" in word else word for word in words)
     print(f"\n$ megatron-vlm {shown}", flush=True)
     subprocess.run([sys.executable, "-m", "megatron_vlm.cli", *words], check=True)
@@ -79,7 +79,7 @@ def compare(out: Path) -> int:
 
 
 def write_colours(folder: Path) -> Path:
-    """A picture of each colour and nothing else."""
+    """One picture for each colour, with nothing else on it."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, rgb in COLOURS.items():
@@ -132,7 +132,7 @@ def main(out: Path) -> int:
         f"differ in transformers, {seen} of {len(COLOURS)} colours named, {minutes:.1f} minutes\n"
         f"open {out}/run/report.html"
     )
-    few = seen < len(COLOURS) - 1  # such pictures were never seen: blue may pass for purple
+    few = seen < len(COLOURS) - 1  # it never saw such pictures, and may take blue for purple
     return int(scores["exact_match"] < WANTED or different > 0 or few)
 
 

@@ -1,8 +1,8 @@
-"""The tables of docs/configuration.md, from the comments of schema.py and the files of configs/.
+"""The tables of docs/configuration.md, from the comments of schema.py and the files in configs/.
 
     python scripts/make_config_docs.py
 
-Writes what stands between the marks of that page; tests/test_docs.py fails where it is old.
+Rewrites the parts of that page between its marks; tests/test_docs.py fails where they are outdated.
 """
 
 import ast
@@ -11,19 +11,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import MISSING
 
 from megatron_vlm.config import config_dir, schema
+from megatron_vlm.config.sources import EvalSource, SourceSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- {} begin -->\n", "<!-- {} end -->\n"
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with new tables."""
     for mark, text in (("keys", key_tables()), ("recipes", recipe_table())):
         before, begin, rest = page.partition(BEGIN.format(mark))
         _, end, after = rest.partition(END.format(mark))
@@ -33,7 +35,7 @@ def with_tables(page: str) -> str:
 
 
 def key_tables() -> str:
-    """Every key, a table for each group; the class's docstring above it."""
+    """A table of keys for each group, below the docstring of its class."""
     comments = comments_of(inspect.getsource(schema))
     groups: list[tuple[str, type]] = [("", schema.Config)]
     for item in fields(schema.Config):
@@ -41,7 +43,7 @@ def key_tables() -> str:
             groups.append((f"{item.name}.", item.type))
     tables = []
     for prefix, cls in groups:
-        title = f"`{prefix[:-1]}`" if prefix else "Outside of the groups"
+        title = f"`{prefix[:-1]}`" if prefix else "Outside the groups"
         about = "" if not prefix else f"{inspect.getdoc(cls)}\n\n"
         rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
         defaults = cls()
@@ -55,7 +57,7 @@ def key_tables() -> str:
 
 
 def recipe_table() -> str:
-    """Every file of configs/ but the defaults: its first comment and the keys it sets."""
+    """Every file of configs/ except the defaults, with its first comment and the keys it sets."""
     rows = ["| recipe | | sets |", "|---|---|---|"]
     for file in sorted(config_dir().glob("*/*.yaml")):
         if file.stem == "default":
@@ -72,7 +74,7 @@ def recipe_table() -> str:
 
 
 def comments_of(source: str) -> dict[tuple[str, str], str]:
-    """The comment behind each field of each class, by their names."""
+    """The comment after each field, by the names of class and field."""
     lines = source.splitlines()
     found = {}
     for cls in ast.parse(source).body:
@@ -87,14 +89,23 @@ def comments_of(source: str) -> dict[tuple[str, str], str]:
 
 
 def _type(kind: Any) -> str:
-    name = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    return name.removeprefix("typing.").lower().replace("none", "null")
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " | ".join(parts)
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type, parts))
+    if origin in (list, tuple):
+        return f"list[{_type(parts[0])}]"
+    names = {NoneType: "null", SourceSpec: "source", EvalSource: "set"}
+    return names.get(kind, kind.__name__)
 
 
 def _value(value: Any) -> str:
-    """As one types it behind KEY=."""
+    """As it is typed after KEY=."""
     if value == MISSING:
         return "must be given"
+    if value == ():
+        return "null"
     if isinstance(value, float):
         return f"{value:g}" if 1e-4 <= abs(value) < 1e6 or not value else f"{value:.0e}"
     if value is None or isinstance(value, bool):

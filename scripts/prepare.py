@@ -1,4 +1,4 @@
-"""What the prepare scripts share: data sets in, checked RGB pictures and JSON lines out."""
+"""What the prepare scripts share: data sets are read, checked RGB images and JSON lines written."""
 
 import io
 import json
@@ -25,7 +25,7 @@ _TABLES = ("state.json", "dataset_dict.json", "*.parquet", "data/*.parquet")
 
 
 def run(main: Callable[[list[str]], None]) -> int:
-    """Call main(argv); an error that a user can put right ends in one sentence, with status 2."""
+    """Call main(argv); an error that the user can fix ends in one sentence, with status 2."""
     datasets.disable_progress_bars()
     try:
         main(sys.argv[1:])
@@ -36,13 +36,13 @@ def run(main: Callable[[list[str]], None]) -> int:
 
 
 def holds_tables(folder: Path) -> bool:
-    """Whether `open_dataset` can read what lies in the folder itself."""
+    """Whether the folder itself holds what `open_dataset` can read."""
     return any(next(folder.glob(pattern), None) for pattern in _TABLES)
 
 
 def open_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
-    """A split of a data set of the Hub, of a folder of save_to_disk, or of one with Parquet files.
-    A folder may hold the subset as a folder of its own."""
+    """A split of a data set: on the Hub, in a folder of save_to_disk, or in one of Parquet files.
+    A subset may be a folder inside it."""
     folder = Path(name)
     if not folder.is_dir():
         return _load(name, subset, split=split, streaming=streaming)
@@ -51,8 +51,8 @@ def open_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
     if not holds_tables(folder):
         inside = sorted(path.name for path in folder.iterdir())
         raise ConfigError(
-            f"{folder} holds no Parquet files and nothing of save_to_disk, but {inside[:20]}; "
-            "name the folder of a data set, or one with a folder for each subset"
+            f"{folder} has no Parquet files and was not written by save_to_disk; it has "
+            f"{inside[:20]}; give the folder of a data set, or one with a folder for each subset"
         )
     if not any((folder / state).is_file() for state in _TABLES[:2]):
         # Streamed, Parquet files are read where they lie and not copied into a cache.
@@ -77,15 +77,15 @@ def _load(name: str, *args: str | None, **kwargs: Any) -> Any:
 
 
 def rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    """All rows as Arrow has them: images are files that nobody has decoded, so that a corrupt one
-    costs a row and not the run. (A cast to Image(decode=False) copies lists of images.)"""
+    """All rows as Arrow has them. Their images are not decoded yet, so a corrupt one costs a row
+    and not the run. (A cast to Image(decode=False) copies lists of images.)"""
     for table in dataset.with_format("arrow"):
         yield table.to_pylist()[0]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A file that shows an upright RGB picture to everybody, and how its name ends."""
+    """An image file that every program shows upright and in RGB, and the suffix of its name."""
 
     content: bytes
     suffix: str
@@ -93,16 +93,16 @@ class Picture:
 
 def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
     """An undecoded image of `datasets`, of any mode, as RGB with no side above `longest`. An RGB
-    JPEG or PNG stays the file it was, others become PNG. What training would refuse (corrupt, too
+    JPEG or PNG is kept byte for byte, others become PNG. What training would refuse (corrupt, too
     large, too thin) is a DataError."""
     content = _image_bytes(value, where)
     try:
-        image_size(Image(content), MediaPolicy(root="."), where)  # refuses what it would
+        image_size(Image(content), MediaPolicy(root="."), where)  # as training would
         opened = PIL.Image.open(io.BytesIO(content))
         image = _to_rgb(PIL.ImageOps.exif_transpose(opened))
     except DataError:
         raise
-    except Exception as error:  # each format of Pillow's has errors of its own
+    except Exception as error:  # each of Pillow's formats has its own errors
         raise DataError(f"{where}: the image cannot be decoded: {error}") from error
     scale = min(1.0, longest / max(image.size)) if longest else 1.0
     plain = opened.mode == "RGB" and not opened.has_transparency_data
@@ -118,9 +118,9 @@ def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
 
 
 def _image_bytes(value: Any, where: str) -> bytes:
-    """The file behind an undecoded image of `datasets`; it holds the bytes or names a path."""
+    """The file of an undecoded image of `datasets`, which has its bytes or its path."""
     if not isinstance(value, dict) or not (value.get("bytes") or value.get("path")):
-        raise DataError(f"{where}: there is no image")
+        raise DataError(f"{where}: the image is missing")
     if value.get("bytes"):
         return value["bytes"]
     try:
@@ -132,7 +132,7 @@ def _image_bytes(value: Any, where: str) -> bytes:
 def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode.startswith("I;16"):  # Pillow clips at 255: nearly all would be white
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.has_transparency_data:  # convert("RGB") would show what lies below: black, mostly
+    if image.has_transparency_data:  # convert("RGB") would show the hidden colours, mostly black
         white = PIL.Image.new("RGBA", image.size, "white")
         image = PIL.Image.alpha_composite(white, image.convert("RGBA"))
     return image.convert("RGB")
@@ -140,7 +140,7 @@ def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
 
 @dataclass
 class Output:
-    """The folder that is being written, and what has been counted on the way."""
+    """The folder that is being written, and the counts so far."""
 
     folder: Path
     files: dict[str, TextIO]
@@ -148,7 +148,7 @@ class Output:
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, split: str, stem: str, pictures: Sequence[Picture], turns: Any) -> None:
-        """A record of pictures, then pairs of question and answer."""
+        """Write a record: images, then pairs of question and answer."""
         content: list[dict[str, str]] = []
         for index, picture in enumerate(pictures):
             path = f"images/{stem}{f'-{index}' if len(pictures) > 1 else ''}{picture.suffix}"
@@ -168,7 +168,7 @@ class Output:
         self.skipped.setdefault(why, []).append(where)
 
     def report(self) -> str:
-        """What was written, and what was not, in lines."""
+        """What was written and what was left out, as lines of text."""
         lines = [
             f"{self.written[name]} records in {self.folder / name}.jsonl" for name in self.files
         ]
@@ -181,8 +181,8 @@ class Output:
 
 @contextmanager
 def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
-    """An Output whose OUT/SPLIT.jsonl appear when all of it is written; then the counts are
-    printed. After an error there are only images, which another run writes over."""
+    """An Output whose OUT/SPLIT.jsonl files appear once everything is written; then the counts are
+    printed. An error leaves only images, which the next run overwrites."""
     folder = Path(out)
     paths = [folder / f"{split}.jsonl" for split in splits]
     for path in paths:
@@ -196,7 +196,7 @@ def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
             result = Output(folder, dict(zip(splits, files, strict=True)))
             yield result
         if not all(result.written[split] for split in splits):
-            raise DataError(f"a split without a record; nothing is written\n{result.report()}")
+            raise DataError(f"a split has no records, so none was written\n{result.report()}")
         for part, path in zip(parts, paths, strict=True):
             os.replace(part, path)
     finally:

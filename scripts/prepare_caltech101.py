@@ -1,12 +1,12 @@
-"""Caltech-101 as questions for the name of what a photo shows.
+"""Caltech-101 as questions about what a photo shows.
 
     python scripts/prepare_caltech101.py 101_ObjectCategories --out data/caltech101
     python scripts/prepare_caltech101.py NAME_OR_FOLDER --out data/caltech101
 
 Takes the folder of the original archive (CLASS/*.jpg), or a data set with the columns image and
-label. Writes OUT/train.jsonl, OUT/eval.jsonl and OUT/images: RGB, longest side 480 at most. Each
-class gives the same fraction to eval; a corrupt image is left out and counted. OUT/classes.txt has
-the names of all classes, one in each line, for eval.candidates.
+label. Writes OUT/train.jsonl, OUT/eval.jsonl and OUT/images: RGB, longest side at most 480. The
+same fraction of each class goes to eval; corrupt images are left out and counted. OUT/classes.txt
+has the names of all classes, one on each line, for eval.candidates.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Photo:
 
     where: str  # for messages
     label: str
-    image: Callable[[], Any]  # gives the file, as `datasets` does without decoding
+    image: Callable[[], Any]  # returns the file, as `datasets` does without decoding
 
 
 def main(argv: list[str]) -> None:
@@ -47,10 +47,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--split", default="train", help="of a data set (default: train)")
     parser.add_argument("--eval-fraction", type=float, default=0.1, help="default: 0.1")
     parser.add_argument("--seed", type=int, default=0, help="of the split and the order")
-    parser.add_argument("--background", action="store_true", help="take BACKGROUND_Google too")
+    parser.add_argument("--background", action="store_true", help="include BACKGROUND_Google")
     args = parser.parse_args(argv)
     if not 0 <= args.eval_fraction < 1:
-        raise ConfigError(f"--eval-fraction {args.eval_fraction}: give 0 or more, below 1")
+        raise ConfigError(f"--eval-fraction {args.eval_fraction}: give at least 0 and less than 1")
     splits = ["train", "eval"] if args.eval_fraction else ["train"]
     with output(args.out, splits) as result:
         photos = find_photos(args.source, args.split)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
             photos = [photo for photo in photos if photo.label.lower() != "background google"]
         held_out = eval_indices([photo.label for photo in photos], args.eval_fraction, args.seed)
         order = list(range(len(photos)))
-        random.Random(args.seed).shuffle(order)  # not class by class: any part shows all kinds
+        random.Random(args.seed).shuffle(order)  # any part of the file shows all classes
         for index in order:
             add_photo(result, "eval" if index in held_out else "train", index, photos[index])
     names = sorted({photo.label for photo in photos})
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
 
 
 def add_photo(result: Output, split: str, index: int, photo: Photo) -> None:
-    """The record of a photo, or the reason why there is none."""
+    """Write the record of a photo, or count why it is left out."""
     try:
         picture = rgb_picture(photo.image(), photo.where, LONGEST)
     except DataError as error:
@@ -101,13 +101,13 @@ def _from_dataset(dataset: Any) -> list[Photo]:
     label = dataset.features.get("label")
     if "image" not in dataset.features or not isinstance(label, datasets.ClassLabel):
         raise ConfigError(
-            f"the columns are {dataset.features}; image, and label as a ClassLabel, are needed"
+            f"the columns are {dataset.features}; give a data set with image and a ClassLabel label"
         )
     names = [name.replace("_", " ") for name in label.names]
     labels = list(dataset["label"])
     bad = next((row for row, value in enumerate(labels) if value is None or value < 0), None)
-    if bad is not None:  # test splits on the Hub have -1
-        raise DataError(f"row {bad} has the label {labels[bad]}, no class; choose another --split")
+    if bad is not None:  # in test splits on the Hub it is -1
+        raise DataError(f"row {bad} has label {labels[bad]}, not a class; choose another --split")
     table = dataset.with_format("arrow")
     return [
         Photo(f"row {row}", names[value], partial(_image_of, table, row))
@@ -120,14 +120,14 @@ def _image_of(table: Any, row: int) -> Any:
 
 
 def eval_indices(labels: list[str], fraction: float, seed: int) -> set[int]:
-    """Which photos to hold out: of each class the fraction, at least one of two, never all."""
+    """Which photos to hold out: the fraction of each class, at least one of two, never all."""
     by_label: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
         by_label.setdefault(label, []).append(index)
     held_out: set[int] = set()
     for label, members in by_label.items():
         count = min(max(1, round(fraction * len(members))), len(members) - 1) if fraction else 0
-        # A generator for each class: without one class, the others stay split as they were.
+        # A generator for each class: leaving one class out does not change the split of the others.
         held_out.update(random.Random(f"{seed} {label}").sample(members, count))
     return held_out
 

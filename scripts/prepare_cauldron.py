@@ -3,8 +3,8 @@
     python scripts/prepare_cauldron.py ai2d --out data/ai2d --limit 1000
     python scripts/prepare_cauldron.py ai2d --out data/ai2d --dataset FOLDER
 
-Writes OUT/train.jsonl and OUT/images. A row's images come before its first question. A row
-without images, with an empty question or answer, or with a corrupt image is left out and counted.
+Writes OUT/train.jsonl and OUT/images. A row's images come before its first question. Rows
+without images, with an empty question or answer, or with a corrupt image are left out and counted.
 """
 
 import argparse
@@ -26,15 +26,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("subset", help="for example ai2d or vqav2")
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--split", default="train")
-    parser.add_argument("--limit", type=int, help="stop after so many rows; streams")
+    parser.add_argument("--limit", type=int, help="read only this many rows, as a stream")
     parser.add_argument(
         "--dataset",
         default="HuggingFaceM4/the_cauldron",
-        help="another data set of these columns: a name, a folder of save_to_disk or of Parquet",
+        help="another data set with these columns: a name, or a folder of save_to_disk or Parquet",
     )
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit {args.limit}: give 1 or more, or leave it out for all rows")
+        raise ConfigError(f"--limit {args.limit}: give at least 1, or leave it out for all rows")
     streaming = args.limit is not None or Path(args.dataset).is_dir()
     with output(args.out, ["train"]) as result:
         dataset = open_dataset(args.dataset, args.subset, args.split, streaming)
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
 
 
 def add_row(result: Output, index: int, row: dict[str, Any]) -> None:
-    """The record of a row, or the reason why there is none."""
+    """Write the record of a row, or count why it is left out."""
     if not {"images", "texts"} <= set(row):
         raise ConfigError(f"the columns are {', '.join(row)}; images and texts are needed")
     turns = [(turn["user"] or "", turn["assistant"] or "") for turn in row["texts"] or []]

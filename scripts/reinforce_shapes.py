@@ -1,13 +1,13 @@
-"""Reinforcement learning with a WorkerGroup: a tiny Qwen3-VL finds out by trial what colour a shape
-has. It is told whether it was right, never what would have been. `make reinforce` does it:
+"""Reinforcement learning with a WorkerGroup: a tiny Qwen3-VL learns by trial and error what colour
+a shape has. It is told whether it was right, never the right answer. `make reinforce` runs it:
     torchrun --nproc-per-node 2 scripts/reinforce_shapes.py OUT parallel.pp=2
     python scripts/reinforce_shapes.py OUT --ray 2 parallel.pp=2
 
-First it learns from answers that belong to other pictures: it then names one of the eight colours
-whatever it sees, and is right by chance. From there each step asks about some pictures several
-times, and REINFORCE makes answers likelier that were better than the others to the same picture. A
-frozen copy of the beginning, a second worker in the same processes, keeps it from going too far.
-Ends with status 1 where the mean reward stays below 0.8.
+First it learns from answers that belong to other pictures: after that it names one of the eight
+colours whatever it sees, and is right by chance. Then each step asks about some pictures several
+times, and REINFORCE makes those answers likelier that were better than the others for the same
+picture. A frozen copy of the initial model, a second worker in the same processes, keeps it from
+drifting too far. The exit status is 1 if the mean reward stays below 0.8.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.data.encode.row import Row, continued
 from megatron_vlm.data.tensors.rows import batch_of
@@ -34,20 +35,20 @@ from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
 from megatron_vlm.demo.tiny import TinySpec, write_tiny
 from megatron_vlm.evaluation.scores import Voice
 from megatron_vlm.evaluation.sets import Question, question_of
+from megatron_vlm.family import read_sizes
 from megatron_vlm.group import WorkerGroup, local_group
-from megatron_vlm.hf.source import Source
 from megatron_vlm.worker import MegatronWorker
 
 WANTED = 0.8  # mean reward of the last steps
 WORDS_STEPS, WORDS_ROWS = 60, 64
 PICTURES, COPIES = 32, 8
-KL = 0.02  # to the model of the beginning: a colour that is never tried is never found
-MOST = 4  # tokens of an answer, its end among them
-LAST = 10  # steps that a shown mean is over
+KL = 0.02  # to the initial model: a colour that is never tried is never learned
+MOST = 4  # tokens of an answer, including its end
+LAST = 10  # steps in a printed mean
 
 
 def reinforce(log_probs_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A policy gradient, with the tokens that the policy has just sampled."""
+    """A policy gradient on tokens that the policy has just sampled."""
     return -advantages_N * log_probs_N, {}
 
 
@@ -60,13 +61,14 @@ class Quiz:
 
     @staticmethod
     def open(cfg: Config, path: Path) -> "Quiz":
-        hf_config = Source(cfg.model.path).config
-        data = open_data(str(path), "data.train", cfg.data, cfg.model.path, hf_config)
+        sizes = read_sizes(cfg.model.path)
+        specs = (SourceSpec(str(path)),)
+        data = open_data(specs, "data.train", cfg.data, cfg.model.path, sizes)
         assert isinstance(data, DataSet)
         return Quiz(data, Voice.of(cfg))
 
     def draw(self, count: int) -> Iterator[list[Question]]:
-        """So many questions at a time, one epoch after the other."""
+        """`count` questions at a time, one epoch after the other."""
         epoch = 0
         while True:
             order = self.data.order.epoch(epoch).tolist()
@@ -83,13 +85,13 @@ class Quiz:
         ]
 
     def answered(self, question: Question, ids: Sequence[int], **values: float) -> Row:
-        """The question with an answer to learn from; its end is a choice of the model, too."""
+        """The question with an answer to learn from; ending it is a choice of the model too."""
         whole = list(ids) if len(ids) == MOST else [*ids, self.voice.end_id]
         return continued(question.prompt, whole, **values)
 
 
 def learn_words(group: WorkerGroup, quiz: Quiz, lr: float) -> None:
-    """What an answer looks like, from answers to other pictures."""
+    """Learn what an answer looks like, from answers to other pictures."""
     rng = random.Random(0)
     for _, questions in zip(range(WORDS_STEPS), quiz.draw(WORDS_ROWS), strict=False):
         answers = [question.answer_ids for question in questions]
@@ -121,7 +123,7 @@ def try_out(
 
 
 def examine(group: WorkerGroup, quiz: Quiz) -> float:
-    """How many held-out questions the likeliest answer is right for."""
+    """The share of held-out questions that the likeliest answer gets right."""
     questions = next(quiz.draw(len(quiz.data.order)))
     prompts = [question.prompt for question in questions]
     answers = group.generate(prompts, MOST, (quiz.voice.end_id,), 64).result()
@@ -136,7 +138,7 @@ def main(
     steps: int,
     speaks: bool,
 ) -> int:
-    """The exit status. `beside` makes a group that does not learn, in the same processes."""
+    """Train; the exit status. `beside` makes a group in the same processes that does not learn."""
     quiz, held_out = (
         Quiz.open(cfg, out / "shapes" / f"{name}.jsonl") for name in ("train", "eval")
     )
@@ -156,14 +158,14 @@ def main(
         (out / "rewards.json").write_text(json.dumps(rewards))
         minutes = (time.perf_counter() - start) / 60
         print(
-            f"mean reward {rewards[0]:.3f} at first, {last:.3f} in the end (wanted {WANTED}); "
+            f"mean reward {rewards[0]:.3f} at first, {last:.3f} at the end (needs {WANTED}); "
             f"{score:.1%} of the held-out questions right; {minutes:.1f} minutes"
         )
     return int(last < WANTED)
 
 
 def make(out: Path) -> None:
-    """A model that knows nothing, and pictures of one shape each."""
+    """Write a random model, and pictures of one shape each."""
     spec = TinySpec(layers=3, hidden=96, vision_depth=2, vision_hidden=64, deepstack=1)
     write_tiny(out / "base", replace(spec, from_scratch=True))
     write_shapes(out / "shapes", ShapesSpec(4000, 200, kinds=("colour",), max_shapes=1))
@@ -174,8 +176,8 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "out", type=Path, help="has base (a checkpoint) and shapes; gets words and export"
     )
-    parser.add_argument("--make", action="store_true", help="write base and shapes, no more")
-    parser.add_argument("--ray", type=int, metavar="N", help="in so many Ray actors")
+    parser.add_argument("--make", action="store_true", help="write base and shapes, and stop there")
+    parser.add_argument("--ray", type=int, metavar="N", help="run in N Ray actors")
     parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parser.parse_intermixed_args()
@@ -185,7 +187,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def run() -> int:
-    """In torchrun every rank makes the same calls; over Ray this process alone makes them."""
+    """Inside torchrun every rank makes the same calls; over Ray only this process does."""
     args, overrides = _parse()
     if args.make:
         make(args.out)

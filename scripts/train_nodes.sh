@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Several machines that see one file system. Start it on each of them, with the same words:
+# Several machines that share a file system. Start it on each of them, with the same arguments:
 #   NODES=2 NODE=0 MASTER=host-a scripts/train_nodes.sh model=qwen3_vl_8b ... run=/shared/run
 #   NODES=2 NODE=1 MASTER=host-a scripts/train_nodes.sh model=qwen3_vl_8b ... run=/shared/run
-# A lost process starts all of them again from the last checkpoint, up to RESTARTS times. With LEAST=1
-# they go on without a machine that is lost, and take it in again when it is started again (machine 0,
-# where they meet, must stay).
+# When a process is lost, all of them start again from the last checkpoint, up to RESTARTS times. With
+# LEAST=1 they continue without a machine that is lost, and take it back once it is started again
+# (machine 0, which hosts the rendezvous, must stay).
 set -euo pipefail
 : "${NODES:?how many machines}" "${NODE:?the number of this one, from 0}" "${MASTER:?name or address of machine 0}"
 processes=${PROCESSES:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 if [ "$processes" -eq 0 ]; then
-  echo "train_nodes.sh: no GPU here; set PROCESSES" >&2
+  echo "train_nodes.sh: no GPU found; set PROCESSES" >&2
   exit 2
 fi
-# Else a machine that comes back waits for an address that nobody writes a second time (torch 2.13).
+# Otherwise a machine that comes back waits for an address that is written only once (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 meets_here=$([ "$NODE" -eq 0 ] && echo true || echo false)
 exec torchrun \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Slurm: sbatch scripts/train_slurm.sh model=qwen3_vl_8b model.path=DIR ... run=/shared/run
 # One task for each GPU. Slurm sends SIGUSR1 five minutes before the time is up: the run saves and
-# exits with status 75; the job is queued again, and goes on from there.
+# exits with status 75; the job is queued again and resumes from there.
 #SBATCH --job-name=megatron-vlm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -16,7 +16,7 @@ set -euo pipefail
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 status=0
-# shellcheck disable=SC2016 # each task has its own values
+# shellcheck disable=SC2016 # the variables expand in each task
 srun --kill-on-bad-exit=0 bash -c '
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
   exec python -m megatron_vlm.train "$@"' task "$@" || status=$?

@@ -124,11 +124,11 @@ def hf_processor(folder: str) -> Qwen3VLProcessor:
     return processor
 
 
-def hf_encode(processor: Qwen3VLProcessor, record: dict):
+def hf_encode(processor: Qwen3VLProcessor, record: dict, **options):
     """input_ids, pixel_values and image_grid_thw as Hugging Face makes them."""
     messages = record["messages"]
     rendered = processor.tokenizer.apply_chat_template(
-        messages, tools=record.get("tools"), tokenize=False
+        messages, tools=record.get("tools"), tokenize=False, **options
     )
     images = [
         PIL.Image.open(io.BytesIO(base64.b64decode(part["image"].split(",")[1])))

@@ -68,7 +68,7 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     part of a bucket: put the parts together first."""
     group = parallel_state.get_data_parallel_group()
     if worker.cfg.parallel.distributed_optimizer and dist.get_world_size(group) > 1:
-        for buffer in worker.ddp.buffers:
+        for buffer in worker.stage.wrapped[0].buffers:
             for bucket in buffer.buckets:
                 size = bucket.grad_data.numel() // dist.get_world_size(group)
                 part = bucket.grad_data.view(-1, size)[dist.get_rank(group)].clone()
@@ -77,7 +77,7 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     def grad(param: torch.nn.Parameter) -> Tensor:
         return param.main_grad if param.requires_grad else torch.full_like(param, torch.nan)
 
-    named = gather_tensors(worker.model, worker.table, grad)
+    named = gather_tensors(worker.chunks, worker.table, worker.grid, grad)
     return {name: value.clone() for name, value in named if value is not None}
 
 
@@ -103,7 +103,7 @@ def train(
     for rows in batches:
         losses.append(worker.forward_backward(my_rows(rows)).loss)
         norms.append(worker.optim_step()[0])
-    named = gather_tensors(worker.model, worker.table)
+    named = gather_tensors(worker.chunks, worker.table, worker.grid)
     weights = {name: value.clone() for name, value in named if value is not None}
     if export is not None:
         worker.export_hf(export)

@@ -4,10 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.sources import parse_sources
 from megatron_vlm.data.batch.dataset import DataSet, open_data
+from megatron_vlm.family import read_sizes
 from tests.chats import picture, say, text
 
 
@@ -32,8 +32,8 @@ def write_set(folder: Path, rows: int = 23) -> str:
 
 def open_set(value, model: str, cache: Path | None, share=(0, 1), train=True, **options) -> DataSet:
     cfg = data_config(cache, **options)
-    hf_config = AutoConfig.from_pretrained(model)
-    return open_data(value, "data.train", cfg, model, hf_config, share, train)
+    specs = parse_sources(value, "data.train")
+    return open_data(specs, "data.train", cfg, model, read_sizes(model), share, train)
 
 
 def data_config(cache: Path | None, **options) -> DataConfig:

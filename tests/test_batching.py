@@ -11,7 +11,6 @@ from transformers import AutoConfig
 from megatron_vlm.data.batch.batching import (
     Limits,
     RowSize,
-    deal,
     level,
     measure,
     naive_plan,
@@ -20,13 +19,15 @@ from megatron_vlm.data.batch.batching import (
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.batch.micro_batch import collate, filler_batch
 from megatron_vlm.data.batch.order import Order, all_of
-from megatron_vlm.data.encode.positions import VisionTokens, mrope_positions
+from megatron_vlm.data.deal import deal
 from megatron_vlm.data.encode.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.qwen3_vl import mrope_positions, sizes_of
+from megatron_vlm.family.sizes import VisionTokens
 from tests.batches import MIXED, make_rows, token_ids
 
 IDS = token_ids()
-TOKENS = VisionTokens(IDS.image, IDS.video, merge=2)
+TOKENS = VisionTokens(IDS.image, IDS.video, 2, mrope_positions)
 RANKS = 64
 
 
@@ -182,7 +183,7 @@ def test_work_equals_the_parameters(tiny):
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(config)
     sizes = {name: param.numel() for name, param in model.named_parameters() if param.dim() > 1}
-    work = WorkModel.of(config)
+    work = WorkModel.of(sizes_of(config))
     decoder = sum(n for name, n in sizes.items() if "language_model.layers" in name)
     assert work.per_token == 2 * decoder
     assert work.per_supervised == 2 * sizes["lm_head.weight"]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.checkpoint.pieces import Block, Piece, Reader, cut, rectangles
+from megatron_vlm.checkpoint.pieces import Piece, PieceReader, RowBlock, cut, rectangles
 from megatron_vlm.checkpoint.state import load, save
 from megatron_vlm.checkpoint.store import find_latest, partial_of, step_folder
 from megatron_vlm.errors import CheckpointError
@@ -66,7 +66,7 @@ class Part:
 
 
 def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
-    """Losses and gradient norms. Draws random numbers as a model with dropout would."""
+    """Losses and gradient norms."""
     worker = MegatronWorker(replace(case, optim={"lr": LR, "weight_decay": 0.1}).config(path))
     if part.start is not None:
         assert load(worker, part.start) == progress(part.steps.start)
@@ -75,7 +75,6 @@ def go(path: str, case: Case, part: Part) -> list[tuple[float, float]]:
         loss = worker.forward_backward(my_rows(make_rows(MIXED, part.vocab, step))).loss
         # Step 1 sets a rate, and the steps after it keep to that.
         figures.append((loss, worker.optim_step(lr=LR / 2 if step == 1 else None)[0]))
-        torch.rand(3), random.random(), np.random.rand()
         if pending is not None:
             pending.finish(blocking=False)
         if step + 1 in part.save_at:
@@ -94,7 +93,7 @@ def progress(step: int) -> dict[str, Any]:
 
 def whole(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint."""
-    reader, tensors = Reader(folder, json.loads((folder / "index.json").read_text())), {}
+    reader, tensors = PieceReader(folder, json.loads((folder / "index.json").read_text())), {}
     for key, entry in reader.index.items():
         rows = entry["shape"][0]
         tensors[key] = torch.empty(rows, int(np.prod(entry["shape"])) // rows)
@@ -124,7 +123,7 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, first_halves, pool
     ours, theirs = step_folder(tmp_path, 4), step_folder(run, 4)
     names = {path.name for path in theirs.iterdir()}
     assert {"complete.json", "config.yaml", "index.json", "state.json"} < names
-    for file in names:  # weights, moments, steps, learning rate and every random generator
+    for file in names:  # weights, moments, steps and learning rate
         assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
 
 
@@ -269,7 +268,7 @@ def unwritable(path: str, case: Case, folder: Path) -> str:
 def test_unwritable_folder(pool, tiny, tmp_path):
     (tmp_path / "run").write_text("a file")
     for message in pool.run(unwritable, 2, tiny(), layout(dp=2), step_folder(tmp_path / "run", 1)):
-        assert "step-00000001.partial cannot be made: Not a directory" in message
+        assert "step-00000001.partial cannot be created: Not a directory" in message
 
 
 def test_rectangles_cover_a_range_once():
@@ -287,7 +286,7 @@ def test_rectangles_cover_a_range_once():
 
 
 def test_cut_leaves_padding_out():
-    blocks = [Block("a", 0, 2, 10, 3), Block("b", 2, 1, 0, 0)]  # row 3 is padding
+    blocks = [RowBlock("a", 0, 2, 10, 3), RowBlock("b", 2, 1, 0, 0)]  # row 3 is padding
     pieces = cut("m/", torch.arange(2.0, 12.0), 2, 3, blocks)
     assert [(p.name, p.data.tolist()) for p in pieces] == [
         ("m/a@10,5", [[2.0]]),
@@ -298,8 +297,6 @@ def test_cut_leaves_padding_out():
 
 def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -> None:
     """Steps with a checkpoint after each, from where the run was; says when it saves."""
-    random.seed(0)
-    np.random.seed(0)
     worker = MegatronWorker(replace(layout(), optim={"lr": LR}).config(path))
     latest = find_latest(run)
     done = 0 if latest is None else load(worker, latest)["step"]

@@ -89,7 +89,7 @@ def test_damaged_is_refused_by_name_and_passed_over(damage, name, tmp_path, capl
     assert reason in str(caught.value)
     with caplog.at_level(logging.WARNING):
         assert find_latest(tmp_path) == first
-    assert f"passed over {second}" in caplog.text and name in caplog.text
+    assert f"skipped {second}" in caplog.text and name in caplog.text
 
 
 @pytest.mark.parametrize("name", [*(name for name in FILES if name != "empty"), "complete.json"])
@@ -168,7 +168,7 @@ def test_retention_does_not_count_the_damaged(tmp_path):
 
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(CheckpointError, match="cannot be made: Not a directory; give a folder"):
+    with pytest.raises(CheckpointError, match="cannot be created: Not a directory; give a folder"):
         begin(step_folder(tmp_path / "run", 1))
     with pytest.raises(CheckpointError, match="is a file"):
         find_latest(tmp_path / "run")

@@ -1,12 +1,17 @@
 # .venv/bin/python -m pytest tests/test_config.py
 """The configuration: recipes, overrides, and keys that do not exist."""
 
+import re
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.sources import SourceSpec, parse_sets, parse_sources
+from megatron_vlm.config.validate import check_training, require
 from megatron_vlm.errors import ConfigError
 
 
@@ -35,9 +40,112 @@ def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
     assert (cfg.parallel.tp, cfg.parallel.pp, cfg.train.precision) == (4, 2, "bf16")
 
 
-def test_the_resolved_configuration_reads_back():
-    cfg = load_config(["model=tiny_cpu", "model.path=x", "data.train=[a.jsonl,{path: b}]"])
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("null", "null"),
+        ("a.jsonl", "[a/x.jsonl,{path: b/x.jsonl, split: test}]"),
+        ("[a.jsonl,{path: b, weight: 2}]", "{charts: a.jsonl, maps: {path: b, subset: c}}"),
+        ("{path: hub/set, streaming: true}", "[path.jsonl,b.jsonl]"),
+    ],
+)
+def test_the_resolved_configuration_reads_back(train, held_out):
+    given = [f"data.train={train}", f"data.eval={held_out}", "eval.candidates=[cat,dog]"]
+    cfg = load_config(["model=tiny_cpu", "model.path=x", "data.train_on=[user]", *given])
     assert from_yaml(to_yaml(cfg)) == cfg
+    assert cfg.data.train_on == ("user",) and cfg.eval.candidates == ("cat", "dog")
+
+
+def test_sources_are_written_as_people_write_them():
+    text = to_yaml(load_config(["model.path=x", "data.train=a.jsonl", "data.eval={held: b.jsonl}"]))
+    assert "  train: a.jsonl\n  eval:\n    held: b.jsonl\n" in text
+
+
+def test_a_plus_sets_a_key_and_a_tilde_restores_its_default():
+    given = ["+optim.lr=2", "~data.train", "~log.profile_ranks"]
+    cfg = load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]", *given])
+    assert (cfg.optim.lr, cfg.data.train, cfg.log.profile_ranks) == (2, (), [0])
+    text = to_yaml(load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]"]))
+    assert from_yaml(text, given).data.train == () and from_yaml(text, given).optim.lr == 2
+
+
+def test_a_complete_configuration_takes_no_recipe():
+    text = to_yaml(load_config(["model.path=x"]))
+    for recipe in ("data=shapes", "+data=shapes"):
+        with pytest.raises(ConfigError, match=r"recipes cannot be chosen; .* data\.KEY=VALUE"):
+            from_yaml(text, [recipe])
+
+
+def test_sources():
+    assert parse_sources(None, "data.train") == ()
+    assert parse_sources("a.jsonl", "data.train") == (SourceSpec("a.jsonl"),)
+    many = ["a.jsonl", {"path": "b", "weight": 2, "split": "validation"}]
+    assert parse_sources(many, "data.train")[1] == SourceSpec("b", 2, "validation")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "empty list"),
+        ([3], "3 is not a path or an object of path, weight"),
+        ([{"weight": 1}], "is not a path or an object"),
+        ({"path": 3}, "is not a path or an object"),
+        ([{"path": "a", "wieght": 1}], "is not a path or an object"),
+        ([{"path": "a", "weight": 0}], "weight of a is 0; give 0 to 1000"),
+        ([{"path": "a", "weight": "high"}], "weight of a is 'high'"),
+    ],
+)
+def test_wrong_sources(value, message):
+    with pytest.raises(ConfigError, match=f"^data.train.*{message}"):
+        parse_sources(value, "data.train")
+
+
+def test_evaluation_sets_have_names():
+    def names(value):
+        return [(held_out.name, held_out.source.path) for held_out in parse_sets(value)]
+
+    assert names("a/held.jsonl.gz") == [("held", "a/held.jsonl.gz")]
+    assert names(["a/x.jsonl", "b/x.jsonl"]) == [("x-0", "a/x.jsonl"), ("x-1", "b/x.jsonl")]
+    charts = {"charts": "a.jsonl", "maps": {"path": "b.jsonl"}}
+    assert names(charts) == [("charts", "a.jsonl"), ("maps", "b.jsonl")]
+    for sources in (["a", "b"], None):
+        with pytest.raises(
+            ConfigError, match=r"data\.eval\.x has \d sources; give each set exactly"
+        ):
+            parse_sets({"x": sources})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "data.train is not set; give it as data.train=FILE"),
+        (["data.train={path: a, streaming: true}"], "has no length; set train.steps"),
+        (["data.train=a", "checkpoint.best=eval/loss"], "has no set 'eval'; it has none"),
+        (["data=shapes", "checkpoint.best=x/loss"], "data.eval has no set 'x'; it has eval"),
+    ],
+)
+def test_training_is_refused_before_anything_heavy_is_imported(given, message):
+    arguments = ["model.path=nowhere", *given]
+    with pytest.raises(ConfigError, match=message):
+        check_training(load_config(arguments))
+    code = (
+        "import sys\nfrom megatron_vlm.train import run_train\n"
+        f"try: run_train({arguments})\n"
+        "except ValueError as error: print(error, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.search(f"{message}.* False$", done.stdout.strip()), done.stdout + done.stderr
+
+
+def test_what_training_accepts():
+    stream = "data.train={path: a, streaming: true}"
+    for given in ([stream, "train.steps=3"], ["data=shapes", "checkpoint.best=eval/loss"]):
+        check_training(load_config(["model.path=x", *given]))
+
+
+def test_an_evaluation_needs_sets():
+    with pytest.raises(ConfigError, match=r"data\.eval is not set; give it as data\.eval=FILE"):
+        require(load_config(["model.path=x"]), "data.eval")
 
 
 @pytest.mark.parametrize(
@@ -46,11 +154,19 @@ def test_the_resolved_configuration_reads_back():
         ("modle.path=y", "'modle.path' is not a configuration key; did you mean 'model.path'"),
         ("parallel.tpp=2", "did you mean 'parallel.tp'"),
         ("+train.packed=true", "did you mean 'train.packing'"),
-        ("model=qwen4", "model/qwen4 is no recipe; there are .*qwen3_vl_2b"),
+        ("model=qwen4", "model/qwen4 is not a recipe; choose one of .*qwen3_vl_2b"),
         ("optim.schedule=cosin", "optim.schedule='cosin' is not one of constant, linear, cosine"),
         ("train.global_batch_size=0", "train.global_batch_size=0: give at least 1"),
         ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2.0: give 0 to 1"),
         ("data.train_on=[robot]", "data.train_on=.*choose one of all_assistant"),
+        ("data.train=[a,{path: b, streaming: true}]", "some sources stream and some do not"),
+        (
+            "data.train=[{path: a, streaming: true, image_root: x},{path: b, streaming: true}]",
+            "data.train: streams share one image_root, and these have ., x",
+        ),
+        ("data.eval={path: a, streaming: true}", "data.eval: a streams, and an evaluation needs"),
+        ("eval.candidates=[cat,cat]", "2 entries, 1 of them different; give at least 2"),
+        ("eval.candidates=7", "eval.candidates=7: give a list, or a text file"),
         ("log.profile_steps=[3]", r"log.profile_steps=\[3\]: give \[first, last\)"),
         ("checkpoint.best=loss", "checkpoint.best='loss': give SET/SCORE"),
         ("parallel.tp=two", "parallel.tp: Value 'two' of type 'str' could not be converted"),

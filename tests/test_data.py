@@ -9,13 +9,15 @@ from transformers import AutoConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
-from megatron_vlm.data.encode.positions import VisionTokens, check_placeholders
+from megatron_vlm.data.encode.positions import check_placeholders
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.qwen3_vl import mrope_positions
+from megatron_vlm.family.sizes import VisionTokens
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 
 IDS = token_ids()
-TOKENS = VisionTokens(IDS.image, IDS.video, merge=2)
+TOKENS = VisionTokens(IDS.image, IDS.video, 2, mrope_positions)
 
 
 def collate_rows(rows: list[Row]) -> MicroBatch:
@@ -98,7 +100,7 @@ def broken_rows() -> dict[str, tuple[Row, str]]:
         "no tokens": (replace(row, ids_S=no_pads), r"2 images but placeholder tokens for only 0"),
         "no image": (Row(row.ids_S, row.labels_S), "left over after 0 images"),
         "patches without grid": (replace(row, image_grid_I3=None), "28 patches but .* asks for 0"),
-        "labels of another length": (replace(row, labels_S=row.labels_S[1:]), "of one length"),
+        "labels of another length": (replace(row, labels_S=row.labels_S[1:]), "of the same length"),
         "frames joined": (Row(video, video, **two_frames), "video frame 0 has 2 x 2 = 4 features"),
     }
 

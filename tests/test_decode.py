@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.pixels import PixelTables
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.cache import KVCache
-from megatron_vlm.step.decode import generate, pick_ids, rank
+from megatron_vlm.step.decode import candidate_log_probs, generate, pick_ids
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids
 from tests.reference import inputs_of, load_reference, row_log_probs
@@ -120,7 +121,7 @@ def answer(
     worker = MegatronWorker(case.config(path))
     if split:
         requests = [{**request, "prompts": my_rows(request["prompts"])} for request in requests]
-    return [generate(worker, **request) for request in requests]
+    return [generate(worker.stage, **request) for request in requests]
 
 
 def ask(rows: list[Row], **more: Any) -> dict[str, Any]:
@@ -270,20 +271,20 @@ def compare_with_whole_forward(worker: MegatronWorker) -> float:
     generator = torch.Generator().manual_seed(1)
     ids_BS = torch.randint(0, 250, (3, 24), generator=generator)
     lengths, steps, worst = [5, 16, 9], 8, 0.0
-    worker.ddp.eval()
+    worker.stage.wrapped[0].eval()
 
     def position_ids(columns_BS: Tensor) -> Tensor:
         return columns_BS.expand(3, *columns_BS.shape)
 
     with torch.no_grad():
-        whole_BSV = worker.model(ids_BS, position_ids(torch.arange(24).expand(3, -1)))
+        whole_BSV = worker.chunks[0](ids_BS, position_ids(torch.arange(24).expand(3, -1)))
         prompts_BS = ids_BS[:, : max(lengths)].clone()
         for row, length in enumerate(lengths):
             prompts_BS[row, length:] = 0
         cache = KVCache(lengths, max(lengths) + steps, torch.device("cpu"))
         columns_BS = torch.arange(max(lengths)).expand(3, -1)
         last_BS = columns_BS == torch.tensor(lengths)[:, None] - 1
-        logits_BV = worker.model(
+        logits_BV = worker.chunks[0](
             prompts_BS, position_ids(columns_BS), cache=cache, loss_mask=last_BS
         )
         rows = [0, 1, 2]
@@ -294,14 +295,25 @@ def compare_with_whole_forward(worker: MegatronWorker) -> float:
             kept = [0, 2] if step == steps // 2 else list(range(len(rows)))
             rows, ends = [rows[place] for place in kept], ends[kept]
             cache.advance(kept)
-            logits_BV = worker.model(
+            logits_BV = worker.chunks[0](
                 ids_BS[rows, ends][:, None], position_ids(ends[:, None]), cache=cache
             )[:, 0]
     return worst
 
 
-def test_the_cache_gives_the_logits_of_a_whole_forward(pool, tiny, record_property):
-    worst = pool.run(call, 1, tiny(), layout(), compare_with_whole_forward)[0]
+def compare_with_megatrons_attention(worker: MegatronWorker) -> float:
+    """The cache stands around any backend's core attention: here Megatron's own, unfused."""
+    for layer in worker.chunks[0].decoder.layers:
+        attention = layer.self_attention.core_attention
+        attention.backend = DotProductAttention(
+            worker.chunks[0].config, attention.layer_number, AttnMaskType.causal, "self"
+        )
+    return compare_with_whole_forward(worker)
+
+
+@pytest.mark.parametrize("compare", [compare_with_whole_forward, compare_with_megatrons_attention])
+def test_the_cache_gives_the_logits_of_a_whole_forward(compare, pool, tiny, record_property):
+    worst = pool.run(call, 1, tiny(), layout(), compare)[0]
     record_property("logits", worst)
     assert worst <= TOLERANCE
 
@@ -321,7 +333,7 @@ def _logits() -> Tensor:
 def _pick(worker: MegatronWorker) -> list[list[int]]:
     part = slice(0, 255) if torch.distributed.get_rank() == 0 else slice(255, 510)
     return [
-        pick_ids(logits[:, part], worker.model.real_vocab).tolist()
+        pick_ids(worker.source.sizes.text.vocab, worker.grid.tp, logits[:, part]).tolist()
         for logits in (_logits(), _logits().bfloat16())
     ]
 
@@ -336,7 +348,8 @@ CANDIDATES = [[17], [3, 99, 50], [40, 40, 40, 40, 41], [17, 18]]
 
 
 def _rank(worker: MegatronWorker) -> list[list[float]]:
-    return [rank(worker, make_rows(MIXED)[place], CANDIDATES) for place in (0, 2, 5)]
+    prompts = [make_rows(MIXED)[place] for place in (0, 2, 5)]
+    return [candidate_log_probs(worker.stage, prompt, CANDIDATES, 2) for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ["1x1x1", "tp2-pp2"])
@@ -364,11 +377,11 @@ def train_around(path: str, case: Case, with_evaluation: bool) -> list[tuple[flo
     steps = []
     for _ in range(3):
         if with_evaluation:
-            generate(worker, rows, 3, (), batch_rows=2)
-            rank(worker, rows[0], [[1, 2], [3]])
+            generate(worker.stage, rows, 3, (), batch_rows=2)
+            candidate_log_probs(worker.stage, rows[0], [[1, 2], [3]], 2)
         loss = worker.forward_backward(rows).loss
         if with_evaluation:  # gradients wait for their step meanwhile
-            generate(worker, rows[:2], 2, ())
+            generate(worker.stage, rows[:2], 2, ())
         steps.append((loss, worker.optim_step(lr=1e-3)[0]))
     return steps
 
@@ -390,20 +403,17 @@ def _refusals(worker: MegatronWorker) -> list[str]:
     rows = make_rows((RowSpec(5), RowSpec(9, images=((4, 4),))))
     bad = replace(rows[1], image_grid_I3=rows[1].image_grid_I3 * 2)
     cases: list[tuple[Any, ...]] = [
-        (generate, worker, rows, 0, ()),
-        (generate, worker, rows, 1, (), 0),
-        (generate, worker, [rows[0], bad], 1, ()),
-        (rank, worker, rows[0], [[1], []]),
-        (rank, worker, rows[0], []),
+        (generate, worker.stage, rows, 0, ()),
+        (generate, worker.stage, rows, 1, (), 0),
+        (generate, worker.stage, [rows[0], bad], 1, ()),
+        (candidate_log_probs, worker.stage, rows[0], [[1], []], 2),
+        (candidate_log_probs, worker.stage, rows[0], [], 2),
     ]
     messages = []
     for function, *arguments in cases:
         with pytest.raises(ValueError) as caught:
             function(*arguments)
         messages.append(f"{type(caught.value).__name__}: {caught.value}")
-    worker.cfg = replace(worker.cfg, model=replace(worker.cfg.model, backend="te"))
-    with pytest.raises(ConfigError, match=r"backend=te.*set model.backend=torch"):
-        generate(worker, rows, 1, ())
     return messages
 
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from megatron_vlm import doctor, machine
+from megatron_vlm.tools import doctor, machine
 from megatron_vlm.distributed.device import Gpu, find_gpus
 from megatron_vlm.tools.doctor import (
     EXTRAS,
@@ -69,7 +69,7 @@ def test_this_machine_can_train(here):
     """It runs these tests, so nothing that a run needs can be missing."""
     assert [check for check in here.values() if check.status == MISSING] == []
     assert here["torch"] == Check("torch", OK, torch.__version__)
-    assert here["gloo"].found == "two processes can talk"
+    assert here["gloo"].found == "two processes can communicate"
     for name in ("Python", "megatron-core", "transformers", "datasets", "pyarrow", "GPU"):
         assert here[name].status == OK
     assert {"transformer-engine", "ray", "av", "/dev/shm", "open files"} <= set(here)
@@ -235,7 +235,7 @@ def test_two_processes_that_cannot_talk(program, problem, monkeypatch):
 
 
 def test_gloo_is_needed_without_gpus():
-    assert gloo_check(None, False) == Check("gloo", OK, "two processes can talk")
+    assert gloo_check(None, False) == Check("gloo", OK, "two processes can communicate")
     assert gloo_check("timed out", True).status == WARNING
     check = gloo_check("timed out", False)
     assert (check.status, check.found) == (MISSING, "timed out") and "/etc/hosts" in check.advice

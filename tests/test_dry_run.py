@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import LaunchConfig, ParallelConfig, TrainConfig
+from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.hf.load import vision_shapes
 from megatron_vlm.hf.names import name_table
-from megatron_vlm.hf.source import Source
+from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.tools.dry_run import dry_run, plan_steps, size_text, warning
 from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
 from megatron_vlm.worker import MegatronWorker
@@ -33,7 +33,7 @@ def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
     """Weights, and what autograd keeps of a forward: each storage once, parameters not."""
     own = {
         t.untyped_storage().data_ptr()
-        for t in (*worker.model.parameters(), *worker.model.buffers())
+        for t in (*worker.chunks[0].parameters(), *worker.chunks[0].buffers())
     }
     kept = {}
 
@@ -46,8 +46,8 @@ def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
     [batch] = worker.micro_batches(make_rows(ROWS))
     batch = batch.for_stage(True, worker.platform.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        worker.call_model(worker.model, batch, labels=batch.targets_BS)
-    weights = sum(param.nbytes for param in worker.model.parameters())
+        worker.stage.call(worker.chunks[0], batch, labels=batch.targets_BS)
+    weights = sum(param.nbytes for param in worker.chunks[0].parameters())
     return weights, sum(size for size, _ in kept.values())
 
 
@@ -59,10 +59,10 @@ def kept_by(path: str, case: Case) -> tuple[int, int]:
 def test_activations_are_what_autograd_keeps(options, tiny, pool):
     path, case = tiny(hidden=128, heads=8, kv_heads=2, layers=3), layout(**options)
     [(weights, kept)] = pool.run(kept_by, 1, path, case)
-    source, cfg = Source(path), case.config(path)
+    source, cfg = HFCheckpoint(path), case.config(path)
     source.read_headers()
     dims = ParallelDims.create(cfg.parallel, 1, 3)
-    table = name_table(source.config, "torch", dims, vision_shapes(source.config))
+    table = name_table(source.family, source.sizes, "torch", dims)
     rows = make_rows(ROWS)
     sizes = BatchSizes(
         rows=2,
@@ -71,11 +71,11 @@ def test_activations_are_what_autograd_keeps(options, tiny, pool):
         patches=16 * 12 + 6 * 8 + 20 * 10,
         largest_image=200,
     )
-    [memory] = estimate(cfg, source, dims, table, [sizes], 4)
+    [memory] = estimate(cfg, source.sizes, dims, table, [sizes], 4)
     assert memory.weights == weights and memory.gradients == weights
     assert memory.optimizer == 2 * weights  # moments; fp32 weights are their own main weights
     # What is added for logits on their way is not kept.
-    vocab = source.config.text_config.vocab_size
+    vocab = source.sizes.text.vocab
     assert memory.activations - 2 * 4 * sizes.supervised * vocab == pytest.approx(
         kept, rel=TOLERANCE
     )
@@ -83,15 +83,15 @@ def test_activations_are_what_autograd_keeps(options, tiny, pool):
 
 def test_stages_tp_and_dp_share_what_they_should(tiny):
     path = tiny()
-    source = Source(path)
+    source = HFCheckpoint(path)
     source.read_headers()
     batches = [BatchSizes(1, tokens, 10, 64, 64) for tokens in (100, 80, 60)]
 
     def of(world, itemsize=2, **parallel):
         cfg = replace(Case().config(path), parallel=ParallelConfig(**parallel))
-        dims = ParallelDims.create(cfg.parallel, world, source.config.text_config.num_hidden_layers)
-        table = name_table(source.config, "torch", dims, vision_shapes(source.config))
-        return estimate(cfg, source, dims, table, batches, itemsize)
+        dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
+        table = name_table(source.family, source.sizes, "torch", dims)
+        return estimate(cfg, source.sizes, dims, table, batches, itemsize)
 
     [alone] = of(1)
     assert alone.optimizer == 6 * alone.weights and alone.gradients == 2 * alone.weights
@@ -115,12 +115,12 @@ def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
     path, file = tiny(), write_set(tmp_path)
     cfg = replace(
         layout(dp=2).config(path),
-        data=replace(data_config(None), train=file),
+        data=replace(data_config(None), train=(SourceSpec(file),)),
         train=TrainConfig(global_batch_size=7, micro_batch_tokens=400),
     )
-    source = Source(path)
-    dims = ParallelDims.create(cfg.parallel, 2, source.config.text_config.num_hidden_layers)
-    planned = list(plan_steps(cfg, source, dims))
+    source = HFCheckpoint(path)
+    dims = ParallelDims.create(cfg.parallel, 2, source.sizes.text.layers)
+    planned = list(plan_steps(cfg, source.sizes, dims))
     assert len(planned) == 4  # 23 samples: the last step has two
     data = open_set(file, path, None)
     for rank in range(2):
@@ -141,7 +141,7 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     cfg = replace(
         layout(pp=2).config(str(folder)),
         run=str(tmp_path / "run"),
-        data=replace(data_config(None), train=file),
+        data=replace(data_config(None), train=(SourceSpec(file),)),
         train=TrainConfig(global_batch_size=7, micro_batch_tokens=400),
         launch=LaunchConfig(processes=4),
     )
@@ -165,7 +165,7 @@ def test_a_real_model_that_does_not_fit_is_said(tiny, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     cfg = replace(
         layout().config(str(folder)),
-        data=replace(data_config(None), train=write_set(tmp_path)),
+        data=replace(data_config(None), train=(SourceSpec(write_set(tmp_path)),)),
     )
     assert dry_run(cfg) == 0
     out = " ".join(capsys.readouterr().out.split())

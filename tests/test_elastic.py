@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_elastic.py
 """torchrun starts a job again: after a killed rank, without a lost machine, and with it when it is
-back; each time the run goes on from its last checkpoint with the same losses."""
+back; each time the run resumes from its last checkpoint with the same losses."""
 
 import json
 import os
@@ -28,13 +28,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def words(*more: str) -> list[str]:
+def arguments(*more: str) -> list[str]:
     return ["checkpoint.every=5", "optim.schedule=constant", *more]
 
 
 def start(launcher: list[str], folder: Path, model: str, run: str, *more: str, **env: str):
-    """A launcher with the words of a run behind it, in a process group of its own."""
-    train = command(folder, model, run, *words(*more))[4:]
+    """A launcher, followed by the arguments of a run, in a process group of its own."""
+    train = command(folder, model, run, *arguments(*more))[4:]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.Popen(
         [*launcher, *train],
@@ -59,12 +59,12 @@ def ranks_below(job: subprocess.Popen) -> dict[int, int]:
     found = {}
     for pid in map(int, children):
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        found |= {int(word[5:]): pid for word in environ if word.startswith(b"RANK=")}
+        found |= {int(each[5:]): pid for each in environ if each.startswith(b"RANK=")}
     return found
 
 
 def last_values(run: Path) -> list[tuple]:
-    """Of each step as it was done last."""
+    """Of each step, as it was last done."""
     return values(list({step["step"]: step for step in steps_of(run)}.values()))
 
 
@@ -78,15 +78,15 @@ def test_a_killed_rank_starts_the_job_again(folder, tiny, pool):
     assert job.returncode == 0, err
     done = [step["step"] for step in steps(folder / "killed")]
     (again,) = (now for before, now in pairwise(done) if now != before + 1)
-    assert again % 5 == 0 and again >= 5  # it did not begin anew
-    status, _, err = go_pooled(pool, 2, folder, tiny(), "whole", *words(*more))
+    assert again % 5 == 0 and again >= 5  # it did not start from scratch
+    status, _, err = go_pooled(pool, 2, folder, tiny(), "whole", *arguments(*more))
     assert status == 0, err
     assert last_values(folder / "killed") == values(steps_of(folder / "whole"))
 
 
 def test_a_lost_machine_leaves_fewer_replicas_until_it_is_back(folder, tiny, pool):
     """Two machines, each with one rank: two launchers here, as the script starts them. One replica
-    rounds otherwise than two: with a small learning rate that does not grow over the steps."""
+    rounds differently from two: a small learning rate keeps that from growing over the steps."""
     run, slow = folder / "machines", ("parallel.pp=1", "optim.lr=1e-5")
     settings = {"NODES": "2", "LEAST": "1", "MASTER": "127.0.0.1", "PORT": "29533"}
     settings |= {"PROCESSES": "1", "RESTARTS": "3"}
@@ -115,7 +115,7 @@ def test_a_lost_machine_leaves_fewer_replicas_until_it_is_back(folder, tiny, poo
         print(layouts(), *(job.communicate()[1] for job in jobs))
     found = last_values(run)
     assert [step for step, *_ in found] == list(range(len(found)))
-    given = words(*slow, f"train.steps={len(found)}")
+    given = arguments(*slow, f"train.steps={len(found)}")
     status, _, err = go_pooled(pool, 2, folder, tiny(), "two-replicas", *given)
     assert status == 0, err
     expected = values(steps_of(folder / "two-replicas"))
@@ -129,7 +129,7 @@ def test_a_lost_machine_leaves_fewer_replicas_until_it_is_back(folder, tiny, poo
 
 
 def lines(run: Path) -> list[dict]:
-    """Of metrics.jsonl, whose last line may be under way."""
+    """Of metrics.jsonl, whose last line may be incomplete."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

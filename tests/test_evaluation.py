@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
-from megatron_vlm.data.encode.positions import VisionTokens
+from megatron_vlm.config.sources import parse_sets
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.evaluation.evaluate import Examiner, read_candidates
-from megatron_vlm.evaluation.sets import cut_row, first_of, last_answer, named_specs
+from megatron_vlm.evaluation.sets import cut_row, first_of, last_answer
+from megatron_vlm.family import read_sizes
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
@@ -123,7 +124,7 @@ def examine(
 ) -> list[tuple[str, dict, list]]:
     cfg = replace(
         case.config(path),
-        data=replace(data_config(None), eval=file),
+        data=replace(data_config(None), eval=parse_sets(file)),
         eval=EvalConfig(batch_size=4, **options),
     )
     worker = MegatronWorker(cfg, training=False)
@@ -163,7 +164,7 @@ def test_a_prefill_begins_every_answer(asked, pool):
         examine, 1, asked["path"], layout(), asked["file"], options
     )
     assert scores["exact_match"] == pytest.approx(right / ROWS, abs=1e-12)
-    assert all(example["prediction"].startswith(PREFILL) for example in examples)
+    assert all(example.prediction.startswith(PREFILL) for example in examples)
 
 
 def test_examples_show_what_was_asked(asked, pool):
@@ -171,13 +172,13 @@ def test_examples_show_what_was_asked(asked, pool):
     [[(name, _, examples)]] = pool.run(examine, 1, asked["path"], layout(), asked["file"], options)
     assert name == "train" and len(examples) == 6
     for example in examples:
-        line = int(example["where"].rpartition(":")[2])
+        line = int(example.where.rpartition(":")[2])
         record = json.loads(Path(asked["file"]).read_text().splitlines()[line - 1])
         user, assistant = record["messages"]
-        assert example["answer"] == assistant["content"].strip()
-        assert user["content"][-1]["text"] in example["prompt"]
-        assert len(example["images"]) == len(user["content"]) - 1
-    verdicts = [example["answer"] == example["prediction"] for example in examples]
+        assert example.answer == assistant["content"].strip()
+        assert user["content"][-1]["text"] in example.prompt
+        assert len(example.images) == len(user["content"]) - 1
+    verdicts = [example.answer == example.prediction for example in examples]
     assert verdicts == [False] * 4 + [True] * 2  # wrong ones first
 
 
@@ -202,7 +203,7 @@ def test_the_last_answer_is_found():
 
 
 def test_a_cut_row_keeps_the_images_before_it(asked):
-    tokens = VisionTokens.of(AutoConfig.from_pretrained(asked["path"]))
+    tokens = read_sizes(asked["path"]).tokens
     row = next(
         row
         for row in asked["rows"]
@@ -216,18 +217,6 @@ def test_a_cut_row_keeps_the_images_before_it(asked):
     assert cut_row(row, int(places[0]), tokens).pixel_values_PC is None
     whole = cut_row(row, len(row.ids_S), tokens)
     assert torch.equal(whole.pixel_values_PC, row.pixel_values_PC)
-
-
-def test_sets_have_names():
-    def names(value):
-        return [(name, spec.path) for name, spec in named_specs(value)]
-
-    assert names("a/held.jsonl.gz") == [("held", "a/held.jsonl.gz")]
-    assert names(["a/x.jsonl", "b/x.jsonl"]) == [("x-0", "a/x.jsonl"), ("x-1", "b/x.jsonl")]
-    assert names({"charts": "a.jsonl", "maps": {"path": "b.jsonl"}}) == [
-        ("charts", "a.jsonl"),
-        ("maps", "b.jsonl"),
-    ]
 
 
 def test_candidates_from_a_file(tmp_path):

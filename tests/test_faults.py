@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_faults.py
-"""Ranks that die or stand still: the others end too, and the run goes on from its checkpoint.
+"""Ranks that die or are stuck: the others end too, and the run resumes from its checkpoint.
 test_checkpoint.py kills at random moments, test_checkpoint_store.py during every write."""
 
 import contextlib
@@ -8,13 +8,17 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_vlm.config import load_config
-from megatron_vlm.distributed.agree import meet
-from megatron_vlm.errors import DataError
+from megatron_vlm.distributed.agree import Vote, fail_together, meet
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.run.run import Run
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
@@ -29,7 +33,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
+def arguments(folder: Path, model: str, run: str, *more: str) -> list[str]:
     return command(folder, model, run, f"train.steps={STEPS}", "checkpoint.every=2", *more)
 
 
@@ -39,7 +43,7 @@ class Job:
     def __init__(self, folder: Path, model: str, run: str, *more: str):
         self.metrics = folder / run / "metrics.jsonl"
         self.process = subprocess.Popen(
-            words(folder, model, run, *more),
+            arguments(folder, model, run, *more),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=outside_of_jobs(),
@@ -71,7 +75,7 @@ class Job:
 
 
 @pytest.mark.slow  # test_checkpoint.py has kills that cost less
-def test_a_killed_rank_ends_the_job_and_the_run_goes_on(folder, tiny, pool):
+def test_a_killed_rank_ends_the_job_and_the_run_resumes(folder, tiny, pool):
     job = Job(folder, tiny(), "killed")
     job.wait_for_step(4)
     os.kill(job.pid_of(1), signal.SIGKILL)
@@ -79,9 +83,9 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(folder, tiny, pool):
     assert status == 137 and "rank 1 was killed by SIGKILL" in err
     before = [line["step"] for line in steps_of(folder / "killed")]
     saved = sorted(path.name for path in (folder / "killed" / "checkpoints").glob("step-*"))
-    done, _, err = go_pooled(pool, 2, *words_for(folder, tiny(), "killed"))
+    done, _, err = go_pooled(pool, 2, *options(folder, tiny(), "killed"))
     assert done == 0, err
-    whole, _, err = go_pooled(pool, 2, *words_for(folder, tiny(), "whole"))
+    whole, _, err = go_pooled(pool, 2, *options(folder, tiny(), "whole"))
     assert whole == 0, err
     steps = steps_of(folder / "killed")
     again = steps[len(before) :]
@@ -94,29 +98,32 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(folder, tiny, pool):
     assert one.read_bytes() == other.read_bytes()
 
 
-def words_for(folder: Path, model: str, run: str) -> tuple:
+def options(folder: Path, model: str, run: str) -> tuple:
     return folder, model, run, f"train.steps={STEPS}", "checkpoint.every=2"
 
 
 @pytest.mark.slow  # it waits for the time-out
-def test_a_rank_that_stands_still_is_named(folder, tiny):
+def test_a_rank_that_is_stuck_is_named(folder, tiny):
     job = Job(folder, tiny(), "stopped", "launch.timeout_minutes=0.5", "train.steps=100000")
     job.wait_for_step(3)
     os.kill(stopped := job.pid_of(1), signal.SIGSTOP)
     try:
         status, err = job.end(120)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # torchrun has killed it
+        with contextlib.suppress(ProcessLookupError):  # the launcher has killed it
             os.kill(stopped, signal.SIGKILL)
     assert status == 70
-    assert "rank 0: rank 1 has not been heard of for" in err
+    assert "rank 0: rank 1 has not been heard from for" in err
     assert "launch.timeout_minutes=0.5" in err and "it was at step" in err
 
 
-def watches_left(words: list[str]) -> int:
-    """After a run that could not be opened: a watch that goes on would end the process."""
-    with pytest.raises(DataError, match=r"none\.jsonl|another rank"):
-        Run.open(load_config(words))
+def watches_left(overrides: list[str]) -> int:
+    """After a run that could not be opened: a watch that is left would end the process."""
+    with (
+        pytest.raises((ConfigError, DataError), match=r"none\.jsonl|another rank"),
+        Run.open(load_config(overrides)),
+    ):
+        raise AssertionError("the run must not open")
     watches = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
     for thread in watches:
         thread.join(0.5)
@@ -124,7 +131,7 @@ def watches_left(words: list[str]) -> int:
 
 
 def test_a_run_that_cannot_be_opened_leaves_no_watch(folder, tiny, pool):
-    given = words(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
+    given = arguments(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
     assert pool.run(watches_left, 2, given) == [0, 0]
 
 
@@ -142,7 +149,52 @@ def arrive() -> float:
     return time.monotonic() - start
 
 
-def test_an_unwritable_run_folder_is_said(tiny, folder, pool, tmp_path):
+CPU = torch.device("cpu")
+
+
+def outcome(body: Callable[[], None], **how: Any) -> str:
+    """What a rank's call of fail_together ends in."""
+    try:
+        with fail_together(CPU, DataError, **how):
+            body()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def fail_and_vote() -> list[str]:
+    rank = dist.get_rank()
+
+    def fine() -> None: ...
+
+    def fail() -> None:
+        raise OSError(f"disk {rank}")
+
+    only_rank_1 = fail if rank == 1 else fine
+    vote = Vote.STOP if rank == 0 else Vote.OK
+    found = [
+        outcome(fine),
+        outcome(only_rank_1),
+        outcome(only_rank_1, message="see rank 1"),
+        outcome(fail),
+        outcome(fine, vote=vote),
+        outcome(only_rank_1, vote=vote),
+    ]
+    if rank == 1:  # rank 0 learns nothing of it, and waits for nothing
+        found.append(outcome(fail, catches=DataError))
+    return [*found, outcome(fine)]
+
+
+def test_ranks_fail_and_stop_together(pool):
+    first, second = pool.run(fail_and_vote, 2)
+    own = "OSError: disk 1"
+    stopped = "Stopped: "
+    assert second == ["went on", own, own, own, stopped, own, own, "went on"]
+    told, pointed = "DataError: disk 1", "DataError: see rank 1"
+    assert first == ["went on", told, pointed, "OSError: disk 0", stopped, told, "went on"]
+
+
+def test_an_unwritable_run_folder_is_reported(tiny, folder, pool, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = go_pooled(pool, 1, folder, tiny(), tmp_path / "file" / "run", "parallel.pp=1")
     assert status == 2

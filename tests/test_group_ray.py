@@ -2,6 +2,8 @@
 """A group over Ray actors gives what one process gives; pixel values reach stage 0 alone; errors
 come back as the worker's own; a process that dies ends the group."""
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.group import WorkerError, WorkerGroup
 from tests.test_group import ODD, TOLERANCE, check_same, in_turn, run_in_turn
 from tests.test_parity import layout
@@ -21,9 +23,10 @@ from tests.test_parity import layout
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ray = pytest.importorskip("ray", reason="needs the extra: pip install 'megatron_vlm[ray]'")
-    from megatron_vlm.group.ray_group import share_ray_group, start_ray_group
+    from megatron_vlm.group import ray_group
+    from megatron_vlm.group.ray_group import WorkerActor, share_ray_group, start_ray_group
 
-# Ray and what it imports, not ours to mend.
+# Of Ray and what it imports; not ours to fix.
 pytestmark = [
     pytest.mark.slow,  # starting Ray and its actors takes most of a minute
     pytest.mark.filterwarnings(
@@ -40,9 +43,22 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+class WeighingActor(WorkerActor):
+    """It keeps the size of the pixel values that the last call brought."""
+
+    def call_on_part(self, number: int, method: str, batch: Any, pixels: Any, *args: Any) -> Any:
+        self.pixel_bytes = 0 if pixels is None else pixels.nbytes
+        return super().call_on_part(number, method, batch, pixels, *args)
+
+    def last_pixel_bytes(self) -> int:
+        return self.pixel_bytes
+
+
 @pytest.fixture(scope="module")
 def group(cluster, tiny) -> Iterator[WorkerGroup]:
-    made = start_ray_group(layout(pp=2).config(tiny()), processes=4, cpus=CPUS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_group, "WorkerActor", WeighingActor)
+        made = start_ray_group(layout(pp=2).config(tiny()), processes=4, cpus=CPUS)
     yield made
     made.close()
 
@@ -71,7 +87,7 @@ def test_pixel_values_reach_stage_0_alone(group):
 
 
 def halved(log_probs_N: Tensor, weights_N: Tensor, *, part: float = 0.5) -> tuple[Any, Any]:
-    """Of the controller: the actors know nothing of it."""
+    """Defined by the controller; the actors do not know it beforehand."""
     return -part * weights_N * log_probs_N, {"weight": weights_N}
 
 
@@ -80,7 +96,7 @@ def test_a_loss_may_be_the_controllers_own_function(group):
         weights=TensorList([torch.full((len(row.ids_S),), 2.0) for row in ODD])
     )
     plain = group.forward_backward(batch)
-    own = group.forward_backward(batch, loss=halved)  # under way together
+    own = group.forward_backward(batch, loss=halved)  # both before a result is waited for
     assert own.result().loss == pytest.approx(plain.result().loss, rel=1e-6)
     assert own.result().means == {"weight": 2.0}
 
@@ -104,14 +120,52 @@ def test_errors_are_the_workers_own(group):
         failed.result()
     with pytest.raises(WorkerError, match=r"^rank \d: optim_step: there are no gradients"):
         step.result()
-    assert group.forward_backward(ODD).result().num_tokens > 0  # it can be used on
+    assert group.forward_backward(ODD).result().num_tokens > 0  # the group still works
 
 
-def test_a_result_that_takes_long_can_be_asked_again(group):
-    handle = group.forward(ODD)
-    with pytest.raises(TimeoutError, match=r"4 of 4 ranks work on after 0.001 s"):
-        handle.result(timeout=0.001)
-    assert len(handle.result()) == len(handle.result(timeout=0)) == len(ODD)
+def test_a_result_that_takes_long_can_be_asked_for_again(group):
+    future = group.forward(ODD)
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.001)
+    assert not future.cancel() and not future.done()
+    assert len(future.result()) == len(future.result(timeout=0)) == len(ODD)
+
+
+def test_calls_are_done_in_order_though_nothing_is_waited_for(group):
+    futures = [group.forward(ODD), group.forward_backward(ODD), group.optim_step(), group.load("")]
+    assert isinstance(futures[-1].exception(), CheckpointError)
+    assert all(future.done() and not future.exception() for future in futures[:-1])
+
+
+def test_ray_may_be_shut_down_while_calls_are_under_way():
+    """In a process of its own, which ends while its calls are under way."""
+    code = """
+import ray
+from megatron_vlm.group.ray_group import Crew
+
+@ray.remote
+class Slow:
+    def call(self):
+        import time
+        time.sleep(600)
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+crew = Crew([Slow.remote()], None)
+futures = [crew.promise([crew.actors[0].call.remote()], list) for _ in range(3)]
+if SHUT_DOWN:
+    ray.shutdown()
+    print([str(future.exception(20)) for future in futures], ray.is_initialized())
+"""
+    for shut_down in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code.replace("SHUT_DOWN", str(shut_down))],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0 and "SIGTERM handler" not in done.stderr, done.stderr
+        ended = "the group has ended: Ray was shut down"
+        assert done.stdout.strip() == (f"{[ended] * 3} False" if shut_down else "")
 
 
 def test_no_room_is_an_error(cluster, tiny, monkeypatch):
@@ -126,11 +180,10 @@ def test_no_room_is_an_error(cluster, tiny, monkeypatch):
 
 def test_a_process_that_dies_ends_the_group(group, monkeypatch):
     """The last test of this group."""
-    import megatron_vlm.group.ray_group as ray_group
-
     monkeypatch.setattr(ray_group, "GRACE_S", 1.0)
     ray.kill(group.ranks.crew.actors[3])
+    for future in (group.forward(ODD), group.optim_step()):
+        with pytest.raises(WorkerError, match=r"^the group has ended: rank 3: its process has di"):
+            future.result()
     with pytest.raises(WorkerError, match=r"^the group has ended: rank 3: its process has died"):
-        group.forward(ODD).result()
-    with pytest.raises(WorkerError, match=r"the group has ended: rank 3: its process has died"):
-        group.optim_step()
+        group.optim_step().result()  # asked of a group that has already ended

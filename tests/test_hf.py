@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export import export_hf
-from megatron_vlm.hf.load import check_tensors, expected_shapes
+from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import _gate_up, _qkv, _vocab_rows
-from megatron_vlm.hf.source import Source
+from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.worker import MegatronWorker
 from tests.runs import Case, call
 from tests.test_parity import layout
@@ -66,7 +67,7 @@ def test_expected_shapes_are_those_of_transformers(tied, tiny):
     path = tiny(tied=tied)
     model = Qwen3VLForConditionalGeneration.from_pretrained(path)
     names = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert expected_shapes(AutoConfig.from_pretrained(path)) == names
+    assert read_sizes(path).shapes == names
 
 
 def copy_of(path: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -76,7 +77,7 @@ def copy_of(path: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def check(folder: Path) -> None:
-    source = Source(folder)
+    source = HFCheckpoint(folder)
     source.read_headers()
     check_tensors(source)
 
@@ -114,14 +115,14 @@ def test_missing_shard_is_named(tiny, tmp_path):
 
 def test_folder_without_a_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path='.*' has no config\.json"):
-        Source(tmp_path)
+        HFCheckpoint(tmp_path)
 
 
 def _values_read(worker: MegatronWorker) -> int:
     """Load again, counting what is read."""
     from megatron_vlm.hf.load import load_hf
 
-    class Counting(Source):
+    class Counting(HFCheckpoint):
         values = 0
 
         def read(self, name, spans):
@@ -131,8 +132,8 @@ def _values_read(worker: MegatronWorker) -> int:
 
     source = Counting(worker.cfg.model.path)
     source.read_headers()
-    load_hf(worker.model, source, worker.table)
-    held = sum(param.numel() for param in worker.model.parameters())
+    load_hf(worker.held, source, worker.grid)
+    held = sum(param.numel() for param in worker.chunks[0].parameters())
     assert source.values == held, (source.values, held)
     return source.values
 
@@ -151,7 +152,7 @@ def test_a_rank_reads_only_what_it_holds(pool, tiny):
 def _export_in_shards(worker: MegatronWorker) -> None:
     out = worker.cfg.model.path + "-shards"
     shutil.rmtree(out, ignore_errors=True)
-    export_hf(worker.model, worker.source, worker.table, out, max_shard_bytes=300_000)
+    export_hf(worker.chunks, worker.source, worker.table, worker.grid, out, max_shard_bytes=300_000)
 
 
 def test_sharded_export_loads_in_transformers(pool, tiny):

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_hosts.py
 """Two hosts with their own addresses, as network namespaces of Linux: PP=2 across them, the link
-cut in mid-run, and the run going on when it is back."""
+cut in mid-run, and the run resuming when it is back."""
 
 import shutil
 import subprocess
@@ -18,8 +18,8 @@ STEPS = 400
 HOSTS = {"mvlm-a": "10.231.0.1", "mvlm-b": "10.231.0.2"}
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def remove_hosts() -> None:
 
 def start(folder: Path, model: str, run: str) -> list[subprocess.Popen]:
     """One rank on each host, as torchrun or Slurm would set its variables."""
-    words = command(folder, model, run, *overrides())[4:]
+    train = command(folder, model, run, *overrides())[4:]
     jobs = []
     for rank, name in enumerate(HOSTS):
         env = outside_of_jobs() | {
@@ -63,7 +63,7 @@ def start(folder: Path, model: str, run: str) -> list[subprocess.Popen]:
             "GLOO_SOCKET_IFNAME": f"cable-{name[-1]}",
             "OMP_NUM_THREADS": "1",
         }
-        inside = ["ip", "netns", "exec", name, sys.executable, "-m", "megatron_vlm.train", *words]
+        inside = ["ip", "netns", "exec", name, sys.executable, "-m", "megatron_vlm.train", *train]
         jobs.append(subprocess.Popen(inside, env=env, stderr=subprocess.PIPE, text=True))
     return jobs
 
@@ -77,7 +77,7 @@ def overrides() -> list[str]:
     ]
 
 
-def test_a_cut_link_is_named_and_the_run_goes_on(hosts, tiny, tmp_path, pool):
+def test_a_cut_link_is_named_and_the_run_resumes(hosts, tiny, tmp_path, pool):
     write_set(tmp_path)
     jobs = start(tmp_path, tiny(), "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -88,7 +88,7 @@ def test_a_cut_link_is_named_and_the_run_goes_on(hosts, tiny, tmp_path, pool):
     ip("-n", "mvlm-b", "link", "set", "cable-b", "down")
     said = [job.communicate(timeout=150)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [70, 70], said
-    assert "rank 0: rank 1 has not been heard of for" in said[0]
+    assert "rank 0: rank 1 has not been heard from for" in said[0]
     assert "rank 1: rank 0 has not answered for" in said[1]
     done = len(steps_of(tmp_path / "run"))
     ip("-n", "mvlm-b", "link", "set", "cable-b", "up")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.data import index as indexing
+from megatron_vlm.data.encode import index as indexing
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.errors import DataError
 from tests.chats import CHATS, say

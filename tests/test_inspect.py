@@ -18,16 +18,17 @@ import numpy as np
 import PIL.Image
 import pytest
 from rich.console import Console
-from transformers import AutoConfig
 
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batch.batching import Limits, group_cost, plan_batch
 from megatron_vlm.data.batch.dataset import open_data
 from megatron_vlm.data.encode.chat import IMAGE_PAD, START, VIDEO_PAD
-from megatron_vlm.data.encode.views import unpatch, visible
+from megatron_vlm.data.encode.views import unpatch
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
+from megatron_vlm.display.html import visible
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family import read_sizes
 from megatron_vlm.tools.inspection.collect import collect, figure
 from megatron_vlm.tools.inspection.command import run_inspect
 from megatron_vlm.tools.inspection.page import bins, render_page, tag
@@ -96,8 +97,7 @@ def look(overrides, tiny):
 
     def make(*more, ranks=1, pictures=False, train=None):
         cfg = load_config(overrides(*more, train=train))
-        hf_config = AutoConfig.from_pretrained(tiny())
-        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, hf_config)
+        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, read_sizes(tiny()))
         numbers = range(sum(map(len, data.indexes)))
         return data, collect(cfg, data, numbers, ranks, pictures)
 

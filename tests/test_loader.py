@@ -6,12 +6,13 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_vlm.data import feed
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.encode import reader as reading
 from megatron_vlm.errors import DataError
-from megatron_vlm.feed.share import is_loader, share_batch
+from megatron_vlm.feed.feeder import SharedBatches
+from megatron_vlm.feed.share import share_batch
 from megatron_vlm.worker import MegatronWorker
 from tests.runs import call
 from tests.sets import data_config, open_set, write_set
@@ -82,8 +83,8 @@ def test_resume_goes_on_exactly(done, ranks, dataset, expected, tiny):
 
 def count_decodes(monkeypatch):
     opened = []
-    read = feed.read_image
-    monkeypatch.setattr(feed, "read_image", lambda *args: opened.append(args[2]) or read(*args))
+    read = reading.read_image
+    monkeypatch.setattr(reading, "read_image", lambda *args: opened.append(args[2]) or read(*args))
     return opened
 
 
@@ -128,13 +129,13 @@ def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
 def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
     """What one rank of TP2 x PP2 opened and got."""
     opened = []
-    read = feed.read_image
-    feed.read_image = lambda *args: opened.append(args[2]) or read(*args)
+    read = reading.read_image
+    reading.read_image = lambda *args: opened.append(args[2]) or read(*args)
     try:
         device = worker.platform.device
         steps, losses = [], []
         batches = None
-        if is_loader():
+        if worker.grid.leads:
             data = open_set(path, model, cache)
             batches = iter(Loader(data, data_config(cache), 8, LIMITS, epochs=1))
         for _ in range(3):
@@ -142,18 +143,18 @@ def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
             if batches is not None:
                 batch = next(batches)
                 mine = (batch.micro_batches, batch.after)
-            shared, _ = share_batch(mine, device)
+            shared, _ = share_batch(mine, worker.grid, device)
             steps.append(
                 [(b.tokens_BS5.tolist(), b.rows, b.pixel_values_PC is not None) for b in shared]
             )
             losses.append(worker.forward_backward(shared).loss)
     finally:
-        feed.read_image = read
+        reading.read_image = read
     return {
         "opened": opened,
         "steps": steps,
         "losses": losses,
-        "first": parallel_state.is_pipeline_first_stage(),
+        "first": worker.grid.first,
     }
 
 
@@ -184,17 +185,27 @@ def test_one_decode_a_sample_at_tp2_pp2(dataset, tiny, pool):
     assert answers[0]["losses"] == pytest.approx(alone["losses"], rel=1e-6)
 
 
+class _Broken:
+    """A loader whose first batch is wrong."""
+
+    def __iter__(self):
+        raise DataError("train.jsonl:4: is broken")
+        yield
+
+
 def _fails(worker: MegatronWorker) -> str:
-    mine = DataError("train.jsonl:4: is broken") if is_loader() else None
+    loader = _Broken() if worker.grid.leads else None
     try:
-        share_batch(mine, worker.platform.device)
+        SharedBatches(loader, worker.grid, worker.platform.device).next()
     except DataError as error:
         return str(error)
     return "no error"
 
 
 def test_an_error_of_the_loading_rank_is_raised_on_all(tiny, pool):
-    assert pool.run(call, 4, tiny(), layout(tp=2, pp=2), _fails) == ["train.jsonl:4: is broken"] * 4
+    found = pool.run(call, 4, tiny(), layout(tp=2, pp=2), _fails)
+    elsewhere = "another rank could not load its data; see its message"
+    assert found == ["train.jsonl:4: is broken", *[elsewhere] * 3]
 
 
 class _Grouped:

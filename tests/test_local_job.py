@@ -1,5 +1,5 @@
 # .venv/bin/python -m pytest tests/test_local_job.py
-"""A job's processes start together and end together; its exit status says how it ended."""
+"""The processes of a job start and end together; its exit status says how it ended."""
 
 import os
 import signal
@@ -45,8 +45,8 @@ def test_every_rank_is_started_once(job, tmp_path):
     assert (tmp_path / "0-1").read_text().startswith("2")
 
 
-def test_the_first_bad_end_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.launch.local_job.GRACE_S", 0.5)
+def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("megatron_vlm.launch.restart.GRACE_S", 0.5)
     start = time.monotonic()
     assert job("time.sleep(60) if rank == 0 else sys.exit(7)") == 7
     assert time.monotonic() - start < 30
@@ -57,13 +57,13 @@ def test_the_first_bad_end_counts_and_ends_the_others(job, tmp_path, capfd, monk
 
 
 def test_a_killed_rank_is_named(job, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.launch.local_job.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.launch.restart.GRACE_S", 0.5)
     assert job("rank or os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)") == 137
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "runs"), [(1, 3), (70, 3), (2, 1), (75, 1)])
-def test_failures_start_again_mistakes_do_not(status, runs, job, tmp_path):
+def test_failures_restart_the_job_and_mistakes_do_not(status, runs, job, tmp_path):
     assert job(f"sys.exit({status})", 1, max_restarts=2) == status
     assert starts(tmp_path) == [f"{restart}-0" for restart in range(runs)]
 
@@ -74,7 +74,7 @@ def test_a_restart_may_succeed(job, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_signals_reach_every_rank_and_nothing_starts_again(number, job, tmp_path):
+def test_signals_reach_every_rank_and_the_job_does_not_restart(number, job, tmp_path):
     body = f"""
 signal.signal({int(number)}, lambda *_: sys.exit(75))
 open(f"{{sys.argv[1]}}/ready-{{rank}}", "w").close()
@@ -95,7 +95,7 @@ time.sleep(60)
     assert starts(tmp_path) == ["0-0", "0-1"]
 
 
-def test_a_killed_launcher_leaves_nobody(tmp_path):
+def test_a_killed_launcher_leaves_no_process(tmp_path):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 time.sleep(60)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.batch.micro_batch import cut_micro_batches
-from megatron_vlm.data.encode.positions import VisionTokens
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.feed.share import is_loader, share_batch
+from megatron_vlm.family.qwen3_vl import mrope_positions
+from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.feed.share import share_batch
 from megatron_vlm.step.losses import Objective, register
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
@@ -26,7 +27,7 @@ from tests.reference import load_reference, row_log_probs, row_logits
 from tests.runs import Case, call, collect_grads, my_rows
 from tests.test_parity import layout
 
-TOKENS = VisionTokens(token_ids().image, token_ids().video, 2)
+TOKENS = VisionTokens(token_ids().image, token_ids().video, 2, mrope_positions)
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 # Relative, fp32 on the CPU, as in test_parity.py. Measured worst case: 1.9e-6, a gradient at TP2.
 TOLERANCE = 5e-6
@@ -213,13 +214,13 @@ def by_other_ways(worker: MegatronWorker, rows: list[Row]) -> list[float]:
     batch = TensorBatch.from_bytes(batch_of(rows).to_bytes())
     names = ("old_log_probs", "unread", "advantages", "ref_log_probs")
     shared = None
-    if is_loader():
+    if worker.grid.leads:
         placed = [
             replace(row, values_S={**row.values_S, "unread": torch.zeros(len(row.ids_S))})
             for row in rows
         ]
-        shared = cut_micro_batches(placed, 3, worker.model.tokens, names), None
-    micro_batches, _ = share_batch(shared, worker.platform.device)
+        shared = cut_micro_batches(placed, 3, worker.source.sizes.tokens, names), None
+    micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
     scored = [
         replace(row, values_S={**row.values_S, "old_log_probs": log_probs_S})
         for row, log_probs_S in zip(rows, worker.forward(rows), strict=True)
@@ -285,7 +286,7 @@ def test_rows_and_batches_of_rl():
         rows_of(batch.with_fields(response_mask=torch.ones(2, 3)))
     with pytest.raises(DataError, match="no field 'labels' and none 'response_mask'"):
         rows_of(batch.without("response_mask"))
-    with pytest.raises(DataError, match="'labels' is what a batch calls a field"):
+    with pytest.raises(DataError, match="a batch has a field 'labels' already"):
         batch_of([replace(first, values_S={"labels": torch.ones(3)})])
 
 
@@ -333,7 +334,7 @@ def test_what_a_loss_reads_and_reports():
 
 def made_micro_batches(worker: MegatronWorker) -> None:
     rows = make_rows((RowSpec(5), RowSpec(9)))
-    worker.forward_backward(cut_micro_batches(rows, 1, worker.model.tokens), loss="ppo")
+    worker.forward_backward(cut_micro_batches(rows, 1, worker.source.sizes.tokens), loss="ppo")
 
 
 def test_micro_batches_without_values_are_refused(pool, tiny):

@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 from transformers.image_utils import load_image
 
-from megatron_vlm.data import fetch as fetching
+from megatron_vlm.data.media import fetch as fetching
 from megatron_vlm.data.media.fetch import fetch, is_public
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image

@@ -11,7 +11,7 @@ from megatron_vlm.distributed.rendezvous import MeetingError, of_this_attempt
 
 
 def attempt(store: dist.Store, world: int) -> list[dist.Store]:
-    """What each rank gets, the last to come first."""
+    """What each rank gets, the last to join first."""
     with ThreadPoolExecutor(world) as pool:
         ranks = [pool.submit(of_this_attempt, store, rank, world) for rank in range(world)][::-1]
         return [rank.result() for rank in ranks]
@@ -32,16 +32,16 @@ def test_ranks_of_an_attempt_share_what_is_new(store):
         assert [each.get("key") for each in mine] == [str(count).encode()] * 4
 
 
-def test_a_rank_that_went_before_it_was_told_is_not_waited_for(store):
-    store.set("came/1", "killed before rank 0 looked")
+def test_a_rank_that_died_before_it_was_told_is_not_waited_for(store):
+    store.set("joined/1", "killed before rank 0 looked")
     last, first = attempt(store, 2)
     first.set("key", "here")
     assert last.get("key") == b"here"
 
 
-def test_who_has_not_come_is_named(store):
+def test_a_rank_that_did_not_join_is_named(store):
     store.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(MeetingError, match=r"^rank 1 has not come"):
+    with pytest.raises(MeetingError, match=r"^rank 1 did not join"):
         of_this_attempt(store, 0, 2)
-    with pytest.raises(MeetingError, match=r"^rank 0 has not come"):
+    with pytest.raises(MeetingError, match=r"^rank 0 did not join"):
         of_this_attempt(store, 1, 2)

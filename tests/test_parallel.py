@@ -32,7 +32,10 @@ def test_asked_stages():
     assert (dims.dp, dims.world_size, dims.num_layers) == (2, 16, 36)
     assert [len(dims.layers_of(stage)) for stage in range(4)] == [0, 12, 12, 12]
     assert dims.layers_of(1) == range(0, 12)
-    assert dims.stage_of(0) == 1 and dims.stage_of(35) == 3
+    # Ranks count over tp, then dp, then pp.
+    assert [dims.stage_of(rank) for rank in (0, 3, 4, 15)] == [0, 0, 1, 3]
+    assert [dims.replica_of(rank) for rank in (0, 1, 2, 7, 14)] == [0, 0, 1, 1, 1]
+    assert dims.tp_rank_of(5) == 1 and dims.leader_of(1) == 2
     assert dims.megatron_layout()[0] == ["embedding"]
     assert dims.megatron_layout()[3] == ["decoder"] * 12 + ["loss"]
 

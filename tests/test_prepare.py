@@ -176,7 +176,7 @@ def test_limit_and_parquet_in_a_folder_of_the_subset(script, tmp_path):
     assert len(records(tmp_path / "b" / "train.jsonl")) == 3
     # Nothing has been copied into a cache.
     assert not list((tmp_path / "hf").rglob("*.arrow"))
-    with pytest.raises(ConfigError, match=r"but \['ai2d'\]; name the folder of a data set"):
+    with pytest.raises(ConfigError, match=r"it has \['ai2d'\]; give the folder of a data set"):
         script("prepare_cauldron").main(["ai3d", *map(str, args[1:]), str(tmp_path / "c")])
 
 
@@ -252,7 +252,7 @@ def test_what_training_would_refuse_is_left_out(script, tmp_path):
     thin = encode(solid("RGB", 0, (402, 2)))
     with pytest.raises(DataError, match=r"here: .* 402 x 2 pixels"):
         rgb_picture(file_of(thin), "here")
-    with pytest.raises(DataError, match="here: there is no image"):
+    with pytest.raises(DataError, match="here: the image is missing"):
         rgb_picture({"bytes": None, "path": None}, "here")
     with pytest.raises(DataError, match=r"here: .*gone\.png: No such file"):
         rgb_picture({"bytes": None, "path": str(tmp_path / "gone.png")}, "here")
@@ -301,7 +301,7 @@ def test_a_broken_run_leaves_no_half_file(stand_in, script, tmp_path, monkeypatc
     [
         ([{"image": 1}], [], "the columns are image; images and texts are needed"),
         ([{"images": [], "texts": []}], [], "left out 1 without images: row 0"),
-        ([{"image": 1}], ["--limit", "0"], "--limit 0: give 1 or more"),
+        ([{"image": 1}], ["--limit", "0"], "--limit 0: give at least 1"),
     ],
 )
 def test_cauldron_refuses(script, rows, args, words, tmp_path):
@@ -472,10 +472,14 @@ def test_caltech_as_a_data_set(script, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("dataset", "args", "words"),
     [
-        (label_table([1, -1]), [], "row 1 has the label -1, no class; choose another --split"),
-        (datasets.Dataset.from_dict({"image": [1], "label": ["emu"]}), [], "as a ClassLabel"),
-        (label_table([1]), ["--eval-fraction", "1"], "--eval-fraction 1.0: give 0 or more, below"),
-        (label_table([1]), [], "a split without a record"),
+        (label_table([1, -1]), [], "row 1 has label -1, not a class; choose another --split"),
+        (datasets.Dataset.from_dict({"image": [1], "label": ["emu"]}), [], "a ClassLabel label"),
+        (
+            label_table([1]),
+            ["--eval-fraction", "1"],
+            "--eval-fraction 1.0: give at least 0 and less",
+        ),
+        (label_table([1]), [], "a split has no records"),
     ],
     ids=["no label", "label not a class", "no train", "no eval"],
 )

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_ray_job.py
 """`launch=ray` on a real cluster of two nodes, each with its own processes and one CPU: the same
-losses as without Ray, digit for digit, and after a lost actor or node the run goes on."""
+losses as without Ray, digit for digit, and the run resumes after a lost actor or node."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def actor_pids() -> list[int]:
             line = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if line.startswith((b"ray::rank", b"ray::RankActor")):
+        if line.startswith((b"ray::rank", b"ray::TrainActor")):
             found.append(int(entry.name))
     return sorted(found)
 

@@ -28,7 +28,7 @@ def rewards(out: Path, launcher: list[str], *words: str) -> list[float]:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 1 and "in the end (wanted 0.8)" in done.stdout, done.stderr
+    assert done.returncode == 1 and "at the end (needs 0.8)" in done.stdout, done.stderr
     assert (out / "export" / "config.json").exists()
     return json.loads((out / "rewards.json").read_text())
 

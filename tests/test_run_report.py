@@ -1,7 +1,9 @@
 # .venv/bin/python -m pytest tests/test_run_report.py
-"""report.html says what metrics.jsonl says, in figures and in curves, and needs nothing else."""
+"""The page of a run says what metrics.jsonl says, in figures and in curves, and needs no network;
+the page of several runs says in what they differ."""
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -10,17 +12,23 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from megatron_vlm.display.scales import COLUMNS, number, smooth, step_scale, thin, value_scale
+from megatron_vlm.cli import main
+from megatron_vlm.display.charts import chart_scripts
+from megatron_vlm.display.html import document, tag
+from megatron_vlm.display.numbers import COLUMNS, number, smooth, thin, time_spent
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.evaluation.examples import Example, Examples
+from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, from_json, to_json
 from megatron_vlm.run.report import write_report
+from megatron_vlm.run.report.comparison import differences
 from megatron_vlm.run.report.metrics import read_metrics
-from megatron_vlm.run.report.page import duration
 
 TEAL = (20, 140, 130)
 HOSTILE = "<script>alert(1)</script> & \u4e09 \x1b[2J\u202e"
@@ -65,11 +73,11 @@ def example(answer="red", prediction="red", **more):
 
 
 class Page(HTMLParser):
-    """Elements, and what is read in them; asserts that what is opened is closed."""
+    """Elements, and the text in them; asserts that what is opened is closed."""
 
     def __init__(self, page):
         super().__init__()
-        self.text, self.open, self.found, self.words = page, [], [], []
+        self.text, self.open, self.found, self.words, self.scripts = page, [], [], [], []
         self.feed(page)
         assert not self.open
 
@@ -84,7 +92,10 @@ class Page(HTMLParser):
         assert self.open.pop() == name
 
     def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] == "script":
+            if "type" not in self.found[-1][1]:
+                self.scripts.append(data)
+        elif self.open and self.open[-1] != "style":
             self.words.append(data)
 
     @property
@@ -98,33 +109,50 @@ class Page(HTMLParser):
         cells = re.findall(r"<tr>(.*?)</tr>", self.text)
         return [tuple(re.findall(r"<td>(.*?)</td>", row)) for row in cells]
 
-    def chart(self, title):
-        """The figure with this title."""
+    def figure(self, title):
+        """The markup of the chart with this title."""
         figures = re.findall(r"<figure.*?</figure>", self.text)
         return next(figure for figure in figures if f"<b>{title}</b>" in figure)
+
+    def chart(self, title):
+        """What its script is given."""
+        return json.loads(re.search(r"<script[^>]*>(.*?)</script>", self.figure(title))[1])
+
+    def curves(self, title):
+        """[name, x, y] of each curve."""
+        return [(c["name"], c["x"], c["y"]) for c in self.chart(title)["curves"]]
 
     @property
     def charts(self):
         return re.findall(r"<figure.*?<b>(.*?)</b>", self.text)
 
 
+def write_run(run, lines, tail="", examples=None, config=None):
+    """A run's folder with these."""
+    run.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "metrics.jsonl").write_text(text + tail)
+    if examples is not None:
+        content = {"step": 100, "name": "eval", "examples": examples}
+        (run / "examples.json").write_text(json.dumps(content))
+    if config is not None:
+        (run / "config.yaml").write_text(config)
+    return run
+
+
+def read_page(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
 @pytest.fixture
 def report(tmp_path):
     """report(lines..., tail=..., examples=..., config=...) -> the page of a run with these."""
 
-    def make(*lines, tail="", examples=None, config=None):
-        run = tmp_path / "my run"
-        run.mkdir(exist_ok=True)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (run / "metrics.jsonl").write_text(text + tail)
-        if examples is not None:
-            content = {"step": 100, "name": "eval", "examples": examples}
-            (run / "examples.json").write_text(json.dumps(content))
-        if config is not None:
-            (run / "config.yaml").write_text(config)
+    def make(*lines, **more):
+        run = write_run(tmp_path / "my run", lines, **more)
         path = write_report(run)
         assert path == run / "report.html"
-        return Page(path.read_text(encoding="utf-8"))
+        return read_page(path)
 
     return make
 
@@ -146,13 +174,15 @@ def test_tiles_are_those_of_the_run(report):
         "best other loss, step 3": "1",
         "best other token accuracy, step 3": "90.0%",
         "of 500 steps, epoch 1": "3",
-        "tokens a second, median": "1,100",
+        "tokens per second, median": "1,100",
         "in steps": "1 min 2 s",
         "2 processes on cpu": "tp1 pp2 dp1",
     }
     assert "my run" in page.words
     facts = "/models/tiny \u00b7 2,000 samples \u00b7 30M parameters, 12M of them trained"
     assert f"{facts} \u00b7 started 2026-11-21 07:00:00" in page.words
+    words = report(start(samples=None), step(0, 1.0)).words
+    assert any(text.startswith("/models/tiny \u00b7 a stream \u00b7 30M") for text in words)
 
 
 def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
@@ -180,8 +210,10 @@ def test_a_resumed_run_replaces_what_it_did_again_and_what_it_lost(report):
         ("resumed from step-00000003", "3"),
     ]
     assert events[4:] == [("torch", "2.13.0"), ("megatron-core", "0.16.1")]
-    loss = page.chart("Loss")
-    assert loss.count('class="tall"') == 2 and loss.count('class="short"') == 2  # with the legend's
+    assert page.chart("Loss")["marks"] == [
+        {"kind": "short", "x": [4], "run": 0},
+        {"kind": "tall", "x": [3], "run": 0},
+    ]
 
 
 def test_the_later_of_two_lines_wins_without_a_start_between(tmp_path):
@@ -192,9 +224,45 @@ def test_the_later_of_two_lines_wins_without_a_start_between(tmp_path):
     metrics = read_metrics(path)
     assert metrics.steps_N.tolist() == [0, 1, 2]
     assert metrics.figures["loss"].tolist() == [1.0, 4.0, 3.0]
-    assert [e.scores["loss"] for e in metrics.evaluations] == [6.0]
-    assert math.isnan(metrics.evaluations[0].scores["exact_match"])
+    assert [e.score("loss") for e in metrics.evaluations] == [6.0]
+    assert math.isnan(metrics.evaluations[0].score("exact_match"))
     assert metrics.replaced == 1 and metrics.seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        StartLine("2026", 3, "cpu", 2, {"tp": 2}, 9, 8, "m", 7, 6, {"torch": "2"}),
+        StartLine("2026", 3, "cpu", 2, {"tp": 2}, 9, 8, "m", None, 6, {}),  # a stream
+        StepLine(3, 1, 2.5, 1e-3, 0.5, 0.1, 10.0, 1.0, 0.0, 0.1, 0.25, 1.5, True),
+        EvalLine(step=3, name="a", loss=1.5, token_accuracy=0.5, samples=4, seconds=0.5),
+        EvalLine(
+            step=3,
+            name="a",
+            loss=1,
+            token_accuracy=0,
+            ranking=0,
+            exact_match=1,
+            samples=4,
+            seconds=2,
+        ),
+        EventLine(3, "resumed"),
+    ],
+)
+def test_what_is_written_is_what_is_read(line):
+    assert from_json(to_json(line)) == line
+
+
+def test_the_file_holds_null_for_what_is_no_number_and_nothing_for_what_was_not_asked_for():
+    line = StepLine(0, 0, math.nan, 1e-3, math.inf, 0.1, 10.0, 1.0, 0.0, 0.1, None, 1.5)
+    raw = json.loads(to_json(line))
+    assert list(raw)[:5] == ["kind", "step", "epoch", "loss", "lr"]
+    assert raw["loss"] is raw["grad_norm"] is raw["mfu"] is None and raw["skipped"] is False
+    assert math.isnan(from_json(to_json(line)).mfu)
+    scores = EvalLine(step=3, name="a", loss=math.nan, token_accuracy=0, samples=4, seconds=0.5)
+    keys = ["kind", "step", "name", "loss", "token_accuracy", "samples", "seconds"]
+    assert list(json.loads(to_json(scores))) == keys
+    assert from_json('{"kind": "later"}') is None
 
 
 @pytest.mark.parametrize(
@@ -219,20 +287,20 @@ def test_a_loss_that_is_no_number_makes_a_gap(value, report):
     losses = [3.0, 2.0, value, 1.0, value, 1.5, 1.25]
     page = report(*(step(i, loss, skipped=loss is None) for i, loss in enumerate(losses)))
     assert page.tiles["last loss, step 6"] == "1.25" and page.tiles["best loss, step 3"] == "1"
-    paths = dict(re.findall(r'd="(M[^"]*)" class="(.*?)"', page.chart("Loss")))
-    assert [(kind, path.count("M")) for path, kind in paths.items()] == [("line", 2), ("lone", 1)]
+    gaps = [3.0, 2.0, None, 1.0, None, 1.5, 1.25]
+    assert page.curves("Loss") == [("training", list(range(7)), gaps)]
     assert ("Steps not applied" in page.text) == (value is None)
     if value is None:
-        text = "Steps not applied, since loss or gradient was not finite: 2. Step 2, 4"
+        text = "Steps not applied because loss or gradient was not finite: 2. Step 2, 4"
         assert text in page.words
 
 
 def test_nothing_finite_is_no_curve(report):
     page = report(step(0, None))
-    assert page.tiles["loss"] == "-" and "no number was logged" in page.chart("Loss")
+    assert page.tiles["loss"] == "-" and "no number was logged" in page.figure("Loss")
     page = report()
     assert page.tiles == {
-        **{"loss": "-", "steps": "0", "tokens a second, median": "-"},
+        **{"loss": "-", "steps": "0", "tokens per second, median": "-"},
         **{"in steps": "0.0 s"},
     }
     assert "No step was logged." in page.words
@@ -240,58 +308,51 @@ def test_nothing_finite_is_no_curve(report):
     assert page.charts == ["Loss", "Token accuracy"]
 
 
-def points(figure, kind="line"):
-    """[n, 2] of a curve."""
-    path = re.search(rf'd="M([^"]*?)" class="{kind}"', figure)[1]
-    return np.array([[float(v) for v in pair.split(",")] for pair in path.split(" ")])
-
-
-def test_a_curve_stands_where_its_values_are(report):
+def test_a_chart_holds_its_values_and_says_them_in_words(report):
     page = report(start(), *(step(i, loss) for i, loss in enumerate((4.0, 1.0, 3.0))))
-    # 300 high from 0 to 4, 1000 wide from 0 to 2.
-    assert points(page.chart("Loss")).tolist() == [[0, 0], [500, 225], [1000, 75]]
-    labels = re.findall(r"<text.*?>(.*?)</text>", page.chart("Loss"))
-    assert labels == ["0", "1", "2", "3", "4", "0", "1", "2"]
-    caption = "training: last 3 at 2, lowest 1 at 1, highest 4 at 0"
-    assert f"<figcaption>{caption}</figcaption>" in page.chart("Loss")
-
-
-def test_losses_far_apart_get_a_log_scale(report):
-    page = report(*(step(i, 10.0**-i) for i in range(4)))
     loss = page.chart("Loss")
-    assert "log scale" in loss and ">0.001<" in loss
-    assert points(loss)[:, 1].tolist() == pytest.approx([0, 100, 200, 300], abs=0.1)
-    assert "log scale" not in page.chart("Learning rate")
-    assert "log scale" not in report(step(0, 0.0), step(1, 100.0)).chart("Loss")
+    assert page.curves("Loss") == [("training", [0, 1, 2], [4, 1, 3])]
+    assert loss["span"] == [0, 2] and loss["positive"] and not loss["log"]
+    caption = "last 3 at step 2, lowest 1 at step 1, highest 4 at step 0"
+    assert f"<figcaption>{caption}</figcaption>" in page.figure("Loss")
+    assert f'role="img" aria-label="Loss: training: {caption}"' in page.figure("Loss")
 
 
-def test_a_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
+def test_losses_far_apart_begin_with_a_log_scale(report):
+    page = report(*(step(i, 10.0**-i) for i in range(4)))
+    assert page.chart("Loss")["log"] and not page.chart("Learning rate")["log"]
+    loss = report(step(0, 0.0), step(1, 100.0)).chart("Loss")
+    assert not loss["log"] and not loss["positive"]
+
+
+def test_two_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
     random = np.random.default_rng(0)
-    losses = (2 + random.normal(0, 0.1, 100_000)).tolist()
-    losses[40_001], losses[70_003] = 9.0, 0.5
-    line = '{"kind": "step", "step": %d, "loss": %r, "grad_norm": %r, "tokens_per_s": %r}\n'
-    page = report(start(), tail="".join(line % (i, v, v, v) for i, v in enumerate(losses)))
-    assert len(page.text) < 500_000
-    raw = points(page.chart("Loss"), "faint")
-    assert 1000 < len(raw) <= 2 * COLUMNS + 2
-    # 300 high from 0 to 10: 9 and 0.5 are there, at their steps.
-    assert raw[raw[:, 1].argmin()] == pytest.approx([400.0, 30.0], abs=0.1)
-    assert raw[raw[:, 1].argmax()] == pytest.approx([700.0, 285.0], abs=0.1)
-    mean = points(page.chart("Loss"))
-    assert len(mean) == COLUMNS and np.abs(mean[:, 1] - 240).max() < 1
-    assert page.tiles["best loss, step 70,003"] == "0.5"
-    assert "highest 9 at 40,001" in page.chart("Loss")
+    losses = (2 + random.normal(0, 0.1, 200_000)).round(6).tolist()
+    losses[80_001], losses[140_003] = 9.0, 0.5
+    before, after = json.dumps(step(7, 0.25)).replace('"step": 7', '"step": {}').split("0.25")
+    lines = (f"{before.replace('{}', str(i))}{loss}{after}\n" for i, loss in enumerate(losses))
+    begun = time.process_time()
+    page = report(start(), tail="".join(lines))
+    assert time.process_time() - begun < 30  # measured: 3
+    assert len(page.text) < 500_000  # measured: 230,000, of which uPlot has 53,000
+    (_, x, y), (_, _, mean) = page.curves("Loss")
+    assert 1000 < len(x) <= 2 * COLUMNS + 2
+    assert x[np.argmax(y)] == 80_001 and max(y) == 9
+    assert x[np.argmin(y)] == 140_003 and min(y) == 0.5
+    assert len(mean) == COLUMNS and np.abs(np.array(mean) - 2).max() < 0.05
+    assert page.tiles["best loss, step 140,003"] == "0.5"
+    assert "highest 9 at step 80,001" in page.figure("Loss")
 
 
 def test_curves_that_have_nothing_to_say_are_left_out(report):
-    every = ["Loss", "Learning rate", "Gradient norm", "Tokens", "Images", "Time of a step"]
+    every = ["Loss", "Learning rate", "Gradient norm", "Tokens", "Images", "Step time"]
     every += ["Padding", "MFU", "Memory"]
     without = [name for name in every if name not in ("MFU", "Images")]
     assert report(step(0, 1.0, mfu=0.4), step(1, 1.0)).charts == every
     assert report(step(0, 1.0, images_per_s=0)).charts == without
     page = report(step(0, 1.0, mfu=0.41), step(1, 1.0, mfu=0.43))
-    assert "last 43.0% at 1, lowest 41.0% at 0" in page.chart("MFU")
-    assert "trained" in page.chart("Tokens")
+    assert "last 43.0% at step 1, lowest 41.0% at step 0" in page.figure("MFU")
+    assert [name for name, _, _ in page.curves("Tokens")] == ["all", "trained"]
 
 
 def test_evaluations_have_rows_and_curves_of_each_set(report):
@@ -307,10 +368,10 @@ def test_evaluations_have_rows_and_curves_of_each_set(report):
         ("b", "10", "0.75\u00a0*", "-", "-", "200", "3.2"),
     ]
     assert page.charts[-3:] == ["Loss", "Token accuracy", "Exact match"]
-    titles = re.findall(r"<title>(.*?)</title>", page.chart("Exact match"))
-    assert titles == ["a at 10: 10.0%", "a at 20: 10.0%"]
-    dots = re.findall(r"<title>(.*?)</title>", page.chart("Loss"))
-    assert dots == ["a at 10: 0.5", "a at 20: 0.625", "b at 10: 0.75"]
+    assert page.curves("Exact match") == [("a", [10, 20], [0.1, 0.1])]
+    of_sets = [("a", [10, 20], [0.5, 0.625]), ("b", [10], [0.75])]
+    assert page.curves("Loss")[1:] == of_sets
+    assert [c["dots"] for c in page.chart("Loss")["curves"]] == [False, True, True]
     many = [evaluation(i, abs(i - 7) + 1.0, name) for i in range(300) for name in "ab"]
     rows = [row for row in report(*many).rows if len(row) == 6]
     assert [row[1] for row in rows if row[0] == "b"][:3] == ["0", "7", "200"]
@@ -339,33 +400,152 @@ def test_examples_are_shown_with_their_pictures(report):
 
 def test_broken_examples_are_told(report, tmp_path):
     page = report(step(0, 1.0), examples=[{"where": "x"}])
-    assert "examples.json cannot be read: KeyError: 'prompt'" in page.words
+    assert "examples.json cannot be read: KeyError: 'answer'" in page.words
     (tmp_path / "my run" / "examples.json").write_text('{"step": 1, "exa')
     assert "examples.json cannot be read: JSONDecodeError" in report(step(0, 1.0)).text
 
 
-def test_text_stays_text_and_the_page_needs_nothing_else(report):
-    page = report(
-        start(model=HOSTILE, layout={HOSTILE: 1}, versions={HOSTILE: HOSTILE}, time=HOSTILE),
-        *(step(i, 2.0 + i % 3) for i in range(100)),
-        evaluation(2, 1.0, HOSTILE),
-        event(1, HOSTILE),
-        examples=[example(HOSTILE, HOSTILE, prompt=HOSTILE, where=HOSTILE, images=[HOSTILE])],
-        config=f"model: {HOSTILE}\n",
-    )
-    assert "http://" not in page.text and "https://" not in page.text
-    assert "<script" not in page.text and "url(" not in page.text and "@import" not in page.text
-    assert "\x1b" not in page.text and "\u202e" not in page.text
-    assert page.text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J") >= 12
+def test_examples_are_read_as_they_were_written(tmp_path, report):
+    shown = Examples("eval", 100, (Example("a:1", "red", "blue", "what?", (data_uri(),)),))
+    shown.write(tmp_path)
+    assert Examples.read(tmp_path / "examples.json") == shown
+
+
+def check_self_contained(page):
+    """The page loads nothing, and runs the scripts that its policy names by their digests."""
     for name, attributes in page.found:
-        assert name not in ("script", "link", "iframe", "object", "base", "form", "foreignobject")
+        assert name not in ("link", "iframe", "object", "base", "form", "foreignobject")
         assert attributes.get("src", "data:image/png;").startswith("data:image/png;")
         assert attributes.get("href", "#").startswith("#")
         assert not [key for key in attributes if key.startswith("on")]
+        if name == "script":
+            assert attributes in ({}, {"type": "application/json"})
+    assert page.scripts == [*chart_scripts()]
+    digests = [hashlib.sha256(script.encode()).digest() for script in page.scripts]
+    allowed = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
+    [policy] = [a["content"] for _, a in page.found if "http-equiv" in a]
+    style = "style-src 'unsafe-inline'"
+    assert policy == f"default-src 'none'; img-src data:; {style}; script-src {allowed}"
+    assert "url(" not in page.text and "@import" not in page.text
+    without_library = page.text.replace(chart_scripts()[0], "")
+    assert "http://" not in without_library and "https://" not in without_library
     anchors = {attributes["id"] for _, attributes in page.found if "id" in attributes}
     assert {a["href"][1:] for name, a in page.found if name == "a"} == anchors
-    assert "default-src &#x27;none&#x27;" in page.text
+
+
+def hostile_run(folder, text=HOSTILE):
+    return write_run(
+        folder,
+        [
+            start(model=text, layout={text: 1}, versions={text: text}, time=text),
+            *(step(i, 2.0 + i % 3) for i in range(100)),
+            *(evaluation(2, 1.0, name) for name in (text, "</script><!--")),
+            event(1, text),
+        ],
+        examples=[example(text, text, prompt=text, where=text, images=[text])],
+        config=f"model: {json.dumps(text)}\n",
+    )
+
+
+def test_text_stays_text_and_the_page_needs_no_network(tmp_path):
+    page = read_page(write_report(hostile_run(tmp_path / "run")))
+    check_self_contained(page)
+    assert "<script>alert" not in page.text and "</script><!--" not in page.text
+    assert "\x1b" not in page.text and "\u202e" not in page.text
+    assert page.text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; \u4e09 \\x1b[2J") >= 12
+    names = [name for name, _, _ in page.curves("Loss")]
+    assert "<script>alert(1)</script> & \u4e09 \\x1b[2J\\u202e" in names
     assert re.search(r"<details.*?<summary>config.yaml</summary><pre>model: ", page.text)
+
+
+def test_a_page_without_scripts_allows_none():
+    page = document("a page", "", [tag("p", "text")])
+    assert "script-src" not in page and "default-src &#x27;none&#x27;" in page
+    with pytest.raises(AssertionError):
+        document("a page", "", [], ["let a = '</script>'"])
+
+
+def two_runs(tmp_path):
+    """The second one trained twice as long, with other keys, and was resumed."""
+    first = write_run(
+        tmp_path / "first",
+        [start(), *(step(i, 3.0 - i / 10) for i in range(10)), evaluation(10, 2.0)],
+        config="run: runs/first\noptim:\n  lr: 0.001\n  decay: cosine\ndata:\n  eval: null\n",
+    )
+    lines = [start(layout={"tp": 2}), *(step(i, 2.0 - i / 20) for i in range(20))]
+    lines += [evaluation(10, 1.5), evaluation(20, 1.0), evaluation(20, 0.5, "other"), start(20)]
+    second = write_run(
+        tmp_path / "second",
+        [*lines, step(20, 4.0, tokens_per_s=9000.0)],
+        config="run: runs/second\noptim:\n  lr: 0.01\n  decay: cosine\nmodel:\n  path: x\n",
+    )
+    return first, second
+
+
+def test_several_runs_share_a_page(tmp_path):
+    first, second = two_runs(tmp_path)
+    path = write_report(first, second)
+    assert path == first / "comparison.html" and not (first / "report.html").exists()
+    page = read_page(path)
+    check_self_contained(page)
+    assert page.tiles == {
+        "best loss: second, step 19": "1.05",
+        "best eval loss: second, step 20": "1",
+        "best eval token accuracy: first, step 10": "50.0%",
+        "best other loss: second, step 20": "0.5",
+        "best other token accuracy: second, step 20": "50.0%",
+        "most tokens per second, median: first": "1,000",
+    }
+    runs = [row for row in page.rows if len(row) == 12]
+    assert runs[0][:6] == ("first", "10/500", "2.1", "2.1 at 9", "2 at 10", "50.0% at 10")
+    assert runs[0][6:10] == ("-", "-", "1,000", "5.0 s") and runs[0][10] == "tp1 pp2 dp1"
+    assert runs[1][:4] == ("second", "21/500", "4", "1.05 at 19")
+    assert [row for row in page.rows if len(row) == 3] == [
+        ("optim.lr", "0.001", "0.01"),
+        ("data.eval", "None", "-"),
+        ("model.path", "-", "x"),
+    ]
+    curves = page.chart("Loss")["curves"]
+    assert [(c["name"], c["run"], c["colour"]) for c in curves] == [
+        ("first", 0, "c0"),
+        ("second", 1, "c1"),
+        ("first: eval", 0, "c0"),
+        ("second: eval", 1, "c1"),
+        ("second: other", 1, "c1"),
+    ]
+    assert page.chart("Loss")["span"] == [0, 20] and len(page.curves("Tokens")) == 2
+    marks = [(m["kind"], m["run"]) for m in page.chart("Loss")["marks"] if m["x"]]
+    assert marks == [("tall", 1)]
+    assert page.text.count('aria-pressed="true"') == 2
+
+
+def test_runs_are_told_apart_and_given_once(tmp_path):
+    folders = [write_run(tmp_path / name / "run", [step(0, 1.0)]) for name in "ab"]
+    page = read_page(write_report(*folders, out=tmp_path / "page.html"))
+    assert "a/run \u00b7 b/run" in page.words
+    with pytest.raises(ConfigError, match="2 runs were given, 1 of them different; give each run"):
+        write_report(folders[0], tmp_path / "a" / ".." / "a" / "run")
+
+
+def test_a_configuration_that_cannot_be_read_is_told():
+    assert list(differences(["a: 1", "a: [1"]))[-1] == (
+        "config.yaml",
+        "-",
+        "cannot be read: ParserError",
+    )
+    assert list(differences(["a: ${b}\nb: [1, 2]", "a: ${b}\nb: [1]"])) == [("b", "[1, 2]", "[1]")]
+
+
+def test_the_command_writes_where_it_is_told(tmp_path, capsys):
+    first, second = map(str, two_runs(tmp_path))
+    assert main(["report", first]) == 0
+    assert main(["report", first, second, "--out", str(tmp_path / "both.html")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {first}/report.html",
+        f"wrote {tmp_path}/both.html",
+    ]
+    assert main(["report", first, str(tmp_path / "none")]) == 2
+    assert "give the folder of a run" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
@@ -383,40 +563,6 @@ def test_neither_torch_nor_megatron_is_imported():
         "assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'megatron'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "labels"),
-    [
-        ((0.11, 2.72), {}, ["0", "0.5", "1.0", "1.5", "2.0", "2.5", "3.0"]),
-        ((0, 9.8e-6), {}, ["0", "2e-6", "4e-6", "6e-6", "8e-6", "1.0e-5"]),
-        ((3000, 13000), {}, ["0", "5k", "10k", "15k"]),
-        ((61.5, 62.25), {}, ["61.4", "61.6", "61.8", "62.0", "62.2", "62.4"]),
-        ((0.002, 0.046), {"percent": True}, ["0%", "1%", "2%", "3%", "4%", "5%"]),
-        ((0.8, 0.8), {}, ["0", "0.2", "0.4", "0.6", "0.8"]),
-        ((-2, -2), {}, ["-2.0", "-1.5", "-1.0", "-0.5", "0"]),
-        ((0, 0), {}, ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-        ((0.3, 45), {"may_log": True}, ["0.2", "0.5", "1", "2", "5", "10", "20", "50"]),
-        ((0.4, 14), {"may_log": True}, ["0.2", "0.5", "1", "2", "5", "10", "20"]),
-        ((0.02, 45), {"may_log": True}, ["0.1", "1", "10"]),
-        ((1e-6, 1e6), {"may_log": True}, ["1e-6", "0.001", "1", "1000", "1M"]),
-        ((0, 45), {"may_log": True}, ["0", "10", "20", "30", "40", "50"]),
-        ((1.5e6, 2.25e6), {}, ["1.4M", "1.6M", "1.8M", "2.0M", "2.2M", "2.4M"]),
-    ],
-)
-def test_ticks_read_well(values, options, labels):
-    scale = value_scale(np.array([*values, math.nan]), **options)
-    assert scale.low <= min(values) and max(values) <= scale.high
-    found = [label for _, label in scale.ticks]
-    assert found == labels
-    assert [float(scale(np.array(end))) for end in (scale.low, scale.high)] == [0, 1]
-
-
-def test_step_ticks_are_whole():
-    assert [label for _, label in step_scale(0, 499).ticks] == ["0", "100", "200", "300", "400"]
-    assert [label for _, label in step_scale(3, 5).ticks] == ["3", "4", "5"]
-    assert [label for _, label in step_scale(7, 7).ticks] == ["6", "7", "8"]
-    assert [label for _, label in step_scale(0, 300_000).ticks] == ["0", "100k", "200k", "300k"]
 
 
 def test_means_are_those_around_each_point():
@@ -444,14 +590,28 @@ def test_numbers_and_durations():
     assert [number(v, percent=True) for v in (0.8543, 0.001)] == ["85.4%", "0.10%"]
     seconds = (59.94, 60, 3599, 3600, 86_399, 90_000)
     expected = ["59.9 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "23 h 59 min", "1 d 1 h"]
-    assert [duration(s) for s in seconds] == expected
+    assert [time_spent(s) for s in seconds] == expected
 
 
 def colour(code):
     return tuple(bytes.fromhex(code))
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not on PATH")
+def browse(path, *options):
+    """What Chromium prints for a page whose scripts have run."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *options]
+    command += [f"--user-data-dir={path.parent / 'profile'}", path.as_uri()]
+    env = os.environ | {"HOME": str(path.parent)}
+    done = subprocess.run(command, check=True, timeout=120, env=env, capture_output=True, text=True)
+    return done.stdout
+
+
+in_a_browser = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="chromium is not on PATH"
+)
+
+
+@in_a_browser
 @pytest.mark.parametrize(
     ("width", "scheme", "curve", "dot", "paper"),
     [(1200, 1, "2f6ba8", "c05a12", "f7f6f3"), (480, 0, "7db1e6", "f29a5c", "15171b")],
@@ -463,16 +623,11 @@ def test_a_browser_draws_the_curves(width, scheme, curve, dot, paper, report, tm
         *(evaluation(i, 3 / (1 + i / 20)) for i in range(20, 201, 20)),
         examples=[example()],
     )
-    assert page.chart("Loss")
+    assert page.charts
     shot = tmp_path / "shot.png"
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += ["--force-device-scale-factor=1", "--force-color-profile=srgb"]
-    command += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},5600"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}"]
-    command += [(tmp_path / "my run" / "report.html").as_uri()]
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    env = os.environ | {"HOME": str(tmp_path)}
-    subprocess.run(command, check=True, timeout=120, env=env, **quiet)
+    options = ["--hide-scrollbars", "--force-device-scale-factor=1", "--force-color-profile=srgb"]
+    options += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},5600"]
+    browse(tmp_path / "my run" / "report.html", *options, f"--screenshot={shot}")
     with PIL.Image.open(shot) as opened:
         pixels = np.asarray(opened.convert("RGB"))
     assert pixels.shape[1] == width
@@ -488,3 +643,19 @@ def test_a_browser_draws_the_curves(width, scheme, curve, dot, paper, report, tm
     assert int((pixels == TEAL).all(axis=-1).sum()) in range(64 * 48 - 30, 64 * 48 + 1)
     assert mask(paper).sum() > pixels[..., 0].size // 10
     assert mask(paper)[:, -8:].all()  # nothing sticks out
+
+
+@in_a_browser
+def test_a_browser_runs_our_scripts_and_no_other(tmp_path):
+    text = "<img src=x onerror=document.title='stolen'>"
+    path = write_report(hostile_run(tmp_path / "a", text), two_runs(tmp_path)[0])
+    page = path.read_text(encoding="utf-8")
+    # Should the escapes ever fail: markup that a record brought into the page.
+    foreign = f"<script>document.title='stolen'</script>{text}</body>"
+    path.write_text(page.replace("</body>", foreign), encoding="utf-8")
+    drawn = browse(path, "--dump-dom")
+    assert "<title>2 runs compared</title>" in drawn
+    assert drawn.count("<canvas") == len(Page(page).charts)
+    assert drawn.count('class="u-legend') == len(Page(page).charts)
+    assert drawn.count(">linear</button>") + drawn.count(">log</button>") > 5
+    assert "&lt;img src=x onerror=" in drawn.split("</table>", 1)[1]

@@ -20,7 +20,7 @@ ROWS = make_rows(MIXED, VOCAB)
 
 
 def draw(path: str, case: Case, prompts: list[Row], options: dict) -> list[list[int]]:
-    return generate(MegatronWorker(case.config(path)), prompts, 1, (), **options)
+    return generate(MegatronWorker(case.config(path)).stage, prompts, 1, (), **options)
 
 
 def placeholders(model: torch.nn.Module) -> list[int]:
@@ -79,7 +79,8 @@ def draws(path: str, case: Case) -> list[list[list[int]]]:
     worker = MegatronWorker(case.config(path))
 
     def ask(prompts: list[Row], seeds: list[int], **more) -> list[list[int]]:
-        return generate(worker, prompts, 6, (), **{"temperature": 1.0, "seeds": seeds, **more})
+        options = {"temperature": 1.0, "seeds": seeds, **more}
+        return generate(worker.stage, prompts, 6, (), **options)
 
     seeds = [3, 1, 4, 1, 5, 9, 2, 6]
     return [
@@ -89,7 +90,7 @@ def draws(path: str, case: Case) -> list[list[list[int]]]:
         ask([ROWS[2]] * 3, [7, 7, 8]),
         ask(ROWS, seeds, temperature=1e-6),
         ask(ROWS, seeds, temperature=1e6),
-        generate(worker, ROWS, 6, ()),
+        generate(worker.stage, ROWS, 6, ()),
     ]
 
 
@@ -112,7 +113,7 @@ def _refused(worker: MegatronWorker) -> list[str]:
         {"temperature": 1.0, "seeds": [1]},
     ):
         with pytest.raises(ConfigError) as error:
-            generate(worker, ROWS[2:4], 1, (), **options)
+            generate(worker.stage, ROWS[2:4], 1, (), **options)
         messages.append(str(error.value))
     return messages
 

@@ -25,6 +25,7 @@ from benchmarks.scale_model import (
     schedule,
 )
 from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.family.qwen3_vl import sizes_of
 
 ROOT = Path(__file__).parent.parent
 EIGHT = make_setup("8B", (36, 4096, 12288, 32), 2, 4, 8192)
@@ -65,7 +66,7 @@ NO_FLOOR = Machine(peak_flops=1e12, utilisation=0.5, layer_s=0.0)
 
 
 def test_work_goes_to_its_stage_and_padding_costs():
-    work, speed = WorkModel.of(EIGHT.config), 0.5e12 * 2
+    work, speed = WorkModel.of(sizes_of(EIGHT.config)), 0.5e12 * 2
     uneven = dataclasses.replace(EIGHT, layers_S=(0, 12, 12, 12))
     seconds_S = forward_seconds([[0, 2]], ROWS, uneven, NO_FLOOR)[0] * speed
     decoder = 2 * (work.per_token * 100 + work.per_token_pair * 5050)
@@ -84,7 +85,7 @@ def test_a_layer_takes_its_least_time():
 def test_a_replica_is_the_sum_of_its_micro_batches_and_may_have_none():
     one = Setup("8B", EIGHT.config, 2, (36,), 8192)
     seconds = replica_seconds([[[0], [1]], [], [[2]]], ROWS, one, NO_FLOOR)
-    work = WorkModel.of(one.config)
+    work = WorkModel.of(sizes_of(one.config))
     rows = zip(
         *(column.tolist() for column in dataclasses.astuple(ROWS)), strict=True
     )  # tokens, supervised, patches, pairs
@@ -120,7 +121,7 @@ def test_checkpoint_traffic_by_hand():
     assert EIGHT.parameters.total == pytest.approx(8.767e9, rel=1e-4)
     assert done.stop_sync == pytest.approx(total / 16e9 + 0.128 + 1.28)
     assert done.stop_async == pytest.approx(done.largest / 1e9 + 1.28)
-    assert done.find == pytest.approx(total / 1e9)
+    assert done.find == pytest.approx(1.28 + total / 16e9)
     # All files for their digests, the weights of a stage on each machine, the moments.
     read = total + 16 * 4 * EIGHT.parameters.total / 4 + 8 * EIGHT.parameters.total
     assert done.read == pytest.approx(read)

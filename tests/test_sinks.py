@@ -3,29 +3,39 @@
 
 import gzip
 import importlib.util
+import io
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from megatron_vlm.config.schema import Config, LogConfig
 from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.run.log import RunLog, StepFigures
+from megatron_vlm.hf.stages import StageReport, layout_table
+from megatron_vlm.run.lines import StepLine
+from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.sinks import check_installed
 
-FIGURES = StepFigures(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
+FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
 
 
 def write_run(run, first: int, **log):
     """Two steps, an evaluation and an event."""
     cfg = Config(run=str(run), log=LogConfig(**log))
     run_log = RunLog(cfg, True, 10, first)
-    run_log.start(step=first, world=1)
+    run_log.start(
+        **dict(step=first, platform="cpu", world=1, layout={"tp": 1}, parameters=2, trainable=1),
+        **dict(model="m", samples=3, total_steps=10, versions={}),
+    )
     for step in range(first, first + 2):
         run_log.step(replace(FIGURES, step=step, loss=2.5 - step))
-    run_log.evaluation(first + 2, "held", {"loss": 1.25, "exact_match": 0.5})
+    scores = {"loss": 1.25, "token_accuracy": 0.75, "exact_match": 0.5, "samples": 4, "seconds": 2}
+    run_log.evaluation(first + 2, "held", scores)
     run_log.event(first + 2, "an event")
     run_log.close()
 
@@ -38,10 +48,21 @@ def test_tensorboard_has_the_figures(tmp_path):
     found.Reload()
     names = found.Tags()["scalars"]
     assert {"train/loss", "train/lr", "train/tokens_per_s", "held/exact_match"} <= set(names)
-    assert not [name for name in names if name.endswith(("/step", "/mfu", "/text"))]
+    assert not [name for name in names if name.endswith(("/step", "/mfu", "/ranking", "/text"))]
     losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
     assert losses == [(0, 2.5), (1, 1.5)]
     assert [(e.step, e.value) for e in found.Scalars("held/exact_match")] == [(2, 0.5)]
+
+
+def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    run_log = RunLog(Config(run=str(tmp_path)), True, 10, console=console)
+    report = StageReport(0, range(2), Counter(vision=80_000, head=5000), Counter(head=5000))
+    dims = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(2,))
+    run_log.say(layout_table(Config(), dims, "cpu", [report]))
+    run_log.close()
+    [row] = [line for line in console.file.getvalue().splitlines() if "(80k)" in line]
+    assert row.split() == ["0", "0-1", "(80k)", "-", "-", "-", "5k", "85k", "5k"]
 
 
 @pytest.mark.slow  # W&B's own process takes its time, and loses lines on a machine under load
@@ -68,7 +89,7 @@ def wandb_rows(path):
     """The history in a file that `wandb sync` would send: LevelDB's log format of records."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place = path.read_bytes(), 7  # behind the file's own header
+    data, place = path.read_bytes(), 7  # behind the header of the file
     assert data[:4] == b":W&B" and len(data) < 32 * 1024  # one block
     while place + 7 <= len(data):
         size = int.from_bytes(data[place + 4 : place + 6], "little")

@@ -10,9 +10,12 @@ import datasets
 import pyarrow
 import pytest
 
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.read.files import file_digest
 from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.sources import SourceSpec, open_source, parse_specs
+from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.data.read.stream import open_stream
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import picture, say
 
@@ -221,7 +224,10 @@ def test_a_large_file_is_digested_in_samples(tmp_path, monkeypatch):
 BAD_FILES = {
     "half.jsonl": (LINES.encode()[:-20], r"half\.jsonl:5: not a line of JSON"),
     "latin.jsonl": (b'{"a": "\xe9"}\n', r"latin\.jsonl:1: not a line of JSON: 'utf-8' codec"),
-    "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep\.jsonl:1: (nested too deeply|not a line)"),
+    "deep.jsonl": (
+        b"[" * 100_000 + b"\n",
+        r"deep\.jsonl:1: (the JSON is nested too deeply|not a line)",
+    ),
     "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-9], r"cut\.jsonl\.gz cannot be unpacked"),
     "cut.jsonl.zst": (zst(LINES.encode() * 9)[:40], r"zst cannot be unpacked"),
     "text.jsonl.gz": (b"not packed", r"text\.jsonl\.gz cannot be unpacked"),
@@ -283,25 +289,24 @@ def test_a_name_that_the_hub_does_not_have_here(monkeypatch):
         open_source(SourceSpec("nobody/nothing"), None, None)
 
 
-def test_specs():
-    assert parse_specs("a.jsonl", "data.train") == (SourceSpec("a.jsonl"),)
-    many = ["a.jsonl", {"path": "b", "weight": 2, "split": "validation"}]
-    assert parse_specs(many, "data.train")[1] == SourceSpec("b", 2, "validation")
+def test_a_stream_resumes_after_any_record(tmp_path):
+    """Windows of 4 in 10 records: each is shuffled by itself, epochs differ, states are exact."""
+    lines = [json.dumps({"prompt": str(i), "completion": "a"}) + "\n" for i in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    spec = SourceSpec(str(tmp_path / "a.jsonl"), streaming=True)
+    stream = open_stream([spec], DataConfig(shuffle_window=4), train=True)
 
+    def read(epoch, state=None):
+        return [
+            (record.where, record.raw()["prompt"], record.state)
+            for record in stream.records(epoch, state)
+        ]
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (None, "data.train is not set"),
-        ([], "empty list"),
-        ([3], "3 is not a path or an object of path, weight"),
-        ([{"weight": 1}], "is not a path or an object"),
-        ([{"path": "a", "wieght": 1}], "is not a path or an object"),
-        ([{"path": "a", "weight": 0}], "weight of a is 0; give 0 to 1000"),
-        ([{"path": "a", "weight": "high"}], "weight of a is 'high'"),
-    ],
-)
-def test_wrong_specs(value, words):
-    with pytest.raises(ConfigError) as error:
-        parse_specs(value, "data.train")
-    assert words in str(error.value)
+    whole = read(0)
+    windows = [sorted(int(text) for _, text, _ in whole[i : i + 4]) for i in (0, 4, 8)]
+    assert windows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert all(where.endswith(f"a.jsonl: record {text}") for where, text, _ in whole)
+    assert [text for _, text, _ in read(1)] != [text for _, text, _ in whole]
+    for taken, (_, _, state) in enumerate(whole, 1):
+        rest = read(0, json.loads(json.dumps(state, sort_keys=True)))  # as a checkpoint keeps it
+        assert [entry[:2] for entry in rest] == [entry[:2] for entry in whole[taken:]]

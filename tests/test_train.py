@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.distributed.agree import Signals
-from megatron_vlm.launch.launch import guarded
+from megatron_vlm.distributed.process import guarded
 from megatron_vlm.train import run_train
 from tests.sets import write_set
 

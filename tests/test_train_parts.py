@@ -10,10 +10,11 @@ import torch
 
 from megatron_vlm.config.schema import Config, LogConfig, OptimConfig, TrainConfig
 from megatron_vlm.data.batch.loader import BatchFigures
-from megatron_vlm.distributed.agree import OK, STOP, agree
+from megatron_vlm.distributed.agree import Vote, agree
 from megatron_vlm.distributed.watchdog import Sign, describe, find_stuck
 from megatron_vlm.errors import TrainError
-from megatron_vlm.run.log import RunLog, StepFigures, duration, step_line
+from megatron_vlm.run.lines import StepLine
+from megatron_vlm.run.log import RunLog, duration, step_line
 from megatron_vlm.run.meter import Guard
 from megatron_vlm.step.schedule import lr_at
 from megatron_vlm.worker import MegatronWorker
@@ -70,12 +71,12 @@ def test_parts_have_rates_and_decays_of_their_own(pool, tiny):
 
 def _poisoned(worker: MegatronWorker) -> tuple[bool, float, float]:
     """Whether a step with a gradient that is not a number moved any weight."""
-    before = [param.detach().clone() for param in worker.model.parameters()]
+    before = [param.detach().clone() for param in worker.chunks[0].parameters()]
     worker.forward_backward(make_rows(MIXED))
-    next(worker.model.parameters()).main_grad.view(-1)[0] = math.nan
+    next(worker.chunks[0].parameters()).main_grad.view(-1)[0] = math.nan
     norm, _ = worker.optim_step()
     moved = any(
-        not torch.equal(a, b) for a, b in zip(before, worker.model.parameters(), strict=True)
+        not torch.equal(a, b) for a, b in zip(before, worker.chunks[0].parameters(), strict=True)
     )
     worker.forward_backward(make_rows(MIXED))
     return moved, norm, worker.optim_step()[0]
@@ -113,22 +114,22 @@ def test_the_watchdog_blames_the_right_rank():
     assert find_stuck(waiting, 60).rank == 1
     assert find_stuck([sign(0, 9, still=70), sign(1, 8, still=3)], 60) is None  # it still moves
     text = describe(find_stuck(waiting, 60), 60)
-    assert "rank 1 stands still for 71 s" in text and "at step 7: data" in text
+    assert "rank 1 has been stuck for 71 s" in text and "at step 7: data" in text
 
 
 def _agreed(worker: MegatronWorker) -> int:
     rank = torch.distributed.get_rank()
-    return agree(STOP if rank == 1 else OK, worker.platform.device)
+    return agree(Vote.STOP if rank == 1 else Vote.OK, worker.platform.device)
 
 
 def test_one_rank_stops_all(pool, tiny):
-    assert pool.run(call, 2, tiny(), layout(dp=2), _agreed) == [STOP, STOP]
+    assert pool.run(call, 2, tiny(), layout(dp=2), _agreed) == [Vote.STOP, Vote.STOP]
 
 
 def figures(step, **more):
     fixed = dict(epoch=0, loss=2.0, lr=1e-3, grad_norm=1.0, seconds=0.5, tokens_per_s=1000.0)
     fixed |= dict(trained_tokens_per_s=100.0, images_per_s=4.0, padding=0.02, mfu=None)
-    return StepFigures(step=step, memory_gb=1.5, **{**fixed, **more})
+    return StepLine(step=step, memory_gb=1.5, **{**fixed, **more})
 
 
 def test_a_line_for_people():

@@ -256,8 +256,8 @@ def test_text_of_an_odd_count_of_frames():
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (VideoInfo(1, 30.0, 64, 64), "row 3: 1 frames are taken of 1, but a patch spans 2"),
-        (VideoInfo(0, 30.0, 64, 64), "0 frames are taken of 0"),
+        (VideoInfo(1, 30.0, 64, 64), "row 3: 1 of 1 frames are taken, but a patch spans 2"),
+        (VideoInfo(0, 30.0, 64, 64), "0 of 0 frames are taken"),
         (VideoInfo(9, 30.0, 32, 6432), "6432 x 32 pixels; sides may differ by a factor of 200"),
         (VideoInfo(9, 0.0, 64, 64), r"fps is 0\.0; give frames per second above 0"),
         (VideoInfo(9, float("nan"), 64, 64), "fps is nan"),
@@ -309,9 +309,9 @@ def test_resizing_is_two_passes_of_bytes(size):
 def test_frames_that_do_not_fit_the_plan():
     frames = random_frames(4, 48, 64)
     plan = plan_video(VideoInfo(4, None, 48, 64), SETTINGS, sample=False)
-    with pytest.raises(DataError, match="planned with 4 frames came with 3"):
+    with pytest.raises(DataError, match="planned with 4 frames has 3"):
         video_patches(frames[:3], plan, SETTINGS)
-    with pytest.raises(DataError, match=r"came with 4, of shapes \[\(40, 64, 3\), \(48, 64, 3\)"):
+    with pytest.raises(DataError, match=r"has 4, of shapes \[\(40, 64, 3\), \(48, 64, 3\)"):
         video_patches([*frames[:3], frames[3, :40]], plan, SETTINGS)
 
 
@@ -476,7 +476,7 @@ def test_one_frame_is_no_video(tmp_path):
     """Hugging Face refuses it too: a temporal patch spans two."""
     info = probe_video(make_video(tmp_path / "one.mp4", 1))
     assert info == VideoInfo(1, 10.0, 48, 64)
-    with pytest.raises(DataError, match="1 frames are taken of 1"):
+    with pytest.raises(DataError, match="1 of 1 frames are taken"):
         plan_video(info, SETTINGS)
     with pytest.raises(ValueError, match="t:1 must be larger than temporal_factor:2"):
         hf(Oracle, SETTINGS).preprocess([random_frames(1, 48, 64)])

@@ -3,20 +3,22 @@
 
 import torch
 
-from megatron_vlm.model.vision import ImageShare, LinearPatchEmbed, assign_images, image_cost
+from megatron_vlm.data.deal import deal
+from megatron_vlm.family.qwen3_vl import LinearPatchEmbed
+from megatron_vlm.model.vision import ImageShare, image_cost
 
 
 def test_the_costliest_image_goes_first():
-    assert assign_images([1, 9, 2, 8], 2) == [[1, 0], [3, 2]]
-    assert assign_images([5], 2) == [[0], []]
-    assert assign_images([1, 1, 1, 1], 4) == [[0], [1], [2], [3]]
+    assert deal([1, 9, 2, 8], 2) == [[1, 0], [3, 2]]
+    assert deal([5], 2) == [[0], []]
+    assert deal([1, 1, 1, 1], 4) == [[0], [1], [2], [3]]
 
 
 def test_shares_are_balanced_on_a_heavy_tail():
     generator = torch.Generator().manual_seed(0)
     sides = torch.randint(2, 40, (47, 2), generator=generator) * 2
     costs = [image_cost((1, h, w), 1024) for h, w in sides.tolist()]
-    loads = [sum(costs[image] for image in share) for share in assign_images(costs, 8)]
+    loads = [sum(costs[image] for image in share) for share in deal(costs, 8)]
     assert max(loads) / (sum(loads) / 8) < 1.05
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.errors import DataError
-from megatron_vlm.hf.stages import StageReport, stage_reports, submodule_of
+from megatron_vlm.hf.stages import StageReport, stage_reports
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.runs import call, my_rows
@@ -17,9 +17,9 @@ from tests.test_parity import layout
 
 
 def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
-    reports = stage_reports(worker.cfg, worker.source, worker.dims, worker.table)
-    named = worker.model.named_parameters()
-    return reports, {submodule_of(name) for name, param in named if not param.requires_grad}
+    reports = stage_reports(worker.cfg.model, worker.dims, worker.table)
+    held = worker.held.items()
+    return reports, {str(entry.part) for entry, param in held if not param.requires_grad}
 
 
 def test_report_counts_every_parameter_once(pool, tiny):

@@ -7,15 +7,14 @@ import json
 from pathlib import Path
 
 from megatron_vlm.checkpoint import store
-from megatron_vlm.checkpoint.pieces import Reader
+from megatron_vlm.checkpoint.pieces import PieceReader
 from megatron_vlm.config import from_yaml
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export import check_new, write_folder
-from megatron_vlm.hf.load import vision_shapes
-from megatron_vlm.hf.names import name_table
-from megatron_vlm.hf.source import Source
+from megatron_vlm.hf.names import exported, name_table
+from megatron_vlm.hf.source import HFCheckpoint
 
 
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
@@ -25,13 +24,12 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
     folder = find_checkpoint(Path(given))
     store.verify(folder)
     cfg = from_yaml((folder / "config.yaml").read_text())
-    source = Source(model_path or cfg.model.path)
+    source = HFCheckpoint(model_path or cfg.model.path)
     source.read_headers()
-    reader = Reader(folder, json.loads((folder / "index.json").read_text()))
-    layers = source.config.text_config.num_hidden_layers
-    dims = ParallelDims.create(ParallelConfig(), 1, layers)
-    table = name_table(source.config, cfg.model.backend, dims, vision_shapes(source.config))
-    names = [name for entry in table if not entry.is_copy for name in entry.theirs]
+    reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
+    dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
+    table = name_table(source.family, source.sizes, cfg.model.backend, dims)
+    names = exported(table)
     missing = [name for name in names if name not in reader.index]
     if missing:
         raise CheckpointError(

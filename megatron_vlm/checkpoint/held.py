@@ -2,22 +2,21 @@
 
 Megatron's own sharded optimizer state (0.16.1) depends on the optimizer that wrote it: what the
 distributed one saves the plain one cannot load, so DP 2 could not resume at DP 1. Here every
-optimizer is the same: of each trainable parameter a flat part of the fp32 main weight and of both
-moments. A checkpoint holds the main weight alone: the model's is that, rounded.
+optimizer looks the same: it has, for each trainable parameter, a flat part of the fp32 main weight
+and of both moments. A checkpoint stores only the fp32 main weight: the model's is that, rounded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_vlm.checkpoint.pieces import Piece, Shape, blocks_of, cut
-from megatron_vlm.hf.names import REPLICATED, Entry
-from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.checkpoint.pieces import Piece, TensorShape, blocks_of, cut
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.hf.names import Entry, Origin
 from megatron_vlm.worker import MegatronWorker
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,9 +32,9 @@ class OptimizerPart:
 
 
 def optimizer_parts(
-    optimizer: MegatronOptimizer, model: Qwen3VLGPTModel
+    optimizer: MegatronOptimizer, params: Collection[torch.nn.Parameter]
 ) -> dict[torch.nn.Parameter, OptimizerPart]:
-    """Of every parameter that this rank's optimizer updates at least in part."""
+    """For each of these parameters that this rank's optimizer updates at least in part."""
     parts = {}
     for each in optimizer.chained_optimizers:
         if each.is_stub_optimizer:  # of a stage that is frozen
@@ -49,7 +48,7 @@ def optimizer_parts(
                 parts[param] = OptimizerPart(start, True, _tensors(inner, main))
             continue
         mains = {main for group in inner.param_groups for main in group["params"]}
-        for param in model.parameters():
+        for param in params:
             main = getattr(param, "main_param", param)
             if main in mains:
                 parts[param] = OptimizerPart(0, False, _tensors(inner, main))
@@ -71,54 +70,44 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def shapes_of(worker: MegatronWorker) -> dict[str, Shape]:
-    """Of every tensor of the model, in Hugging Face's names."""
-    return {name: info.shape for name, info in worker.source.tensors.items()}
+def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
+    """The shape of every tensor of a checkpoint, by name."""
+    return {tensor.name: tensor.shape for entry in worker.table for tensor in entry.theirs}
 
 
 def held_pieces(worker: MegatronWorker, writing: bool) -> Iterator[Piece]:
-    """This rank's pieces of the checkpoint. Writing, each piece is one rank's alone, and ranks
-    that hold the same take turns; else all that the rank has to fill, the weights first."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    dp, dp_rank = worker.dims.dp, parallel_state.get_data_parallel_rank()
-    tp, tp_rank = worker.dims.tp, parallel_state.get_tensor_model_parallel_rank()
-    shapes = shapes_of(worker)
-    params = dict(worker.model.named_parameters())
+    """This rank's pieces of the checkpoint. When writing, each piece belongs to one rank alone, and
+    ranks that hold the same take turns; when reading, all that the rank has to fill, the weights
+    first."""
     parts = {}
     if worker.optimizer is not None:
-        parts = optimizer_parts(worker.optimizer, worker.model)
-    for number, entry in enumerate(worker.table):
-        if entry.stage != stage:
+        parts = optimizer_parts(worker.optimizer, worker.held.values())
+    numbers = {entry: number for number, entry in enumerate(worker.table)}
+    for entry, param in worker.held.items():
+        part, turn = parts.get(param), numbers[entry]
+        if writing and not _writes(worker.grid, entry, part is not None and part.sharded, turn):
             continue
-        if writing and (entry.is_copy or (entry.layout is REPLICATED and number % tp != tp_rank)):
-            continue
-        param = params[entry.ours]
         tensors: list[tuple[str, Tensor, int]] = []
-        part = parts.get(param)
         if not writing or not param.requires_grad:
             tensors.append(("", _flat(param), 0))
         if part is not None:
             tensors += [(prefix, flat, part.start) for prefix, flat in part.tensors.items()]
-        if writing and not (part is not None and part.sharded) and number % dp != dp_rank:
-            continue
-        yield from _cut_all(entry, tensors, param, shapes, (tp_rank, tp))
+        blocks = blocks_of(entry, *worker.grid.along(entry.layout.cut))
+        width = param.numel() // len(param)
+        for prefix, flat, start in tensors:
+            yield from cut(prefix, flat, start, width, blocks)
 
 
-def _cut_all(
-    entry: Entry,
-    tensors: list[tuple[str, Tensor, int]],
-    param: torch.nn.Parameter,
-    shapes: dict[str, Shape],
-    place: tuple[int, int],
-) -> Iterator[Piece]:
-    blocks = blocks_of(entry, shapes, *place)
-    width = param.numel() // len(param)
-    for prefix, flat, start in tensors:
-        yield from cut(prefix, flat, start, width, blocks)
+def _writes(grid: Grid, entry: Entry, sharded: bool, turn: int) -> bool:
+    """Whether this rank writes what it holds of an entry; copies are written by nobody."""
+    if entry.origin is Origin.copy:
+        return False
+    mine = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
+    return mine and (sharded or turn % grid.dp.size == grid.dp.rank)
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
-    """How many steps this rank's optimizer has made; 0 where it has nothing to update."""
+    """How many steps this rank's optimizer has done; 0 where it has nothing to update."""
     for each in optimizer.chained_optimizers:
         if each.is_stub_optimizer:
             continue
@@ -130,7 +119,7 @@ def get_step(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Go on counting from here: Adam corrects its moments by the count."""
+    """Continue counting from here: Adam corrects its moments by the count."""
     for each in optimizer.chained_optimizers:
         if each.is_stub_optimizer:
             continue

@@ -1,4 +1,4 @@
-"""What a rank holds, as rectangles of the checkpoint's tensors; the files they are written to.
+"""What a rank holds, as rectangles of the checkpoint's tensors, and the files they go to.
 
 A checkpoint has Hugging Face's tensors, whole and without padding, whatever layout wrote it. Each
 rank writes the rectangles it holds to its own safetensors file, and a layout that loads them reads
@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.names import Entry
 
-Shape = tuple[int, ...]
-Place = tuple[int, int, int, int]  # row, column, rows, columns
+TensorShape = tuple[int, ...]
+Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
 
 _FAR = 2**40  # more rows than any tensor has
 _DTYPES = {
@@ -35,8 +35,8 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Block:
-    """Rows of this rank's part of a parameter that are rows of one tensor of the checkpoint."""
+class RowBlock:
+    """Rows of this rank's part of a parameter that are consecutive in one checkpoint tensor."""
 
     name: str
     start: int  # in the part
@@ -55,13 +55,13 @@ class Piece:
     data: Tensor
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Rectangle:
         rows, cols = self.data.shape
         return self.row, self.col, rows, cols
 
     @property
     def name(self) -> str:
-        """In the rank's file."""
+        """Its name in the rank's file."""
         return _piece_name(self.key, self.row, self.col)
 
 
@@ -69,32 +69,34 @@ def _piece_name(key: str, row: int, col: int) -> str:
     return f"{key}@{row},{col}"
 
 
-def blocks_of(entry: Entry, shapes: Mapping[str, Shape], rank: int, ranks: int) -> list[Block]:
-    """Where the rows of this rank's part lie, asked of the table itself: it loads numbers of rows
-    in place of weights. Rows of padding come out as zero and belong to no block."""
-    first_col = dict.fromkeys(entry.theirs, 0)
+def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
+    """Where the rows of this rank's part are, as the table itself says: it loads row numbers in
+    place of weights. Rows of padding come out as zero and belong to no block."""
+    names = entry.names
+    shapes = {tensor.name: tensor.shape for tensor in entry.theirs}
+    first_col = dict.fromkeys(names, 0)
 
     def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:
         start, end = (slices[0] if slices else None) or (0, shapes[name][0])
         if len(slices) > 1 and (cols := slices[1]):
             first_col[name] = cols[0]
-        return (torch.arange(start, end) + 1 + entry.theirs.index(name) * _FAR)[:, None]
+        return (torch.arange(start, end) + 1 + names.index(name) * _FAR)[:, None]
 
-    codes = entry.layout.load(read, entry.theirs, rank, ranks).flatten()
+    codes = entry.layout.load(read, names, rank, ranks).flatten()
     breaks = (codes.diff() != 1).nonzero().flatten() + 1
     blocks, start = [], 0
     for run in codes.tensor_split(breaks):
         if code := int(run[0]):
             number, row = divmod(code - 1, _FAR)
-            name = entry.theirs[number]
-            blocks.append(Block(name, start, len(run), row, first_col[name]))
+            name = names[number]
+            blocks.append(RowBlock(name, start, len(run), row, first_col[name]))
         start += len(run)
     return blocks
 
 
-def rectangles(start: int, end: int, width: int) -> Iterator[Place]:
-    """The rectangles that make up the places [start, end) of a flattened matrix: the end of a
-    row, whole rows, the beginning of a row."""
+def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
+    """The rectangles that make up [start, end) of a flattened matrix: the end of a row, whole rows,
+    the beginning of a row."""
     while start < end:
         row, col = divmod(start, width)
         if col or end - start < width:
@@ -105,7 +107,9 @@ def rectangles(start: int, end: int, width: int) -> Iterator[Place]:
         start += rows * cols
 
 
-def cut(prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[Block]) -> list[Piece]:
+def cut(
+    prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[RowBlock]
+) -> list[Piece]:
     """The pieces of the part of a parameter that begins at `start`, flattened."""
     pieces = []
     for row, col, rows, cols in rectangles(start, start + len(flat), width):
@@ -139,9 +143,9 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
 
 
 def make_index(
-    shapes: Mapping[str, Shape], held: Sequence[Sequence[tuple[str, Place]]]
+    shapes: Mapping[str, TensorShape], held: Sequence[Sequence[tuple[str, Rectangle]]]
 ) -> dict[str, Any]:
-    """Which rank's file has which rectangles of a tensor, for all of them."""
+    """For each tensor, which rank's file has which of its rectangles."""
     index: dict[str, Any] = {}
     for rank, pieces in enumerate(held):
         for key, place in pieces:
@@ -158,7 +162,7 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class Reader:
+class PieceReader:
     """Reads rectangles of a checkpoint's tensors from the ranks' files."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]):
@@ -166,7 +170,7 @@ class Reader:
         self.index = index
         self.files: dict[int, Any] = {}
 
-    def check(self, pieces: Iterable[Piece], shapes: Mapping[str, Shape]) -> None:
+    def check(self, pieces: Iterable[Piece], shapes: Mapping[str, TensorShape]) -> None:
         """Refuse a checkpoint of another model before anything is filled."""
         faults = {}
         for key in dict.fromkeys(piece.key for piece in pieces):
@@ -203,12 +207,6 @@ class Reader:
         tensor = torch.empty(shape, dtype=torch.float32)
         self.fill(Piece(key, 0, 0, tensor.view(shape[0], -1)))
         return tensor
-
-    def named(self, rank: int, prefix: str) -> dict[str, Tensor]:
-        """The whole tensors of a rank's file whose names begin so."""
-        file = self._file(rank)
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        return {name: file.get_tensor(name) for name in names}
 
     def _slice(self, rank: int, name: str) -> Any:
         return self._file(rank).get_slice(name)

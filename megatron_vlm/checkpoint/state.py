@@ -1,6 +1,6 @@
-"""Save and load a training run: weights, optimizer, learning rate, random state and progress.
+"""Save and load a training run: weights, optimizer, learning rate and progress.
 
-    rank-00003.safetensors   the pieces that rank 3 wrote, and its random state
+    rank-00003.safetensors   the pieces that rank 3 wrote
     index.json               which file has which rectangle of which tensor
     state.json               format, layout, steps of the optimizer, learning rate, progress
     config.yaml              the resolved configuration, for people
@@ -9,37 +9,32 @@
 A checkpoint does not depend on the layout that wrote it; see pieces.py and held.py.
 """
 
-import contextlib
 import json
-import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.held import get_step, held_pieces, set_step, shapes_of
 from megatron_vlm.checkpoint.pieces import (
-    Place,
-    Reader,
+    PieceReader,
+    Rectangle,
     make_index,
     rank_file,
     safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
-from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.step.optimizer import set_lr
 from megatron_vlm.worker import MegatronWorker
 
-FORMAT = 1
-_RNG = "rng/"
+FORMAT = 2
+_READABLE = (1, 2)  # 1 also held random state, which nothing draws from
 
 
 def save(
@@ -48,12 +43,12 @@ def save(
     """Write a checkpoint to `folder` (see `store.step_folder`). A collective; `progress` is plain
     JSON, and rank 0's is kept.
 
-    With `async_save` the tensors are copied to the host and training may go on while they are
-    written; `finish` of what is returned completes the checkpoint. One is written at a time: one
-    that is still pending is finished first.
+    With `async_save` the tensors are copied to the host and training may continue while they are
+    written; `finish` of what is returned completes the checkpoint. One is written at a time: an
+    earlier one that is still pending is finished first.
     """
-    if PendingSave.unfinished is not None:
-        PendingSave.unfinished.finish()
+    if worker.pending_save is not None:
+        worker.pending_save.finish()
     assert worker.optimizer is not None, "made without training"
     folder = Path(folder)
     steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
@@ -69,15 +64,15 @@ def save(
         "state.json": json.dumps(state, indent=1) + "\n",
         "config.yaml": to_yaml(worker.cfg),
     }
-    with _together():
+    with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
             store.begin(folder)
     pieces = list(held_pieces(worker, writing=True))
-    tensors = {piece.name: piece.data for piece in pieces} | _rng_state(worker.platform)
+    tensors = {piece.name: piece.data for piece in pieces}
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
     places = [(piece.key, piece.place) for piece in pieces]
-    pending = PendingSave(folder, worker, texts, places)
+    worker.pending_save = pending = PendingSave(folder, worker, texts, places)
     pending.start(tensors, async_save)
     return pending
 
@@ -85,14 +80,12 @@ def save(
 class PendingSave:
     """A checkpoint whose tensors are being written; complete once `finish` has returned True."""
 
-    unfinished: ClassVar["PendingSave | None"] = None
-
     def __init__(
         self,
         folder: Path,
         worker: MegatronWorker,
         texts: dict[str, str],
-        places: list[tuple[str, Place]],
+        places: list[tuple[str, Rectangle]],
     ):
         self.folder = folder
         self.texts = texts
@@ -102,10 +95,10 @@ class PendingSave:
         self.thread: threading.Thread | None = None
         self.record: store.FileRecord | None = None
         self.error: Exception | None = None
+        self.finished = False
 
     def start(self, tensors: dict[str, Tensor], in_background: bool) -> None:
         """Write this rank's file: in a thread, which no collective waits for, or at once."""
-        PendingSave.unfinished = self
         if in_background:
             self.thread = threading.Thread(target=self._write, args=(tensors,), daemon=True)
             self.thread.start()
@@ -116,15 +109,15 @@ class PendingSave:
     def finish(self, blocking: bool = True) -> bool:
         """Complete the checkpoint; False where not blocking and some rank still writes. A
         collective. Raises CheckpointError on every rank if any could not write."""
-        if PendingSave.unfinished is not self:
+        if self.finished:
             return True
         if not blocking and not self._all_written():
             return False
-        PendingSave.unfinished = None
+        self.finished = True
         if self.thread is not None:
             self.thread.join()
         try:
-            with _together():
+            with fail_together(self.device, CheckpointError):
                 if self.error is not None:
                     raise self.error
             self._complete()
@@ -151,7 +144,7 @@ class PendingSave:
         first = dist.get_rank() == 0
         written: list[Any] = [None] * dist.get_world_size()
         dist.gather_object((self.record, self.places), written if first else None, dst=0)
-        with _together():
+        with fail_together(self.device, CheckpointError):
             if first:
                 index = make_index(self.shapes, [places for _, places in written])
                 texts = self.texts | {"index.json": json.dumps(index)}
@@ -165,47 +158,43 @@ class PendingSave:
 def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[str, Any]:
     """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
 
-    Every file is verified first, unless `find_latest` has done it. At the layout that saved it,
-    random state comes back too; at another it stays as the configuration's seed made it. What is
-    frozen now has no moments, nor has a worker made without training: those in the checkpoint are
-    passed over.
+    Every file is verified first, unless `find_latest` has done it. What is frozen now has no
+    moments, nor has a worker made without training: those in the checkpoint are ignored.
     """
-    folder, rank = Path(folder), dist.get_rank()
+    folder, device = Path(folder), worker.platform.device
     if not verified:
-        _verify(folder)
-    with _together():
+        _verify(folder, device)
+    with fail_together(device, CheckpointError):
         state = json.loads((folder / "state.json").read_text())
-        if state["format"] != FORMAT:
+        if state["format"] not in _READABLE:
             raise CheckpointError(
-                f"{folder} has format {state['format']}, and this version reads {FORMAT}; "
+                f"{folder} has format {state['format']}, and this version reads {_READABLE}; "
                 "load it with the version of megatron_vlm that wrote it"
             )
-        reader = Reader(folder, json.loads((folder / "index.json").read_text()))
+        reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
         pieces = list(held_pieces(worker, writing=False))
         reader.check(pieces, shapes_of(worker))
-    with _together(), torch.no_grad():
+    with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
     worker.lr = state["lr"]
     if worker.optimizer is not None:
         set_step(worker.optimizer, state["optimizer_steps"])
         set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
-    if state["layout"] == _layout(worker):
-        _set_rng_state(reader.named(rank, _RNG), worker.platform)
     return dict(state["progress"])
 
 
-def find_latest(run_folder: Path) -> Path | None:
+def find_latest(run_folder: Path, device: torch.device) -> Path | None:
     """The newest checkpoint whose every file is as it was written; each rank reads its share of
     them. A collective."""
     found: list[list[Path]] = [[]]
-    with _together():
+    with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
             found[0] = store.whole_ones(run_folder)
     dist.broadcast_object_list(found)
     for folder in found[0]:
         try:
-            _verify(folder)
+            _verify(folder, device)
         except CheckpointError as error:
             if dist.get_rank() == 0:
                 store.pass_over(folder, error)
@@ -214,67 +203,11 @@ def find_latest(run_folder: Path) -> Path | None:
     return None
 
 
-def _verify(folder: Path) -> None:
-    with _together():
+def _verify(folder: Path, device: torch.device) -> None:
+    with fail_together(device, CheckpointError):
         store.verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))
 
 
 def _layout(worker: MegatronWorker) -> dict[str, int]:
     dims = worker.dims
     return {"tp": dims.tp, "pp": dims.pp, "dp": dims.dp, "ep": dims.ep}
-
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """What fails on one rank fails on all, instead of leaving the others in a collective."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for message in messages:
-        if message is not None:
-            raise CheckpointError(message)
-
-
-def _rng_state(platform: Platform) -> dict[str, Tensor]:
-    numpy_state: Any = np.random.get_state(legacy=False)
-    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
-    states = {
-        "python": _pack(random.getstate()),
-        "numpy": _pack(numpy_state),
-        "torch": torch.get_rng_state(),
-    }
-    if platform.is_cuda:
-        states["device"] = torch.get_device_module(platform.device).get_rng_state(platform.device)
-    for name, value in sorted(get_cuda_rng_tracker().get_states().items()):
-        states[f"tracker/{name}"] = value
-    return {_RNG + name: value for name, value in states.items()}
-
-
-def _set_rng_state(states: dict[str, Tensor], platform: Platform) -> None:
-    states = {name.removeprefix(_RNG): value for name, value in states.items()}
-    version, internal, gauss = _unpack(states["python"])
-    random.setstate((version, tuple(internal), gauss))
-    numpy_state = _unpack(states["numpy"])
-    numpy_state["state"]["key"] = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(states["torch"])
-    if platform.is_cuda:
-        device = torch.get_device_module(platform.device)
-        device.set_rng_state(states["device"], platform.device)
-    prefix = "tracker/"
-    tracked = {n.removeprefix(prefix): v for n, v in states.items() if n.startswith(prefix)}
-    get_cuda_rng_tracker().set_states(tracked)
-
-
-def _pack(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _unpack(packed: Tensor) -> Any:
-    return json.loads(packed.numpy().tobytes())

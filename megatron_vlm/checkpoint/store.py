@@ -1,10 +1,10 @@
-"""Checkpoint folders: written whole or not at all, checked by digests, found and thinned out.
+"""Checkpoint folders: written whole or not at all, verified by digests, found and pruned.
 
     run_folder/step-00000012/          complete: every file is on the disk and its digest is known
     run_folder/step-00000016.partial/  being written, or what a crash left; never read
-    run_folder/step-00000012.old/      replaced by a new step-00000012, if a crash was in between
+    run_folder/step-00000012.old/      the former step-00000012, if a crash came while replacing it
 
-Files only: no torch, no collectives. Of a distributed run, one rank calls these.
+Files only: no torch, no collectives. In a distributed run, one rank calls these.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a written file."""
+    """What is known about a written file."""
 
     name: str
     size: int
@@ -36,17 +36,17 @@ class FileRecord:
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies; `find_latest` and `keep` know only such names."""
+    """Where the checkpoint of a step is stored; `find_latest` and `keep` see only such names."""
     return Path(run_folder) / f"step-{step:08d}"
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Where a checkpoint is while it is being written."""
     return folder.with_name(folder.name + ".partial")
 
 
 def begin(folder: Path) -> Path:
-    """Make the empty folder to write into; what a crash left there goes."""
+    """Make the empty folder to write into; what a crash left there is removed."""
     partial = partial_of(folder)
     try:
         if partial.exists():
@@ -54,7 +54,7 @@ def begin(folder: Path) -> Path:
         partial.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
-            f"{partial} cannot be made: {error.strerror}; give a folder that can be written to"
+            f"{partial} cannot be created: {error.strerror}; give a folder that can be written to"
         ) from error
     return partial
 
@@ -107,7 +107,7 @@ def commit(folder: Path, records: Iterable[FileRecord]) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that is no checkpoint; failing to is said, and harmless."""
+    """Remove a folder that is not a checkpoint; a failure is logged, and harmless."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -134,7 +134,7 @@ def verify(folder: Path, share: slice = slice(None)) -> None:
 def find_latest(run_folder: Path) -> Path | None:
     """The newest checkpoint that is complete and whose every file is as it was written.
 
-    Reads all of it. What is passed over is logged as a warning, with the reason.
+    Reads all of it. What is skipped is logged as a warning, with the reason.
     """
     for folder in whole_ones(run_folder):
         try:
@@ -147,10 +147,10 @@ def find_latest(run_folder: Path) -> Path | None:
 
 
 def whole_ones(run_folder: Path) -> list[Path]:
-    """The complete checkpoints by their files' sizes alone, newest first; `verify` reads them."""
+    """The checkpoints whose files all have the right size, newest first; `verify` reads them."""
     run_folder, found = Path(run_folder), []
     for path in sorted(run_folder.glob("*.partial")):
-        _log.warning("passed over %s: it was never completed", path)
+        _log.warning("skipped %s: it was never completed", path)
     for folder in reversed(_folders(run_folder)):
         try:
             _check_sizes(folder, _records(folder))
@@ -162,8 +162,8 @@ def whole_ones(run_folder: Path) -> list[Path]:
 
 
 def pass_over(folder: Path, error: Exception) -> None:
-    """Say that a checkpoint is not used, and why."""
-    _log.warning("passed over %s: %s", folder, error)
+    """Log that a checkpoint is not used, and why."""
+    _log.warning("skipped %s: %s", folder, error)
 
 
 def keep(
@@ -172,7 +172,7 @@ def keep(
     """Remove the checkpoints that are neither among the newest `keep_last`, nor of a step that
     `keep_every` divides, nor of the step `best`; returns what was removed.
 
-    A folder that lacks a file or part of one is left alone, and does not count.
+    A folder that lacks a file or part of one is left alone and does not count.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
@@ -234,7 +234,7 @@ def _check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
 
 
 def _records(folder: Path) -> list[FileRecord]:
-    """What complete.json lists; that file guards itself."""
+    """What complete.json lists; it holds a digest of itself."""
     path = folder / COMPLETE
     try:
         text = path.read_bytes()
@@ -274,7 +274,7 @@ def _digest(path: Path) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Names reach the disk with the folder, not with the file."""
+    """Names reach the disk with the folder, not with the file: sync it as well."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

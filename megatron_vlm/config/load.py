@@ -2,22 +2,22 @@
 `key=value`."""
 
 import difflib
-import re
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from megatron_vlm.config.schema import Config
-from megatron_vlm.config.validate import check_values, get
+from megatron_vlm.config.schema import Config, get, key_types
+from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
+from megatron_vlm.config.validate import check_values
 from megatron_vlm.errors import ConfigError
 
 
@@ -31,86 +31,99 @@ def config_dir() -> Path:
 def load_config(overrides: Sequence[str], config_name: str = "train") -> Config:
     """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
     _check_keys(overrides)
-    overrides = [_plain(override) for override in overrides]
-    ConfigStore.instance().store(name="schema", node=_schema())
+    ConfigStore.instance().store(name="schema", node=_composable(Config))
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            composed = compose(config_name, overrides=list(overrides))
-        config = OmegaConf.to_object(composed)
+            return _typed(compose(config_name, overrides=[_plain(text) for text in overrides]))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
-    assert isinstance(config, Config)
-    check_values(config)
-    return config
 
 
 def to_yaml(cfg: Config) -> str:
     """The resolved configuration, as it is kept with a run and with each checkpoint."""
-    return str(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    values = asdict(cfg)
+    values["data"] |= {"train": plain_sources(cfg.data.train), "eval": plain_sets(cfg.data.eval)}
+    return str(OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def from_yaml(text: str, overrides: Sequence[str] = ()) -> Config:
     """A Config that `to_yaml` wrote, with single keys changed; recipes are not composed again."""
     _check_keys(overrides)
     for override in overrides:
-        if "." not in (key := override.split("=")[0]) and key in _groups():
+        if is_dataclass(key_types().get(key := _key(override))):
             raise ConfigError(
-                f"{override}: this configuration is complete, recipes cannot be chosen any more; "
+                f"{override}: this configuration is complete, so recipes cannot be chosen; "
                 f"give single keys, such as {key}.KEY=VALUE"
             )
     try:
-        changes = OmegaConf.from_dotlist(list(overrides))
-        merged = OmegaConf.merge(_schema(), OmegaConf.create(text), changes)
-        config = OmegaConf.to_object(merged)
+        changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
+        schema = OmegaConf.structured(_composable(Config))
+        return _typed(OmegaConf.merge(schema, OmegaConf.create(text), changes))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(_explain(error)) from error
-    assert isinstance(config, Config)
-    check_values(config)
-    return config
 
 
-def _schema() -> DictConfig:
-    """The dataclasses as Hydra's schema. OmegaConf makes frozen ones read-only, but composing has
-    to fill them in; the objects that `load_config` returns are frozen again."""
-    schema = OmegaConf.structured(Config)
-    for node in (schema, *(schema._get_node(key) for key in schema)):
-        if isinstance(node, DictConfig):
-            OmegaConf.set_readonly(node, False)
-    return schema
+def _composable(cls: Any) -> Any:
+    """A class of the schema as OmegaConf can fill it. It knows no Literal: those become strings.
+    A tuple stands for values that YAML spells in several ways: those become anything."""
+    found: list[Any] = []
+    for item in fields(cls):
+        kind: Any = item.type
+        default: Any = None if item.default == () else item.default
+        given: Any = field(default=default, default_factory=item.default_factory)
+        if is_dataclass(kind):
+            kind = _composable(kind)
+            given = field(default_factory=kind)
+        elif any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
+            kind = Any
+        elif get_origin(kind) is Literal:
+            kind = str
+        found.append((item.name, kind, given))
+    return make_dataclass(cls.__name__, found)
 
 
-def _groups() -> list[str]:
-    return [item.name for item in fields(Config) if is_dataclass(item.type)]
+def _typed(composed: Any) -> Config:
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    data, evaluation = values["data"], values["eval"]
+    data["train"] = parse_sources(data["train"], "data.train")
+    data["eval"] = parse_sets(data["eval"])
+    for group, name in ((data, "train_on"), (evaluation, "candidates")):
+        if isinstance(group[name], list):
+            group[name] = tuple(map(str, group[name]))
+    groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
+    values |= {name: cls(**values[name]) for name, cls in groups.items()}
+    cfg = Config(**values)
+    check_values(cfg)
+    return cfg
 
 
-def known_keys(node: Any = Config, prefix: str = "") -> list[str]:
-    """Every key of the configuration in dotted form."""
-    keys = []
-    for item in fields(node):
-        keys.append(prefix + item.name)
-        if is_dataclass(item.type):
-            keys += known_keys(item.type, f"{prefix}{item.name}.")
-    return keys
+def known_keys() -> list[str]:
+    """Every key of the configuration in dotted form, groups included."""
+    return list(key_types())
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").split("=")[0]
 
 
 def _plain(override: str) -> str:
-    """Every key is there already: +key=value sets it as key=value does, and ~key puts its default
-    back. Groups are Hydra's."""
-    key = override.lstrip("+~").split("=")[0]
-    if "." in key and override.startswith("+"):
+    """Every key exists: +key=value sets it as key=value does, and ~key restores its default.
+    Groups are left to Hydra."""
+    key = _key(override)
+    if "." not in key or override[0] not in "+~":
+        return override
+    if override[0] == "+":
         return override.lstrip("+")
-    if "." in key and override.startswith("~"):
-        default = get(Config(), key)
-        return f"{key}={'null' if default is None else default}"
-    return override
+    default = get(_composable(Config)(), key)
+    return f"{key}={'null' if default is None else default}"
 
 
 def _check_keys(overrides: Sequence[str]) -> None:
     """Refuse an override of a key that does not exist, with the nearest one that does."""
     keys = known_keys()
     for override in overrides:
-        key = re.split("=", override.lstrip("+~"), maxsplit=1)[0]
+        key = _key(override)
         if key not in keys and not key.startswith("hydra"):
             near = difflib.get_close_matches(key, keys, n=1, cutoff=0.3)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -118,9 +131,10 @@ def _check_keys(overrides: Sequence[str]) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages, without their layers."""
+    """The message of Hydra or OmegaConf, without its layers."""
     if isinstance(error, MissingConfigException):
-        return f"{error.missing_cfg_file} is no recipe; there are {', '.join(error.options or [])}"
+        options = ", ".join(error.options or [])
+        return f"{error.missing_cfg_file} is not a recipe; choose one of {options}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is not set; give it as {error.full_key}=VALUE"
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)

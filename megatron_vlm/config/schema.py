@@ -1,20 +1,28 @@
-"""Every key of the configuration, with its type, default and meaning: frozen dataclasses."""
+"""Every key of the configuration, with its type, default and meaning: frozen dataclasses.
 
-from dataclasses import dataclass, field
-from typing import Any
+The comment after a key is its description in docs/configuration.md (scripts/make_config_docs.py).
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 from omegaconf import MISSING
+
+from megatron_vlm.config.sources import EvalSource, SourceSpec
+
+Role = Literal["system", "user", "assistant", "tool"]
+TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which checkpoint, computed how, and which of its parts learn."""
+    """Which checkpoint is trained, how it is computed, and which of its parts learn."""
 
     path: str = MISSING  # folder of a Hugging Face Qwen3-VL checkpoint
-    backend: str = "torch"  # core attention and layers: torch (SDPA) | te (Transformer Engine)
-    recompute: str = "none"  # decoder activations: none | selective (attention) | full
+    backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
+    recompute: Literal["none", "selective", "full"] = "none"  # of the decoder; selective: attention
     recompute_vision: bool = False  # recompute each block of the vision tower
-    share_images: bool = True  # TP ranks share out the images instead of each encoding all
+    share_images: bool = True  # TP ranks divide the images among them; false: each encodes all
     freeze_vision: bool = False  # the vision tower without its mergers
     freeze_merger: bool = False  # the projector and the DeepStack projectors
     freeze_language: bool = False  # embedding, decoder and head
@@ -22,130 +30,130 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Degrees of parallelism; data parallelism is what is left of the world size."""
+    """Degrees of parallelism; the data parallel degree is what remains of the world size."""
 
     tp: int = 1  # tensor parallel: ranks that share each layer
     pp: int = 1  # pipeline stages
-    ep: int = 1  # only 1: MoE models are refused
-    cp: int = 1  # only 1: see constraints.py
-    sequence_parallel: bool = False  # only false: see constraints.py
+    ep: int = 1  # expert parallel; must be 1: dense models have no experts
+    cp: int = 1  # context parallel; must be 1: see docs/parallelism.md
+    sequence_parallel: bool = False  # must be false: see docs/parallelism.md
     layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
-    distributed_optimizer: bool = True  # shard optimizer state over the DP ranks
-    overlap_grad_reduce: bool = False  # reduce gradients while the last backward still runs
+    distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
+    overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where records come from, and how each becomes tokens and patches. See docs/data.md."""
 
-    train: Any = None  # a path or name, {path: ..., weight: ...}, or a list of those
-    eval: Any = None  # the same, each a set of its own; or {name: ...}
-    image_root: str | None = None  # images lie inside; null: the folder of the file that names them
+    train: tuple[SourceSpec, ...] = ()  # a path or name, {path: ..., weight: ...}, or a list
+    eval: tuple[EvalSource, ...] = ()  # the same, each entry a set of its own; or {name: ...}
+    image_root: str | None = None  # folder of the images; null: that of the file that names them
     allow_http: bool = False  # fetch http(s) images, from public addresses only
-    exif_orientation: bool = True  # turn pictures as their camera says
-    min_pixels: int | None = None  # of a resized image; null: as the checkpoint says
-    max_pixels: int | None = None
-    max_images: int | None = None  # of one record
+    exif_orientation: bool = True  # turn pictures as their EXIF orientation says
+    min_pixels: int | None = None  # of a resized image; null: as in the checkpoint
+    max_pixels: int | None = None  # of a resized image; null: as in the checkpoint
+    max_images: int | None = None  # of one record; null: no limit
     max_tokens: int = 8192  # of one record, images included
-    truncation: str = "error"  # error | drop | image_safe: a record beyond the two limits
-    train_on: Any = "all_assistant"  # all_assistant | last_assistant | record | [roles]
-    special_tokens: str = "refuse"  # refuse | escape: text that spells a special token
-    on_error: str = "raise"  # raise | skip: a record that is wrong
-    max_errors: int = 100  # skipped records after which the run stops all the same
-    cache_dir: str | None = "~/.cache/megatron_vlm"  # encoded text; null: none is kept
+    truncation: Literal["error", "drop", "image_safe"] = "error"  # of records above a limit
+    train_on: TrainScope | tuple[Role, ...] = "all_assistant"  # messages that carry loss
+    special_tokens: Literal["refuse", "escape"] = "refuse"  # text that spells a special token
+    on_error: Literal["raise", "skip"] = "raise"  # what to do about a wrong record
+    max_errors: int = 100  # skipped records; one more stops the run
+    cache_dir: str | None = "~/.cache/megatron_vlm"  # of encoded text; null: none is kept
     num_workers: int = 2  # processes of each replica that decode ahead of the step
-    prefetch: int = 2  # batches ahead, for each of them
-    shuffle: bool = True  # false: the order of the files
+    prefetch: int = 2  # batches that each of these processes keeps ready
+    shuffle: bool = True  # false: records come in the order of the files
     shuffle_window: int = 1000  # records of a stream that are shuffled together
-    seed: int = 0  # of the order
+    seed: int = 0  # of the order of records
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = 1e-5  # the highest, after warm-up
+    lr: float = 1e-5  # peak, after warm-up
     vision_lr: float | None = None  # of the vision tower without its mergers; null: lr
     merger_lr: float | None = None  # of the projectors; null: lr
     beta1: float = 0.9  # decay of the first moment
-    beta2: float = 0.999  # and of the second
+    beta2: float = 0.999  # decay of the second moment
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.0  # not applied to norms and biases
     vision_weight_decay: float | None = None  # null: weight_decay
-    merger_weight_decay: float | None = None
+    merger_weight_decay: float | None = None  # null: weight_decay
     clip_grad: float = 1.0  # global norm; 0 turns clipping off
-    schedule: str = "cosine"  # constant | linear | cosine | wsd (warm up, stay, decay)
-    warmup_steps: int = 0  # from 0 up to lr
-    min_lr_ratio: float = 0.0  # where the schedule ends, as a part of lr
-    decay_ratio: float = 0.1  # part of all steps that wsd decays over
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warmup-stable-decay
+    warmup_steps: int = 0  # linear, from 0 to lr
+    min_lr_ratio: float = 0.0  # where the schedule ends, as a fraction of lr
+    decay_ratio: float = 0.1  # fraction of all steps over which wsd decays
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, and how a batch becomes a step."""
+    """How long to train, and how a batch becomes a step."""
 
     steps: int | None = None  # null: train.epochs
-    epochs: float = 1.0  # where steps is null
+    epochs: float = 1.0  # used where steps is null
     global_batch_size: int = 8  # samples of one step, over all data parallel ranks
-    micro_batch_size: int = 1  # rows in one micro-batch
-    micro_batch_tokens: int | None = None  # instead: as many rows as make so many tokens, padded
-    precision: str = "auto"  # auto (bf16 on cuda, fp32 on cpu) | fp32 | bf16
-    seed: int = 0  # of every random generator but the order of samples
-    on_nonfinite: str = "skip"  # skip | stop: a loss or gradient that is not a number
-    max_nonfinite: int = 10  # skipped steps in a row after which the run stops all the same
-    packing: bool = False  # only false: see constraints.py
+    micro_batch_size: int = 1  # rows of one micro-batch
+    micro_batch_tokens: int | None = None  # instead: as many rows as fit, padding included
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on cuda, fp32 on cpu
+    seed: int = 0  # of every random generator except the order of records
+    on_nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite
+    max_nonfinite: int = 10  # skipped steps in a row; one more stops the run
+    packing: bool = False  # must be false: see docs/parallelism.md
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """What is measured while training, on data.eval."""
+    """What is measured on data.eval during training."""
 
-    every: int | None = None  # steps; null: at the end alone
-    batch_size: int = 8  # samples of one forward, over all data parallel ranks
+    every: int | None = None  # steps; null: only at the end
+    batch_size: int = 8  # samples of one forward pass, over all data parallel ranks
     samples: int | None = None  # of each set; null: all
-    generate: bool = False  # also exact match of greedily generated answers
-    candidates: Any = None  # also rank these answers: a list, or a file with one in each line
-    answer_samples: int | None = None  # of each set, to generate or rank; null: `samples`
-    prefill: str = ""  # what every answer begins with; generation goes on from there
-    max_new_tokens: int = 32
-    examples: int = 12  # predictions kept for the report
+    generate: bool = False  # also measure the exact match of greedily generated answers
+    candidates: str | tuple[str, ...] | None = None  # answers to rank; or a file with one per line
+    answer_samples: int | None = None  # of each set, to generate or rank; null: eval.samples
+    prefill: str = ""  # how every answer begins; generation continues from there
+    max_new_tokens: int = 32  # of one generated answer
+    examples: int = 12  # predictions shown in the report
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run, and where it goes on."""
+    """What is kept of a run, and where it resumes."""
 
-    every: int | None = None  # steps; null: at the end alone
+    every: int | None = None  # steps; null: only at the end
     resume: str = "auto"  # auto (the newest complete one of this run) | never | a folder
-    keep_last: int = 2  # newest checkpoints
-    keep_every: int | None = None  # steps: those are kept for good
-    best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is kept too
-    async_save: bool = True  # write while training goes on
+    keep_last: int = 2  # number of newest checkpoints to keep
+    keep_every: int | None = None  # steps; checkpoints at multiples of it are never deleted
+    best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept
+    async_save: bool = True  # write while training continues
     export: bool = True  # write a Hugging Face checkpoint at the end
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What a person sees. metrics.jsonl is always written."""
+    """What people see. metrics.jsonl is always written."""
 
-    every: int = 1  # steps between two lines
+    every: int = 1  # steps between two printed lines
     tensorboard: bool = False  # events in RUN/tensorboard
-    wandb: str | None = None  # a project's name
+    wandb: str | None = None  # name of a Weights & Biases project
     report: bool = True  # report.html at the end
-    profile_steps: list[int] | None = None  # [first, last): a torch.profiler trace
-    profile_ranks: list[int] = field(default_factory=lambda: [0])  # that write one each
+    profile_steps: list[int] | None = None  # [first, last): write a torch.profiler trace
+    profile_ranks: list[int] = field(default_factory=lambda: [0])  # each writes a trace of its own
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How processes start where torchrun has not started them."""
+    """How processes are started where torchrun has not started them."""
 
-    backend: str = "local"  # local (processes of this machine) | ray (actors of a cluster)
-    processes: int | None = None  # null: a GPU each, or tp x pp on the CPU; with ray all that fit
-    ray_address: str | None = None  # host:port, auto; null: RAY_ADDRESS, or one of its own
-    cpus_per_rank: float = 1.0  # that Ray sets aside
+    backend: Literal["local", "ray"] = "local"  # processes of this machine, or actors of a cluster
+    processes: int | None = None  # null: one per GPU, or tp x pp on the CPU; ray: all that fit
+    ray_address: str | None = None  # host:port or auto; null: RAY_ADDRESS, or a new cluster
+    cpus_per_rank: float = 1.0  # reserved by Ray
     max_restarts: int = 0  # after a failure, from the last complete checkpoint
-    timeout_minutes: float = 10.0  # a rank that stands still for longer ends the job
+    timeout_minutes: float = 10.0  # a rank that makes no progress for longer ends the job
 
 
 @dataclass(frozen=True)
@@ -162,4 +170,21 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    platform: str = "auto"  # auto | cuda | cpu
+    platform: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch finds a GPU
+
+
+def key_types(node: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """Every key in dotted form, groups included, with its type."""
+    found = {}
+    for item in fields(node):
+        found[prefix + item.name] = item.type
+        if is_dataclass(item.type):
+            found |= key_types(item.type, f"{prefix}{item.name}.")
+    return found
+
+
+def get(cfg: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name)
+    return cfg

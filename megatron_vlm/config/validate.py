@@ -1,81 +1,104 @@
-"""Checks of the configuration that need nothing but itself: before anything heavy is imported."""
+"""Checks that need nothing but the configuration: they run before anything heavy is imported."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal, get_args, get_origin
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
 from megatron_vlm.errors import ConfigError
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "platform": ("auto", "cuda", "cpu"),
-    "launch.backend": ("local", "ray"),
-    "model.backend": ("torch", "te"),
-    "model.recompute": ("none", "selective", "full"),
-    "data.truncation": ("error", "drop", "image_safe"),
-    "data.special_tokens": ("refuse", "escape"),
-    "data.on_error": ("raise", "skip"),
-    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
-    "train.precision": ("auto", "fp32", "bf16"),
-    "train.on_nonfinite": ("skip", "stop"),
-}
-_ROLES = ("system", "user", "assistant", "tool")
-_TRAIN_ON = ("all_assistant", "last_assistant", "record")
-# The least that makes sense; null is allowed where the schema allows it.
-_LEAST: dict[str, float] = {
-    "data.max_tokens": 1,
-    "data.max_images": 1,
-    "data.min_pixels": 1,
-    "data.max_pixels": 1,
-    "data.max_errors": 0,
-    "data.num_workers": 0,
-    "data.prefetch": 1,
-    "data.shuffle_window": 1,
-    "optim.lr": 0,
-    "optim.vision_lr": 0,
-    "optim.merger_lr": 0,
-    "optim.weight_decay": 0,
-    "optim.clip_grad": 0,
-    "optim.warmup_steps": 0,
-    "train.steps": 1,
-    "train.epochs": 0,
-    "train.global_batch_size": 1,
-    "train.micro_batch_size": 1,
-    "train.micro_batch_tokens": 1,
-    "train.max_nonfinite": 0,
-    "eval.every": 1,
-    "eval.batch_size": 1,
-    "eval.samples": 1,
-    "eval.answer_samples": 1,
-    "eval.max_new_tokens": 1,
-    "checkpoint.every": 1,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 1,
-    "log.every": 1,
-    "launch.processes": 1,
-    "launch.max_restarts": 0,
-    "launch.cpus_per_rank": 0,
-}
+# null is allowed where the schema allows it.
+_AT_LEAST_0 = """
+    data.max_errors data.num_workers optim.lr optim.vision_lr optim.merger_lr
+    optim.weight_decay optim.clip_grad optim.warmup_steps train.epochs train.max_nonfinite
+    launch.max_restarts launch.cpus_per_rank
+"""
+_AT_LEAST_1 = """
+    data.max_tokens data.max_images data.min_pixels data.max_pixels data.prefetch
+    data.shuffle_window train.steps train.global_batch_size train.micro_batch_size
+    train.micro_batch_tokens eval.every eval.batch_size eval.samples eval.answer_samples
+    eval.max_new_tokens checkpoint.every checkpoint.keep_last checkpoint.keep_every log.every
+    launch.processes
+"""
 
 
 def check_values(cfg: Config) -> None:
-    """Each value by itself, then those that depend on each other."""
-    for key, choices in _CHOICES.items():
-        if get(cfg, key) not in choices:
-            raise ConfigError(f"{key}={get(cfg, key)!r} is not one of {', '.join(choices)}")
-    for key, least in _LEAST.items():
-        value = get(cfg, key)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{key}={value}: give at least {least:g}")
+    """Refuse values that cannot work, alone or together."""
+    for key, kind in key_types().items():
+        if get_origin(kind) is Literal and get(cfg, key) not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise ConfigError(f"{key}={get(cfg, key)!r} is not one of {choices}")
+    for least, keys in enumerate((_AT_LEAST_0, _AT_LEAST_1)):
+        for key in keys.split():
+            value = get(cfg, key)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{key}={value}: give at least {least}")
     for key in ("optim.min_lr_ratio", "optim.decay_ratio", "optim.beta1", "optim.beta2"):
         if not 0 <= get(cfg, key) <= 1:
             raise ConfigError(f"{key}={get(cfg, key)}: give 0 to 1")
-    chosen = cfg.data.train_on
-    listed = isinstance(chosen, list | tuple) and chosen and set(chosen) <= set(_ROLES)
-    if chosen not in _TRAIN_ON and not listed:
-        raise ConfigError(
-            f"data.train_on={chosen!r}: choose one of {', '.join(_TRAIN_ON)}, or a list of roles "
-            f"out of {', '.join(_ROLES)}"
-        )
+    _check_lists(cfg)
+    _check_sources(cfg.data)
     _check_together(cfg)
+
+
+def check_candidates(names: Sequence[str]) -> None:
+    """Refuse answers that cannot be ranked against each other."""
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ConfigError(
+            f"eval.candidates has {len(names)} entries, {len(set(names))} of them different; "
+            "give at least 2, each once"
+        )
+
+
+def require(cfg: Config, key: str) -> None:
+    """Refuse a command that needs data.train or data.eval where it is not set."""
+    if not get(cfg, key):
+        raise ConfigError(f"{key} is not set; give it as {key}=FILE")
+
+
+def check_training(cfg: Config) -> None:
+    """Refuse to train without data, without a number of steps, or without the set that decides
+    which checkpoint is the best."""
+    require(cfg, "data.train")
+    if cfg.train.steps is None and any(spec.streaming for spec in cfg.data.train):
+        raise ConfigError("data.train is a stream and has no length; set train.steps")
+    best, names = cfg.checkpoint.best, [held_out.name for held_out in cfg.data.eval]
+    if best is not None and (wanted := best.rpartition("/")[0]) not in names:
+        raise ConfigError(
+            f"checkpoint.best={best}: data.eval has no set {wanted!r}; "
+            f"it has {', '.join(names) or 'none'}"
+        )
+
+
+def _check_lists(cfg: Config) -> None:
+    chosen, scopes, roles = cfg.data.train_on, get_args(TrainScope), get_args(Role)
+    listed = isinstance(chosen, list | tuple) and chosen and set(chosen) <= set(roles)
+    if chosen not in scopes and not listed:
+        raise ConfigError(
+            f"data.train_on={chosen!r}: choose one of {', '.join(scopes)}, or a list of "
+            f"roles from {', '.join(roles)}"
+        )
+    candidates = cfg.eval.candidates
+    if isinstance(candidates, list | tuple):
+        check_candidates(candidates)
+    elif not isinstance(candidates, str | None):
+        raise ConfigError(f"eval.candidates={candidates!r}: give a list, or a text file")
+
+
+def _check_sources(data: DataConfig) -> None:
+    for held_out in data.eval:
+        if held_out.source.streaming:
+            raise ConfigError(
+                f"data.eval: {held_out.source.path} streams, and an evaluation needs its size"
+            )
+    if len({spec.streaming for spec in data.train}) > 1:
+        raise ConfigError(
+            "data.train: some sources stream and some do not; let all of them stream, or none"
+        )
+    roots = {spec.image_root or data.image_root or "." for spec in data.train if spec.streaming}
+    if len(roots) > 1:
+        raise ConfigError(
+            f"data.train: streams share one image_root, and these have {', '.join(sorted(roots))}"
+        )
 
 
 def _check_together(cfg: Config) -> None:
@@ -102,14 +125,6 @@ def _check_best(best: str, cfg: Config) -> None:
     if not name or not measured.get(score):
         raise ConfigError(
             f"checkpoint.best={best!r}: give SET/SCORE with a score that is measured: "
-            f"{', '.join(score for score, is_on in measured.items() if is_on)}; exact_match takes "
-            "eval.generate=true, ranking takes eval.candidates"
+            f"{', '.join(score for score, is_on in measured.items() if is_on)}; exact_match needs "
+            "eval.generate=true, ranking needs eval.candidates"
         )
-
-
-def get(cfg: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value

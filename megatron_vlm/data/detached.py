@@ -1,6 +1,6 @@
-"""Imported by the server of the worker processes, and by nobody else: it leaves the group of
-processes of its trainer, and its workers with it. A signal to the group, as torchrun and Slurm send
-it, asks the trainer to save; without workers it could not get to the end of its step."""
+"""Imported by the server of the worker processes alone: it takes the server, and so its workers,
+out of the trainer's process group. torchrun and Slurm signal that whole group to ask the trainer to
+save; without its workers it could not finish the step it is in."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The demo set: pictures of coloured shapes with questions that a tiny model learns in minutes.
+"""The demo set: pictures of coloured shapes, with questions that a tiny model learns in minutes.
 
 Answers are balanced: a model that does not look at the picture scores no better than a guess.
 """
@@ -8,7 +8,6 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ COLOURS = {
     "purple": (160, 20, 150),
 }
 SHAPES = ("circle", "square", "triangle", "star")
-ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 10, "position": 22}
-# Shares in per cent. A chat puts two or three of the questions above to one picture, a pair is
-# one question about two, a text has none.
-KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 3, "text": 3}
+ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 14, "position": 16}
+# Shares in per cent. A chat asks two or three of the questions above about one picture, a pair
+# asks about one of two pictures, a text has none.
+KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 5, "text": 3}
 _FACTS = {
     "What colour is a ripe tomato?": "red",
     "What colour is grass?": "green",
@@ -44,7 +43,7 @@ _FACTS = {
 _GREY = (128, 128, 128)
 _MARGIN = 2  # pixels around a shape
 _TRIES = 500
-_CHOICE = 8  # pictures to choose one from, so that rare answers come as often as others
+_CHOICE = 8  # pictures to choose from, so that rare answers come as often as others
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,16 @@ class ShapesSpec:
 
     train: int = 2000
     eval: int = 200
-    easy: int = 0  # to begin with: one shape, and what it is called
+    easy: int = 0  # to start with: one shape, and what it is called
     seed: int = 0
     kinds: tuple[str, ...] = tuple(KINDS)
     max_shapes: int = 3
-    crowded: float = 0.2  # part of the pictures with more than one; where counting, most have
+    # Part of the pictures with several shapes, apart from those to count in. A tiny model learns to
+    # tell several shapes apart long after it has learned everything about one.
+    crowded: float = 0.03
     sides: tuple[int, ...] = (64, 96, 100)  # of a picture, in pixels
-    # Of a shape: with its margin it fits a square of 32 pixels, which is one token of an image.
-    # Shapes that lie across several take a tiny model many more pictures to learn.
+    # With its margin a shape fits a square of 32 pixels, which is one token of an image. Shapes
+    # that spread over several take a tiny model many more pictures to learn.
     sizes: tuple[int, ...] = (24, 28)
     step: int = 1  # pixels from a place to the next
 
@@ -91,7 +92,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Question:
+class ShapeQuestion:
     """A question with its one right answer. Answers are balanced within a form."""
 
     form: str  # the kind, and which of its ways to ask
@@ -104,8 +105,9 @@ class Question:
 
 
 def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
-    """Write OUT/train.jsonl, OUT/eval.jsonl, OUT/easy.jsonl and OUT/images. The same spec gives the
-    same bytes; no two pictures are equal, within a split or across."""
+    """Write OUT/eval.jsonl, OUT/train.jsonl, OUT/easy.jsonl and OUT/images. The same spec gives the
+    same bytes; no two pictures are equal, within a split or across. The held-out set is made first:
+    it does not depend on how many training records follow."""
     _check(spec)
     easy = replace(spec, kinds=("shape",), max_shapes=1)
     out = Path(out)
@@ -113,37 +115,36 @@ def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
         raise ConfigError(f"{out} is not empty; choose a new folder for the shapes")
     (out / "images").mkdir(parents=True)
     drawn: set[Scene] = set()
-    for split, count in (("eval", spec.eval), ("train", spec.train), ("easy", spec.easy)):
-        if split == "easy" and not count:
-            continue
-        maker = _Maker(
-            easy if split == "easy" else spec, random.Random(f"{spec.seed} {split}"), drawn, out
-        )
+    splits = [("eval", spec.eval, spec), ("train", spec.train, spec)]
+    splits += [("easy", spec.easy, easy)] if spec.easy else []
+    for split, count, asked in splits:
+        maker = _Maker(asked, random.Random(f"{spec.seed} {split}"), drawn, out)
         lines = [json.dumps(maker.record()) + "\n" for _ in range(count)]
         (out / f"{split}.jsonl").write_text("".join(lines), encoding="ascii")
 
 
-def questions(scene: Scene) -> list[Question]:
+def questions(scene: Scene) -> list[ShapeQuestion]:
     """All that can be asked about a picture without ambiguity."""
     names = Counter(shape.name for shape in scene.shapes)
     colours = Counter(shape.colour for shape in scene.shapes)
-    found = [Question("count all", "How many shapes are there?", str(len(scene.shapes)))]
+    found = [ShapeQuestion("count all", "How many shapes are there?", str(len(scene.shapes)))]
     for colour, count in colours.items():
         text = f"How many {colour} shapes are there?"
-        found.append(Question("count coloured", text, str(count)))
+        found.append(ShapeQuestion("count coloured", text, str(count)))
     for shape in scene.shapes:
         if colours[shape.colour] == 1:
-            found.append(Question("shape", f"What shape is the {shape.colour} one?", shape.name))
+            text = f"What shape is the {shape.colour} one?"
+            found.append(ShapeQuestion("shape", text, shape.name))
         if names[shape.name] == 1:
-            found.append(Question("colour", f"What colour is the {shape.name}?", shape.colour))
+            found.append(ShapeQuestion("colour", f"What colour is the {shape.name}?", shape.colour))
             for form, start, length, sides in (
                 ("position x", shape.left, scene.width, ("left", "right")),
                 ("position y", shape.top, scene.height, ("top", "bottom")),
             ):
                 off_centre = start + shape.size / 2 - length / 2
-                if abs(off_centre) >= shape.size / 3:
+                if abs(off_centre) >= shape.size / 2:  # all of it is on one side
                     text = f"Where is the {shape.name}: {sides[0]} or {sides[1]}?"
-                    found.append(Question(form, text, sides[off_centre > 0]))
+                    found.append(ShapeQuestion(form, text, sides[off_centre > 0]))
     return found
 
 
@@ -167,7 +168,7 @@ def draw(scene: Scene) -> Image.Image:
     return image
 
 
-_Asked = tuple[tuple[Scene, ...], Question]
+_Asked = tuple[tuple[Scene, ...], ShapeQuestion]
 
 
 class _Maker:
@@ -181,21 +182,21 @@ class _Maker:
         """The next record; its pictures are saved."""
         kind = self.rng.choices(self.spec.kinds, [KINDS[k] for k in self.spec.kinds])[0]
         asked = [k for k in self.spec.kinds if k in ABOUT_ONE_PICTURE]
-        scenes, question = self._rarest(
-            self._askable(self.rng.choice(asked) if kind == "chat" else kind)
-        )
+        # A picture to count in has several shapes: a chat begins with another question, if it can.
+        first = [k for k in asked if k != "count"] or asked
+        opening = self.rng.choice(first) if kind == "chat" else kind
+        scenes, question = self._rarest(self._askable(opening))
         turns = [question]
         for _ in range(self.rng.choice((1, 2)) if kind == "chat" else 0):
             said = " ".join(turn.text + turn.answer for turn in turns)
             left = [q for q in questions(scenes[0]) if q.kind in asked and q.answer not in said]
-            unsaid = [q for q in left if not self._comes_often(q)]
-            turns += [self._rarest([(scenes, q) for q in unsaid])[1]] if unsaid else []
+            unsaid = [(scenes, q) for q in left if not self._comes_often(q)]
+            turns += [self._rarest(unsaid)[1]] if unsaid else []
         content = [{"type": "image", "image": self._save(scene)} for scene in scenes]
         messages: list[dict[str, Any]] = []
         for turn in turns:
-            messages.append(
-                {"role": "user", "content": [*content, {"type": "text", "text": turn.text}]}
-            )
+            content.append({"type": "text", "text": turn.text})
+            messages.append({"role": "user", "content": content})
             messages.append({"role": "assistant", "content": turn.answer})
             content = []
         return {"messages": messages, "kind": "chat" if len(turns) > 1 else question.kind}
@@ -203,18 +204,20 @@ class _Maker:
     def _askable(self, kind: str) -> list[_Asked]:
         """Questions of a kind, to a handful of new pictures."""
         if kind == "text":
-            return [((), Question(kind, text, answer)) for text, answer in _FACTS.items()]
+            return [((), ShapeQuestion(kind, text, answer)) for text, answer in _FACTS.items()]
         for _ in range(_TRIES):
             fewest, most = self._how_many(kind)
             made = (self._scene(self.rng.randint(fewest, most)) for _ in range(_CHOICE))
             scenes = [scene for scene in made if scene not in self.drawn]
-            found: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
-            found = [(asked, q) for asked, q in found if q.kind == kind]
+            found: list[_Asked] = [
+                ((scene,), q) for scene in scenes for q in questions(scene) if q.kind == kind
+            ]
             pairs = zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ()
-            for (a, b), name in product(pairs, SHAPES):
-                both = all(name in [shape.name for shape in scene.shapes] for scene in (a, b))
-                text = f"Do both pictures show a {name}?"
-                found += [((a, b), Question(kind, text, "yes" if both else "no"))] * (a != b)
+            for both in pairs:
+                for which, scene in zip(("first", "second"), both, strict=True):
+                    text = f"What colour is the shape in the {which} picture?"
+                    answer = scene.shapes[0].colour
+                    found.append((both, ShapeQuestion(f"pair {which}", text, answer)))
             if found:
                 return found
         raise ConfigError(
@@ -225,20 +228,23 @@ class _Maker:
     def _rarest(self, candidates: list[_Asked]) -> _Asked:
         times = [self.given[question.form, question.answer] for _, question in candidates]
         least = [c for c, count in zip(candidates, times, strict=True) if count == min(times)]
-        chosen = self.rng.choice(least)
-        self.given[chosen[1].form, chosen[1].answer] += 1
-        return chosen
+        scenes, question = self.rng.choice(least)
+        self.given[question.form, question.answer] += 1
+        return scenes, question
 
-    def _comes_often(self, question: Question) -> bool:
+    def _comes_often(self, question: ShapeQuestion) -> bool:
         """Whether its answer is ahead of others. One picture leaves a chat little to choose."""
         counts = [n for (form, _), n in self.given.items() if form == question.form]
         return self.given[question.form, question.answer] > min(counts, default=0) + 1
 
     def _how_many(self, kind: str) -> tuple[int, int]:
-        """Shapes in the pictures for a question: any number for a count, else mostly one."""
+        """Shapes in the pictures for a question: any number for a count, one for a pair, else
+        mostly one."""
         most = self.spec.max_shapes
-        if kind == "count" or most == 1:
+        if kind == "count":
             return 1, most
+        if kind == "pair" or most == 1:
+            return 1, 1
         return (2, most) if self.rng.random() < self.spec.crowded else (1, 1)
 
     def _scene(self, count: int) -> Scene:

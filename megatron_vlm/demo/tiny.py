@@ -3,6 +3,7 @@ trained on the spot, the ChatML template and the image processor. The oracle of 
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -14,80 +15,12 @@ from transformers.utils import logging
 from megatron_vlm.demo.tiny_spec import TinySpec as TinySpec
 from megatron_vlm.errors import ConfigError
 
-SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+_NAMES = """endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start
+quad_end vision_start vision_end vision_pad image_pad video_pad"""
+SPECIAL_TOKENS = [f"<|{name}|>" for name in _NAMES.split()]
 
 # Renders what the template of the released Qwen3-VL renders.
-CHAT_TEMPLATE = """\
-{%- macro show(content) %}
-{%- if content is string %}
-{{- content }}
-{%- else %}
-{%- for part in content %}
-{%- if part.type == 'image' or 'image' in part or 'image_url' in part %}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- elif part.type == 'video' or 'video' in part %}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-{%- elif 'text' in part %}
-{{- part.text }}
-{%- endif %}
-{%- endfor %}
-{%- endif %}
-{%- endmacro %}
-{%- set has_system = messages[0].role == 'system' %}
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if has_system %}{{- show(messages[0].content) + '\\n\\n' }}{%- endif %}
-{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
-{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and ' }}
-{{- 'arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
-{{- '{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>' }}
-{{- '<|im_end|>\\n' }}
-{%- elif has_system %}
-{{- '<|im_start|>system\\n' + show(messages[0].content) + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}
-{{- '<|im_start|>user\\n' + show(message.content) + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' + show(message.content) }}
-{%- for call in message.tool_calls or [] %}
-{%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
-{%- set call = call.function or call %}
-{{- '<tool_call>\\n{\\"name\\": \\"' + call.name + '\\", \\"arguments\\": ' }}
-{{- call.arguments if call.arguments is string else (call.arguments | tojson) }}
-{{- '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-{{- '<|im_start|>user' }}
-{%- endif %}
-{{- '\\n<tool_response>\\n' + show(message.content) + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 _CORPUS = """system user assistant You are a helpful assistant. What is the name of the subject in
 this photo? The subject in this photo is: What colour is the circle, the square, the triangle? How
@@ -122,7 +55,7 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
 
 
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Fresh models have zero biases and unit norms, behind which a swapped tensor could hide."""
+    """Fresh models have zero biases and unit norms, which would hide a swapped tensor."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -131,8 +64,8 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
 
 
 def _show_positions(model: Qwen3VL, seed: int) -> None:
-    """As fresh weights the positions of patches are a fiftieth of what the patches are: where
-    something lies is then the last thing to be learned."""
+    """In fresh weights the position embeddings are a fiftieth of the patch embeddings: where
+    something is would be the last thing that a model learns."""
     generator = torch.Generator().manual_seed(seed)
     weight = model.model.visual.pos_embed.weight
     with torch.no_grad():
@@ -146,6 +79,7 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
     part = spec.head_dim // 8
     section = [spec.head_dim // 2 - 2 * part, part, part]
     depth, count = spec.vision_depth, spec.deepstack
+    spread = [(i + 1) * depth // (count + 1) for i in range(count)]
     # 0.02 suits thousands of inputs: of a hundred it leaves next to nothing.
     std = 0.08 if spec.from_scratch else 0.02
     return Qwen3VLConfig(
@@ -187,9 +121,7 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
             spatial_merge_size=2,
             temporal_patch_size=2,
             num_position_embeddings=64,
-            deepstack_visual_indexes=[(i + 1) * depth // (count + 1) for i in range(count)]
-            if depth > count
-            else list(range(min(depth, count))),
+            deepstack_visual_indexes=spread if depth > count else list(range(depth)),
         ),
     )
 
@@ -205,14 +137,9 @@ def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
     qwen = Qwen2Tokenizer().backend_tokenizer
     core = Tokenizer(models.BPE())
     core.normalizer, core.pre_tokenizer = qwen.normalizer, qwen.pre_tokenizer
-    core.train_from_iterator(
-        [_CORPUS],
-        trainers.BpeTrainer(
-            vocab_size=size,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False)
+    core.train_from_iterator([_CORPUS], trainer)
     model = json.loads(core.to_str())["model"]
     return Qwen2Tokenizer(
         vocab=model["vocab"],
@@ -227,30 +154,18 @@ def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
 
 def write_processor(out: Path, spec: TinySpec) -> None:
     """preprocessor_config.json and its video twin, as the released checkpoints have them."""
-    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=spec.patch_size,
-        temporal_patch_size=2,
-        merge_size=2,
-        size=size,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-    )
-    processor.save_pretrained(out)
-    path = out / "preprocessor_config.json"
-    config = json.loads(path.read_text())
-    config["image_processor_type"] = "Qwen2VLImageProcessorFast"  # the released name
-    config["processor_class"] = "Qwen3VLProcessor"
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    video = {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "processor_class": "Qwen3VLProcessor",
+    settings: dict[str, Any] = {
         "patch_size": spec.patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": size,
+        "size": {"shortest_edge": 32 * 32, "longest_edge": 256 * 256},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
-    text = json.dumps(video, indent=2, sort_keys=True) + "\n"
-    (out / "video_preprocessor_config.json").write_text(text)
+    image = Qwen2VLImageProcessorPil(**settings).to_dict()
+    image["image_processor_type"] = "Qwen2VLImageProcessorFast"  # the released name
+    video = {**settings, "video_processor_type": "Qwen3VLVideoProcessor"}
+    for name, config in (("preprocessor_config", image), ("video_preprocessor_config", video)):
+        config["processor_class"] = "Qwen3VLProcessor"
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (out / f"{name}.json").write_text(text)

@@ -1,26 +1,33 @@
-"""The sizes of a tiny checkpoint. Apart from tiny.py, so that the command line need not import
+"""The sizes of a tiny checkpoint. Separate from tiny.py, so that the command line need not import
 torch to know its own options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _option(default: int, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class TinySpec:
-    """Sizes of a tiny model. Odd on purpose where a mistake would hide behind round numbers."""
+    """Sizes of a tiny model. Odd on purpose where round numbers could hide a mistake."""
 
-    layers: int = 4
-    hidden: int = 64
-    intermediate: int = 176
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 24  # not hidden / heads
-    vocab: int = 512
-    vision_depth: int = 3
-    vision_hidden: int = 32
-    vision_heads: int = 2
-    vision_intermediate: int = 80
-    deepstack: int = 3
-    patch_size: int = 16
-    tied: bool = False
-    from_scratch: bool = False
-    seed: int = 0
+    layers: int = _option(4, "decoder layers")
+    hidden: int = _option(64, "width of the decoder")
+    intermediate: int = _option(176, "width of the decoder's MLP")
+    heads: int = _option(4, "attention heads; parallel.tp must divide them")
+    kv_heads: int = _option(2, "heads of keys and values; parallel.tp must divide them")
+    head_dim: int = _option(24, "width of a head")  # not hidden / heads
+    vocab: int = _option(512, "tokens of the tokenizer, trained on the spot")
+    vision_depth: int = _option(3, "blocks of the vision tower")
+    vision_hidden: int = _option(32, "width of the tower")
+    vision_heads: int = _option(2, "attention heads of the tower")
+    vision_intermediate: int = _option(80, "width of the tower's MLP")
+    deepstack: int = _option(3, "DeepStack features: decoder layers that also see the tower")
+    patch_size: int = _option(16, "side of a patch in pixels")
+    tied: bool = _option(False, "tie embedding and head")
+    from_scratch: bool = _option(
+        False, "initial weights from which a model this small learns to see"
+    )
+    seed: int = _option(0, "of the weights")

@@ -1,27 +1,41 @@
-"""What all ranks must know of each other once a step: that one failed, or was told to stop."""
+"""What all ranks must know of each other at every step: that one failed, or was told to stop."""
 
+import contextlib
+import enum
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-OK, STOP, FAILED = 0, 1, 2
+from megatron_vlm.distributed.process import STOP_SIGNALS
+
+
+class Vote(enum.IntEnum):
+    """What a rank has to say before all go on; the highest vote decides."""
+
+    OK = 0
+    STOP = 1
+    FAILED = 2
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """A signal asked to save and stop; every rank agreed."""
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask to save and stop; they are looked at between steps. A second
-    Ctrl-C does not wait."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and stop; it looks between two steps. A
+    second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.before = {}
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self.before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.received is not None:
@@ -35,13 +49,13 @@ class Signals:
 
 
 def job_store() -> Any:
-    """The store through which the ranks found each other; None for one alone."""
+    """The store through which the ranks found each other; None where there is only one rank."""
     return dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
 
 
 def meet(name: str) -> None:
-    """Wait for every rank, however long it takes: indexing a data set may outlast any time-out of
-    a collective. The watchdog sees who is silent. `name`: of this meeting, once in a job."""
+    """Wait for every rank, however long it takes: indexing a data set may outlast the time-out of
+    any collective. The watchdog sees who is silent. A job may use each `name` once."""
     store, delay = job_store(), 0.01
     if store is None:
         return
@@ -52,7 +66,40 @@ def meet(name: str) -> None:
 
 
 def agree(mine: int, device: torch.device) -> int:
-    """The worst of all ranks' words. A collective."""
-    word = torch.tensor([mine], dtype=torch.int32, device=device)
-    dist.all_reduce(word, dist.ReduceOp.MAX)
-    return int(word)
+    """The highest number that any rank gives. A collective."""
+    number = torch.tensor([mine], dtype=torch.int32, device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
+
+
+@contextlib.contextmanager
+def fail_together(
+    device: torch.device,
+    error_type: type[Exception],
+    message: str | None = None,
+    vote: Vote = Vote.OK,
+    catches: type[Exception] = Exception,
+) -> Iterator[None]:
+    """What fails in the body on one rank fails on all, instead of leaving the others in a
+    collective. A collective at its end.
+
+    A rank that failed raises its own error; the others raise `error_type` with `message`, or
+    without one with the text of the first rank that failed. Where none failed and one voted STOP,
+    all raise Stopped. Errors other than `catches` are raised at once, and reach no other rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except catches as error:
+        failure = error
+    decision = agree(vote if failure is None else Vote.FAILED, device)
+    if decision == Vote.FAILED and message is None:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if failure is None else str(failure))
+        message = next(text for text in texts if text is not None)
+    if failure is not None:
+        raise failure
+    if decision == Vote.FAILED:
+        raise error_type(message)
+    if decision == Vote.STOP:
+        raise Stopped

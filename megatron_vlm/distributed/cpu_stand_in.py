@@ -12,7 +12,7 @@ import torch
 
 
 def _making_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A torch factory function for which device="cuda" means the CPU."""
+    """The torch factory function, taking device="cuda" to mean the CPU."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def stand_in_installed() -> bool:
 def install_cpu_stand_in() -> None:
     """Answer Megatron-Core's CUDA calls on the CPU. Idempotent.
 
-    A process-wide change, made only where the platform is cpu (picked, or forced on a GPU machine).
+    This changes the whole process, and happens only where the platform is cpu.
     """
     if stand_in_installed():
         return
@@ -55,7 +55,7 @@ def install_cpu_stand_in() -> None:
     cuda.Stream = cuda.Event = _NoStream
     cuda.current_stream = cuda.default_stream = _NoStream
     cuda.stream = lambda stream: contextlib.nullcontext()
-    # Random state: the CPU generator is the device's generator, for recomputation too.
+    # Random state: the CPU generator stands for the device's, in recomputation too.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
@@ -63,7 +63,7 @@ def install_cpu_stand_in() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
     # Tensors made with device="cuda": schedules, optimizer, gradient clipping, checkpoints. Wrapped
-    # one by one: a TorchFunctionMode would do it too, but it taxes every attribute of every tensor
+    # one by one: a TorchFunctionMode would do too, but it taxes every attribute of every tensor
     # (10,600 calls in a step of 8 rows). `with torch.device(...)` looks the functions up in a set
     # that is built at its first use: build it now, while it still finds the real ones.
     torch.utils._device._device_constructors()
@@ -71,7 +71,7 @@ def install_cpu_stand_in() -> None:
         setattr(torch, name, _making_on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
-    # The optimizers sort parameters by comparing with the names of CUDA's tensor types.
+    # The optimizers sort parameters by the names of CUDA's tensor types.
     real_type = tensor.type
     tensor.type = lambda self, *args, **kwargs: (
         real_type(self, *args, **kwargs)

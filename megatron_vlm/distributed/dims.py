@@ -1,10 +1,7 @@
-"""The grid of ranks: degrees, Megatron's process groups, and which layers a stage holds."""
+"""Degrees of parallelism, the order of ranks, and which layers a stage holds."""
 
 from dataclasses import dataclass
 from itertools import accumulate
-
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.errors import ConfigError
@@ -51,12 +48,8 @@ class ParallelDims:
         ends = [0, *accumulate(self.layers_per_stage)]
         return range(ends[stage], ends[stage + 1])
 
-    def stage_of(self, layer: int) -> int:
-        """The stage that holds a decoder layer."""
-        return next(stage for stage in range(self.pp) if layer in self.layers_of(stage))
-
     def megatron_layout(self) -> list[list[str]]:
-        """The layout in the words of TransformerConfig.pipeline_model_parallel_layout."""
+        """The layout as TransformerConfig.pipeline_model_parallel_layout takes it."""
         stages = [["decoder"] * count for count in self.layers_per_stage]
         stages[0].insert(0, "embedding")
         stages[-1].append("loss")
@@ -78,46 +71,28 @@ class ParallelDims:
     def padded_vocab(self, vocab: int) -> int:
         """The vocabulary rounded up to a multiple of TP, and no further.
 
-        The extra rows exist only in memory: loss.py keeps them out of the softmax and hf/ out of
-        checkpoints.
+        The extra rows exist only in memory: model/log_probs.py keeps them out of the softmax and
+        hf/names.py out of checkpoints.
         """
         return -(-vocab // self.tp) * self.tp
 
+    # The order of ranks, Megatron's: over tp first, then dp, then pp.
+
+    def tp_rank_of(self, rank: int) -> int:
+        """The place of a rank among those that share its layers."""
+        return rank % self.tp
+
     def replica_of(self, rank: int) -> int:
-        """The data parallel replica of a rank: Megatron counts over tp, then dp, then pp."""
+        """The data parallel replica of a rank."""
         return rank // self.tp % self.dp
 
-    def stage_of_rank(self, rank: int) -> int:
+    def stage_of(self, rank: int) -> int:
         """The pipeline stage of a rank."""
         return rank // (self.tp * self.dp)
 
-    def init_groups(self, seed: int, timeout_minutes: float) -> None:
-        """Build Megatron's process groups over an initialised torch.distributed world. Where this
-        process has them already, from another worker, they must be these."""
-        if parallel_state.model_parallel_is_initialized():
-            self._check_same_groups()
-            return
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
-            expert_model_parallel_size=self.ep,
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=timeout_minutes,
-        )
-        model_parallel_cuda_manual_seed(seed)
-
-    def _check_same_groups(self) -> None:
-        there = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-        )
-        if there != (self.tp, self.pp, self.ep):
-            raise ConfigError(
-                "parallel.tp={}, pp={}, ep={}, but this process has a worker with tp={}, pp={}, "
-                "ep={}, and all workers of a process share its groups; give both one layout, or "
-                "start the second in processes of its own".format(self.tp, self.pp, self.ep, *there)
-            )
+    def leader_of(self, replica: int) -> int:
+        """The first rank of a replica: it loads the replica's data and answers for it."""
+        return replica * self.tp
 
 
 def _stages(asked: list[int] | None, pp: int, num_layers: int) -> tuple[int, ...]:

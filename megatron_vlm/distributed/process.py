@@ -1,6 +1,7 @@
 """One process of a job: its exit status, its errors in one sentence, how often it was restarted."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -8,10 +9,12 @@ from megatron_vlm.errors import MegatronVLMError
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
-MISTAKE = 2  # the user's, explained in one sentence: restarting would not help
+MISTAKE = 2  # by the user, explained in one sentence: restarting would not help
 STUCK = 70  # a rank stopped making progress
 PREEMPTED = 75  # saved after a signal: start again to resume
 INTERRUPTED = 130  # Ctrl-C twice: nothing was saved
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # they ask to save and stop
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
 RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
@@ -39,14 +42,19 @@ def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 
 def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """The command's exit status. A user's mistake is reported in one plain sentence."""
+    """The command's exit status; a user's mistake is reported in one sentence."""
     try:
         return command(arguments)
     except MegatronVLMError as error:
         if os.environ.get(DEBUG):
             raise
-        print(f"megatron-vlm: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        say(f"rank {os.environ.get('RANK', '0')}: {error}")
         return MISTAKE
     except KeyboardInterrupt:
-        print("megatron-vlm: stopped at once, nothing was saved", file=sys.stderr)
+        say("stopped at once, nothing was saved")
         return INTERRUPTED
+
+
+def say(text: str) -> None:
+    """Tell the user, on stderr."""
+    print(f"megatron-vlm: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Room for ranks in a Ray cluster, and where they meet."""
+"""Ranks as actors of a Ray cluster: where they run, and how they find each other."""
 
 import os
 from typing import Any
@@ -11,14 +11,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # t
 
 from megatron_vlm.errors import ConfigError
 
-PLACE_S = 60.0  # for the cluster to find room
+PLACE_S = 60.0  # the cluster has this long to find room
 
 
 def place_ranks(
     processes: int, tp: int, cpus: float, gpus: float
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """A placement group and the options of each rank's actor. The TP ranks of one stage share a
-    node."""
+    """Reserve room: a placement group, and the options of each rank's actor. The TP ranks of one
+    stage share a node."""
     if processes < 1 or processes % tp:
         raise ConfigError(
             f"parallel.tp={tp} does not divide the {processes} processes; start a multiple of {tp}"
@@ -31,7 +31,7 @@ def place_ranks(
         remove_placement_group(place)
         raise ConfigError(
             f"no room in {PLACE_S:.0f} s for {processes // tp} times {bundle} in a Ray cluster "
-            f"of {ray.cluster_resources()}; start fewer processes, or ask for less each"
+            f"of {ray.cluster_resources()}; start fewer processes, or ask for less for each"
         ) from None
     options = [
         {
@@ -45,7 +45,7 @@ def place_ranks(
 
 
 def room_for(cpus: float, gpus: float) -> int:
-    """How many ranks the nodes that are alive can hold together."""
+    """How many ranks fit on the nodes that are alive."""
     count = 0
     for node in ray.nodes():
         if node["Alive"]:
@@ -55,27 +55,30 @@ def room_for(cpus: float, gpus: float) -> int:
     return count
 
 
-def take_rank(rank: int, world: int) -> None:
-    """This process is a rank, as torchrun's variables say it. With GPUs, Ray shows each actor only
-    its own."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+class RankActor:
+    """The process of one rank: a base for actors."""
 
+    def __init__(self, rank: int, world: int):
+        self.rank = rank
+        self.store: dist.TCPStore | None = None
+        # As torchrun sets them. With GPUs, Ray shows each actor only its own, as the first.
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
 
-class MeetingPlace:
-    """Where the ranks find each other: on rank 0's node. The store listens from the start: a port
-    that was only found free could be another's by the time (Ray's processes take many)."""
+    def __repr__(self) -> str:
+        return f"rank {self.rank}"  # what Ray puts before each line
 
-    def __init__(self) -> None:
+    def open_store(self) -> tuple[str, int]:
+        """On rank 0: open the store through which the ranks find each other; its address. It
+        listens from now on: a port that is merely free may be taken later, as Ray opens many."""
         host: str = ray.util.get_node_ip_address()
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.address = (host, self.store.port)
+        return host, self.store.port
 
-
-def go_to(address: tuple[str, int]) -> None:
-    """Torch is to take the store that is there, as under torchrun."""
-    os.environ.update(
-        MASTER_ADDR=address[0],
-        MASTER_PORT=str(address[1]),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    def use_store(self, address: tuple[str, int]) -> None:
+        """Have torch use the store at this address instead of opening one, as under torchrun."""
+        os.environ.update(
+            MASTER_ADDR=address[0],
+            MASTER_PORT=str(address[1]),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )

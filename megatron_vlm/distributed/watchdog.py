@@ -1,8 +1,8 @@
-"""Who is stuck, and where: every rank says what it is at, and one that falls silent ends the job.
+"""Which rank is stuck, and where: every rank reports its progress, and silence ends the job.
 
-A rank that hangs or dies leaves the others inside a collective, which knows neither name. So each
-rank writes its progress to the job's store from a thread of its own, reads that of the others, and
-when nothing has moved for the time-out, names the rank that is furthest behind and exits.
+A rank that hangs or dies leaves the others inside a collective, which cannot tell them who is
+missing. So a thread of each rank writes its progress to the job's store and reads that of the
+others; when nothing has moved for the time-out, it names the rank furthest behind and exits.
 """
 
 import json
@@ -18,18 +18,18 @@ from megatron_vlm.distributed.process import STUCK
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank last said of itself."""
+    """What a rank last reported."""
 
     rank: int
-    count: int  # of phases it went through
+    count: int  # of phases that it has begun
     step: int
     phase: str
-    age: float  # seconds since it last said anything
-    still: float  # seconds in this phase
+    age: float  # seconds since its last report
+    still: float  # seconds without progress, as of that report
 
 
 class Watchdog:
-    """Start it once a rank; call `at` when a phase begins. Without a store it does nothing."""
+    """Each rank starts one and calls `at` when a phase begins. Without a store it does nothing."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float):
         self.store, self.rank, self.world, self.timeout_s = store, rank, world, timeout_s
@@ -39,7 +39,7 @@ class Watchdog:
         self.done = threading.Event()
         self.seen: dict[int, tuple[str, float]] = {}
         self.signs: list[Sign] = []
-        self.answered = time.monotonic()  # when the store last did
+        self.answered = time.monotonic()  # when the store last answered
         if store is not None and world > 1:
             for work in (self._exchange, self._watch):
                 threading.Thread(target=work, daemon=True, name="watchdog").start()
@@ -51,12 +51,12 @@ class Watchdog:
         self.since = time.monotonic()
 
     def alive(self) -> None:
-        """The phase goes on, and is getting somewhere."""
+        """The phase is making progress."""
         self.count += 1
         self.since = time.monotonic()
 
     def stop(self) -> None:
-        """The job is done: silence means nothing any more."""
+        """The job is done: from now on silence means nothing."""
         self.done.set()
 
     @property
@@ -64,7 +64,7 @@ class Watchdog:
         return min(5.0, self.timeout_s / 4)
 
     def _exchange(self) -> None:
-        """Apart from `_watch`: where the link to the store is cut, a call of it never returns."""
+        """Apart from `_watch`: if the link to the store is cut, a call to it never returns."""
         beat = 0
         while not self.done.wait(self._every):
             beat += 1
@@ -73,7 +73,7 @@ class Watchdog:
             try:
                 self.store.set(f"watchdog/{self.rank}", json.dumps(mine))
                 self.signs = self._read()
-            except Exception:  # the store went with rank 0
+            except Exception:  # the store has ended with rank 0
                 return
             self.answered = time.monotonic()
 
@@ -102,8 +102,8 @@ class Watchdog:
 
 
 def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
-    """The rank to blame, if any: one that is silent, else, where none has moved for the time-out,
-    the one that is furthest behind."""
+    """The rank to blame, if any: one that is silent, or, if none has moved for the time-out, the
+    one that is furthest behind."""
     silent = [sign for sign in signs if sign.age > timeout_s]
     if silent:
         return max(silent, key=lambda sign: sign.age)
@@ -113,20 +113,20 @@ def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
 
 
 def describe(sign: Sign, timeout_s: float) -> str:
-    """One sentence for a person."""
-    what = "has not been heard of" if sign.age > timeout_s else "stands still"
+    """One sentence for the user."""
+    what = "has not been heard from" if sign.age > timeout_s else "has been stuck"
     seconds = max(sign.age, sign.still)
     return (
         f"rank {sign.rank} {what} for {seconds:.0f} s (launch.timeout_minutes="
-        f"{timeout_s / 60:g}); it was at step {sign.step}: {sign.phase}. Stopping; the run goes on "
+        f"{timeout_s / 60:g}); it was at step {sign.step}: {sign.phase}. Stopping; the run resumes "
         "from its last complete checkpoint"
     )
 
 
 def describe_lost(seconds: float, timeout_s: float, step: int, phase: str) -> str:
-    """The same of rank 0, which keeps the store: nobody else can be asked."""
+    """The same for rank 0, which holds the store: without it no other rank can be asked."""
     return (
         f"rank 0 has not answered for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}): "
-        f"it is gone, or the link to it is cut; this rank was at step {step}: {phase}. Stopping; "
-        "the run goes on from its last complete checkpoint"
+        f"it has died, or the link to it is cut; this rank was at step {step}: {phase}. Stopping; "
+        "the run resumes from its last complete checkpoint"
     )

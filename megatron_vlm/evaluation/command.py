@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_vlm.config import from_yaml, load_config
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.validate import require
 from megatron_vlm.distributed.process import run_process
-from megatron_vlm.errors import ConfigError
 
 
 def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
@@ -22,13 +22,12 @@ def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
     else:
         checkpoint = find_checkpoint(folder)
         cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides)
-    if cfg.data.eval is None:
-        raise ConfigError("data.eval is not set; give it as data.eval=FILE")
+    require(cfg, "data.eval")
     return cfg, checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command, and of each of its processes."""
+    """The arguments of the command and of each of its processes."""
     parser.add_argument(
         "where", help="a Hugging Face folder, a run, or one of its checkpoints: its configuration"
     )
@@ -38,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_eval(words: Sequence[str]) -> int:
-    """On one rank."""
+def run_eval(arguments: Sequence[str]) -> int:
+    """Evaluate, on one rank."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     cfg, checkpoint = locate(args.where, args.overrides)
     import torch.distributed as dist
 

@@ -2,34 +2,24 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.sources import EvalSource
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.dataset import DataSet, Handle, open_data
-from megatron_vlm.data.batch.loader import Loader
+from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.batch.order import Order, all_of
-from megatron_vlm.data.encode.positions import VisionTokens
 from megatron_vlm.data.encode.row import Row
-from megatron_vlm.data.read.sources import SourceSpec, parse_specs
-from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.feed.feeder import open_together
-from megatron_vlm.feed.share import my_replica, share_batch, share_object
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.feed.feeder import SharedBatches, open_together
+from megatron_vlm.feed.share import share_object
 from megatron_vlm.worker import MegatronWorker
-
-
-@dataclass(frozen=True)
-class EvalSet:
-    """A held-out set; `data` on the loading ranks alone."""
-
-    name: str
-    data: DataSet | None
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -41,106 +31,78 @@ class Question:
     answer_ids: tuple[int, ...]  # without the end of the turn
 
 
-def named_specs(value: Any) -> list[tuple[str, SourceSpec]]:
-    """data.eval, each entry a set with a name of its own: {name: SOURCE}, or the file's name."""
-    if isinstance(value, dict) and "path" not in value:
-        return [
-            (str(name), parse_specs(spec, f"data.eval.{name}")[0]) for name, spec in value.items()
-        ]
-    specs = parse_specs(value, "data.eval")
-    names = [Path(spec.path).name.split(".")[0] for spec in specs]
-    return [
-        (name if names.count(name) == 1 else f"{name}-{place}", spec)
-        for place, (name, spec) in enumerate(zip(names, specs, strict=True))
-    ]
+@dataclass(frozen=True)
+class EvalSet:
+    """A held-out set; only the loading ranks have `data`. Its methods are collectives."""
 
+    worker: MegatronWorker
+    cfg: Config
+    name: str
+    data: DataSet | None
+    samples: int
 
-def open_sets(worker: MegatronWorker, cfg: Config) -> list[EvalSet]:
-    """Every entry of data.eval. A collective."""
-    named = [] if cfg.data.eval is None else named_specs(cfg.data.eval)
-    _check_best(cfg, [name for name, _ in named])
-    return [_open(worker, cfg, name, spec) for name, spec in named]
+    @staticmethod
+    def open(worker: MegatronWorker, cfg: Config, entry: EvalSource) -> "EvalSet":
+        """An entry of data.eval."""
+        grid, device = worker.grid, worker.platform.device
 
+        def opening() -> tuple[DataSet, int]:
+            share, sizes = (grid.dp.rank, grid.dp.size), worker.source.sizes
+            path, specs = cfg.model.path, (entry.source,)
+            data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False)
+            assert isinstance(data, DataSet)
+            data = first_of(data, cfg.eval.samples)
+            return data, len(data.order)
 
-def _check_best(cfg: Config, names: Sequence[str]) -> None:
-    best = cfg.checkpoint.best
-    if best is not None and best.split("/")[0] not in names:
-        raise ConfigError(
-            f"checkpoint.best={best}: data.eval has no set {best.split('/')[0]!r}; "
-            f"it has {', '.join(names) or 'none'}"
-        )
+        data, samples = open_together(f"data.eval {entry.name}", grid, device, opening)
+        return EvalSet(worker, cfg, entry.name, data, samples)
 
+    def batches(self) -> Iterator[list[MicroBatch]]:
+        """The set's micro-batches, each list on every rank of the replica."""
+        grid, cfg, size = self.worker.grid, self.cfg, self.cfg.eval.batch_size
+        loader = None
+        if self.data is not None:
+            replica = Replica(grid.dp.rank, grid.dp.size)
+            loader = Loader(self.data, cfg.data, size, Limits.of(cfg.train), replica, epochs=1)
+        batches = SharedBatches(loader, grid, self.worker.platform.device)
+        for _ in range(-(-self.samples // size)):
+            yield batches.next().micro_batches
 
-def _open(worker: MegatronWorker, cfg: Config, name: str, spec: SourceSpec) -> EvalSet:
-    def opening() -> tuple[DataSet, int]:
-        replica, hf_config = my_replica(), worker.source.config
-        share = (replica.rank, replica.count)
-        path = cfg.model.path
-        data = open_data([vars(spec)], "data.eval", cfg.data, path, hf_config, share, train=False)
-        if not isinstance(data, DataSet):
-            raise ConfigError(f"data.eval: {spec.path} streams, and an evaluation needs its size")
-        data = first_of(data, cfg.eval.samples)
-        return data, len(data.order)
+    def handles(self) -> list[Handle]:
+        """The samples that this replica asks about, the same on every one of its ranks."""
+        mine: Any = None
+        if self.data is not None:
+            most, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
+            data = self.data if most is None else first_of(self.data, most)
+            mine = data.order.epoch(0)[dp.rank :: dp.size].tolist()
+        return [(source, index) for source, index in self._shared(mine)]
 
-    data, samples = open_together(f"data.eval {name}", worker.platform.device, opening)
-    return EvalSet(name, data, samples)
+    def ask(self, handles: Sequence[Handle]) -> list[Question]:
+        """These samples as questions, on every rank of the replica."""
+        mine: Any = None
+        if self.data is not None:
+            mine = []
+            for handle in handles:
+                try:
+                    mine.append(question_of(self.data, handle))
+                except DataError as error:
+                    if self.cfg.data.on_error == "raise":
+                        mine = error
+                        break
+        questions: list[Question] = self._shared(mine)
+        return questions
+
+    def _shared(self, mine: Any) -> Any:
+        return share_object(mine, self.worker.grid, self.worker.platform.device)
 
 
 def first_of(data: DataSet, samples: int | None) -> DataSet:
-    """So many samples of one source, spread over all of it: files are often sorted. The same ones
-    each time; all of them in their order where there are no more."""
+    """At most this many samples of one source, spread over all of it, since files are often sorted.
+    The same ones each time; all of them, in their order, if there are no more."""
     length = len(data.indexes[0])
     if samples is None or samples >= length:
         return replace(data, order=all_of((length,)))
     return replace(data, order=Order((length,), (samples / length,), seed=0, shuffle=True))
-
-
-def batches_of(
-    worker: MegatronWorker, cfg: Config, held_out: EvalSet
-) -> Iterator[list[MicroBatch]]:
-    """The set's micro-batches, each list on every rank of the replica. A collective."""
-    limits = Limits.of(cfg.train)
-    size = cfg.eval.batch_size
-    loaded: Any = iter(())
-    if held_out.data is not None:
-        loaded = iter(Loader(held_out.data, cfg.data, size, limits, my_replica(), epochs=1))
-    for _ in range(-(-held_out.samples // size)):
-        mine: Any = None
-        if held_out.data is not None:
-            try:
-                mine = (next(loaded).micro_batches, None)
-            except DataError as error:
-                mine = error
-        yield share_batch(mine, worker.platform.device)[0]
-
-
-def questions_of(worker: MegatronWorker, cfg: Config, held_out: EvalSet) -> list[Handle]:
-    """The samples of this replica that are asked, the same on every one of its ranks."""
-    mine: Any = None
-    if held_out.data is not None:
-        most = cfg.eval.answer_samples
-        data = held_out.data if most is None else first_of(held_out.data, most)
-        replica = my_replica()
-        mine = data.order.epoch(0)[replica.rank :: replica.count].tolist()
-    return [(source, index) for source, index in share_object(mine, worker.platform.device)]
-
-
-def ask(
-    worker: MegatronWorker, cfg: Config, held_out: EvalSet, handles: Sequence[Handle]
-) -> list[Question]:
-    """These samples as questions, on every rank of the replica. A collective."""
-    mine: Any = None
-    if held_out.data is not None:
-        mine = []
-        for handle in handles:
-            try:
-                mine.append(question_of(held_out.data, handle))
-            except DataError as error:
-                if cfg.data.on_error == "raise":
-                    mine = error
-                    break
-    questions: list[Question] = share_object(mine, worker.platform.device)
-    return questions
 
 
 def question_of(data: DataSet, handle: Handle) -> Question:

@@ -1,31 +1,30 @@
-"""The batches of a run on every rank, and the agreement of all ranks to go on, stop or fail."""
+"""Batches on every rank, for training and evaluation alike."""
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.dataset import DataSet, open_data
-from megatron_vlm.data.batch.loader import BatchFigures, Loader, StepBatch
+from megatron_vlm.data.batch.loader import BatchFigures, Loader, Replica
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.batch.position import Position
 from megatron_vlm.data.batch.stream_set import StreamSet
-from megatron_vlm.distributed.agree import FAILED, OK, STOP, agree, meet
-from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
-from megatron_vlm.feed.share import is_loader, my_replica, share_batch, share_object
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.distributed.agree import Vote, fail_together, meet
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.feed.share import share_batch, share_object
 
-Data = TypeVar("Data")
+T = TypeVar("T")
 Known = TypeVar("Known")
-
-
-class Stopped(Exception):  # noqa: N818 - not an error
-    """A signal asked to save and stop; every rank agreed."""
+_ELSEWHERE = "another rank could not load its data; see its message"
 
 
 @dataclass(frozen=True)
@@ -37,37 +36,54 @@ class StepData:
     figures: BatchFigures
 
 
+class SharedBatches:
+    """A loader's batches on every rank; only one rank of a replica has the loader."""
+
+    def __init__(self, loader: Loader | None, grid: Grid, device: torch.device):
+        self.grid, self.device = grid, device
+        self.batches = None if loader is None else iter(loader)
+
+    def next(self, vote: Vote = Vote.OK) -> StepData:
+        """The next batch. What one rank votes for or fails with, all do. A collective."""
+        mine: Any = None
+        with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
+            if self.batches is not None:
+                batch = next(self.batches)
+                mine = (batch.micro_batches, (batch.after, batch.figures))
+        micro_batches, (after, figures) = share_batch(mine, self.grid, self.device)
+        return StepData(micro_batches, after, figures)
+
+
 class Feeder:
-    """The batches of a run, on every rank: one rank of a replica loads, the others receive."""
+    """The training batches of a run, on every rank."""
 
-    def __init__(self, worker: MegatronWorker, cfg: Config):
-        self.worker, self.cfg = worker, cfg
-        self.device = worker.platform.device
-        self.replica = my_replica()
-        self.data, known = open_together("data.train", self.device, self._open)
-        self.length, self.print = known
-        _check_same(self.print)
+    def __init__(self, cfg: Config, sizes: ModelSizes, grid: Grid, device: torch.device):
+        self.cfg, self.grid, self.device = cfg, grid, device
+        self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
-        self.batches: Iterator[StepBatch] | None = None
 
-    def _open(self) -> tuple[DataSet | StreamSet, tuple[int | None, str]]:
-        cfg, share = self.cfg, (self.replica.rank, self.replica.count)
-        hf_config = self.worker.source.config
-        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, hf_config, share)
-        length = len(data.order) if isinstance(data, DataSet) else None
-        return data, (length, fingerprint(data))
+        def opening() -> tuple[DataSet | StreamSet, tuple[int | None, str]]:
+            share = (grid.dp.rank, grid.dp.size)
+            specs, path = cfg.data.train, cfg.model.path
+            data = open_data(specs, "data.train", cfg.data, path, sizes, share)
+            length = len(data.order) if isinstance(data, DataSet) else None
+            return data, (length, fingerprint(data))
+
+        self.data, (self.length, self.fingerprint) = open_together(
+            "data.train", grid, device, opening
+        )
+        _check_same(self.fingerprint)
 
     def total_steps(self) -> int:
         """From train.steps, or from train.epochs and the size of the data."""
         train = self.cfg.train
         if train.steps is not None:
             return train.steps
-        if self.length is None:
-            raise ConfigError("data.train streams and has no length: set train.steps")
+        assert self.length is not None, "validate.py: a stream has train.steps"
         return max(1, math.ceil(train.epochs * self.length / train.global_batch_size))
 
     def faults(self) -> str:
-        """What was left out so far, in a sentence; nothing where nothing was."""
+        """What was left out so far, in a sentence; empty if nothing was."""
         if self.data is None:
             return ""
         dropped, errors = self.data.faults()
@@ -77,60 +93,41 @@ class Feeder:
         return "; ".join([*rules, *wrong])
 
     def start(self, position: Position) -> None:
-        """Load from here on."""
-        train = self.cfg.train
-        limits = Limits.of(train)
+        """Load from this position on."""
+        size, limits = self.cfg.train.global_batch_size, Limits.of(self.cfg.train)
         if self.data is not None:
-            self.loader = Loader(
-                self.data, self.cfg.data, train.global_batch_size, limits, self.replica, position
-            )
-            self.batches = iter(self.loader)
+            data = self.cfg.data
+            self.loader = Loader(self.data, data, size, limits, self.replica, position)
+        self.batches = SharedBatches(self.loader, self.grid, self.device)
 
-    def next(self, word: int) -> StepData:
-        """The next step's data. `word`: what this rank has to say to all others (see agree.py).
-        Stopped or an error on one rank is Stopped or an error on all."""
-        mine: Any = None
-        if self.batches is not None:
-            try:
-                batch = next(self.batches)
-                mine = (batch.micro_batches, (batch.after, batch.figures))
-            except DataError as error:
-                mine = error
-        together(self.device, isinstance(mine, DataError), mine, word)
-        micro_batches, (after, figures) = share_batch(mine, self.device)
-        return StepData(micro_batches, after, figures)
+    def next(self, vote: Vote) -> StepData:
+        """The next step's data; Stopped or an error on one rank is Stopped or an error on all."""
+        return self.batches.next(vote)
 
 
 def open_together(
-    name: str, device: Any, opening: Callable[[], tuple[Data, Known]]
-) -> tuple[Data | None, Known]:
+    name: str, grid: Grid, device: torch.device, opening: Callable[[], tuple[T, Known]]
+) -> tuple[T | None, Known]:
     """What `opening` opens, on the loading ranks, and what all ranks are to know of it. The error
     of one is an error on all, however long the others take. A collective."""
-    data: Data | None = None
+    data: T | None = None
     opened: Any = None
-    if is_loader():
+    failure: MegatronVLMError | None = None
+    if grid.leads:
         try:
             data, opened = opening()
         except MegatronVLMError as error:
-            opened = DataError(str(error))
+            failure = error
     meet(name)
-    together(device, isinstance(opened, DataError), opened)
-    return data, share_object(opened, device)
-
-
-def together(device: Any, failed: bool, mine: Any, word: int = OK) -> None:
-    """Go on together, stop together, or fail together. A collective."""
-    said = agree(FAILED if failed else word, device)
-    if failed:
-        raise mine
-    if said == FAILED:
-        raise DataError("another rank could not load its data; see its message")
-    if said == STOP:
-        raise Stopped
+    with fail_together(device, DataError, _ELSEWHERE):
+        if failure is not None:
+            raise failure
+    return data, share_object(opened, grid, device)
 
 
 def fingerprint(data: DataSet | StreamSet) -> str:
-    """Of what the order of samples depends on: equal on all replicas, and after a resume."""
+    """A digest of what the order of samples depends on: equal on all replicas, and after a
+    resume."""
     hasher = hashlib.blake2b(digest_size=16)
     if isinstance(data, DataSet):
         hasher.update(repr(data.order).encode())

@@ -1,4 +1,4 @@
-"""One rank of a replica loads; the others get from it what they need, and no more.
+"""One rank of a replica loads data; the others get from it what they need, and no more.
 
 Tokens, targets and positions go to every rank of the replica, and the values that a loss reads
 with them; pixels, still as bytes, only to the tensor parallel ranks of stage 0.
@@ -9,65 +9,46 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.data.batch.loader import Replica
 from megatron_vlm.data.batch.micro_batch import VISUAL_FIELDS, MicroBatch
+from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import DataError
 
 TOKEN_FIELDS = ("tokens_BS5", "values_BSF")
 
 
-def is_loader() -> bool:
-    """Whether this rank loads for its replica."""
-    return bool(
-        parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.is_pipeline_first_stage()
-    )
-
-
-def my_replica() -> Replica:
-    """The data parallel replica of this rank."""
-    return Replica(
-        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    )
-
-
-def share_object(mine: Any, device: torch.device) -> Any:
+def share_object(mine: Any, grid: Grid, device: torch.device) -> Any:
     """A small object of the loading rank, or its error, on every rank of the replica. A
     collective."""
-    group = parallel_state.get_model_parallel_group()
     box = [mine]
-    if dist.get_world_size(group) > 1:
-        source = dist.get_process_group_ranks(group)[0]
-        dist.broadcast_object_list(box, source, group=group, device=device)
+    grid.from_leader(box, device)
     if isinstance(box[0], DataError):
         raise box[0]
     return box[0]
 
 
 def share_batch(
-    mine: tuple[list[MicroBatch], Any] | DataError | None, device: torch.device
+    mine: tuple[list[MicroBatch], Any] | None, grid: Grid, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
     """The loading rank's micro-batches and whatever small thing comes with them, on every rank of
-    the replica. An error of the loading rank is raised on all. A collective."""
-    group = parallel_state.get_model_parallel_group()
-    if dist.get_world_size(group) == 1:
-        shared: tuple[list[MicroBatch], Any] = share_object(mine, device)
-        return shared
-    frames, extra = share_object(_describe(mine), device)
-    source = dist.get_process_group_ranks(group)[0]
-    batches = [None] * len(frames) if mine is None else mine[0]  # type: ignore[index]
-    vision_group = parallel_state.get_tensor_model_parallel_group()
-    first = parallel_state.is_pipeline_first_stage()
+    the replica. A collective."""
+    if grid.replica.size == 1:
+        assert mine is not None
+        return mine
+    frames, extra = share_object(_describe(mine), grid, device)
+    source = dist.get_process_group_ranks(grid.replica.group)[0]
+    batches = [None] * len(frames) if mine is None else mine[0]
     received = []
     for frame, batch in zip(frames, batches, strict=True):
         table = {
-            name: _broadcast(frame, batch, name, source, group, device) for name in TOKEN_FIELDS
+            name: _broadcast(frame, batch, name, source, grid.replica.group, device)
+            for name in TOKEN_FIELDS
         }
         visual = {
-            name: _broadcast(frame, batch, name, source, vision_group, device) if first else None
+            name: _broadcast(frame, batch, name, source, grid.tp.group, device)
+            if grid.first
+            else None
             for name in VISUAL_FIELDS
         }
         received.append(replace(frame["frame"], **table, **visual))
@@ -76,8 +57,8 @@ def share_batch(
 
 def _describe(mine: Any) -> Any:
     """The batches without their tensors: shapes and types instead."""
-    if mine is None or isinstance(mine, DataError):
-        return mine
+    if mine is None:
+        return None
     batches, extra = mine
     empty = torch.empty(0)
     frames = []

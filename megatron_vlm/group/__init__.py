@@ -8,8 +8,7 @@ group.optim_step(lr=1e-6)
 """
 
 from megatron_vlm.group.group import WorkerGroup
-from megatron_vlm.group.handle import Handle
 from megatron_vlm.group.local import local_group
 from megatron_vlm.group.member import WorkerError
 
-__all__ = ["Handle", "WorkerError", "WorkerGroup", "local_group"]
+__all__ = ["WorkerError", "WorkerGroup", "local_group"]

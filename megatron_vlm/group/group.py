@@ -1,16 +1,20 @@
 """WorkerGroup: the calls of a controller."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.group.handle import Handle
-from megatron_vlm.group.parts import Part, Rows, even_parts, prompt_parts
+from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt_parts
 from megatron_vlm.step.losses import LossFunction, Objective
 from megatron_vlm.worker import StepMetrics
+
+T = TypeVar("T")
+Join = Callable[[list[Any]], T]  # what is made of one result from each replica, in order
+Parts = Sequence[ReplicaBatch] | None
 
 
 class Ranks(Protocol):
@@ -18,38 +22,40 @@ class Ranks(Protocol):
 
     dims: ParallelDims
 
-    def call(self, method: str, parts: Sequence[Part] | None, *args: Any) -> Handle[list[Any]]:
-        """A method of every Member, on its replica's part; one result of each replica, in order.
-        An error of a rank is raised."""
+    def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
+        """Call a method of every Member, with the part of its replica if there are parts."""
 
     def close(self) -> None: ...
 
 
 class WorkerGroup:
     """N MegatronWorkers as one. Batches are those of the whole group: rows, or a TensorBatch, of
-    which only the fields that a call reads travel. Every method returns a handle."""
+    which only the fields that a call reads are sent.
+
+    Every method returns a future. The calls of a group are done in the order in which they were
+    made, whether or not a result was waited for.
+    """
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.dims = ranks.dims
 
-    def forward(self, batch: Rows) -> Handle[list[Tensor]]:
+    def forward(self, batch: BatchLike) -> Future[list[Tensor]]:
         """Log-probs of each row's supervised tokens, as MegatronWorker.forward gives them."""
-        handle = self.ranks.call("forward", even_parts(batch, self.dims.dp))
-        return handle.then(lambda found: _in_order(found)[: len(batch)])
+        parts = even_parts(batch, self.dims.dp)
+        return self.ranks.call(lambda found: _in_order(found)[: len(batch)], "forward", parts)
 
     def forward_backward(
         self,
-        batch: Rows,
+        batch: BatchLike,
         return_per_token_outputs: bool = False,
         loss: str | LossFunction = "cross_entropy",
         **options: float,
-    ) -> Handle[StepMetrics]:
-        """Gradients of the mean loss over the batch, in place of any before. The values of each
+    ) -> Future[StepMetrics]:
+        """Gradients of the mean loss over the batch, in place of earlier ones. The values of each
         token that the loss reads are fields of the batch; see losses.py."""
         value_names = Objective.create(loss, options).value_names
         parts = even_parts(batch, self.dims.dp, value_names)
-        args = (return_per_token_outputs, loss, options)
 
         def join(found: list[StepMetrics]) -> StepMetrics:
             if not return_per_token_outputs:
@@ -57,38 +63,39 @@ class WorkerGroup:
             log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
             return replace(found[0], log_probs=log_probs)
 
-        return self.ranks.call("forward_backward", parts, *args).then(join)
+        args = (return_per_token_outputs, loss, options)
+        return self.ranks.call(join, "forward_backward", parts, *args)
 
-    def optim_step(self, lr: float | None = None) -> Handle[tuple[float, float]]:
-        """Clip and apply the gradients: (norm before, learning rate)."""
-        return self.ranks.call("optim_step", None, lr).then(_first)
+    def optim_step(self, lr: float | None = None) -> Future[tuple[float, float]]:
+        """Clip and apply the gradients: (norm before clipping, learning rate)."""
+        return self.ranks.call(_first, "optim_step", None, lr)
 
     def generate(
         self,
-        prompts: Rows,
+        prompts: BatchLike,
         max_new_tokens: int,
         stop_ids: Collection[int],
         batch_rows: int = 16,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> Handle[list[list[int]]]:
-        """New tokens of each prompt, as decode.generate gives them. A row of a call is sampled by
-        `seed` and its number: give another seed to each call."""
+    ) -> Future[list[list[int]]]:
+        """New tokens for each prompt, as decode.generate gives them. Rows are sampled by `seed`
+        and their number in the call: give each call another seed."""
         parts = prompt_parts(prompts, self.dims.dp)
         args = (max_new_tokens, tuple(stop_ids), batch_rows, temperature, seed)
-        return self.ranks.call("generate", parts, *args).then(_in_order)
+        return self.ranks.call(_in_order, "generate", parts, *args)
 
-    def save(self, folder: str, progress: dict[str, Any] | None = None) -> Handle[None]:
+    def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
         """Write a checkpoint; `progress` is plain JSON, for `load` to return."""
-        return self.ranks.call("save", None, str(folder), progress or {}).then(_first)
+        return self.ranks.call(_first, "save", None, str(folder), progress or {})
 
-    def load(self, folder: str) -> Handle[dict[str, Any]]:
+    def load(self, folder: str) -> Future[dict[str, Any]]:
         """Fill the workers from a checkpoint of any layout; its `progress`."""
-        return self.ranks.call("load", None, str(folder)).then(_first)
+        return self.ranks.call(_first, "load", None, str(folder))
 
-    def export(self, folder: str) -> Handle[None]:
+    def export(self, folder: str) -> Future[None]:
         """Write a Hugging Face checkpoint."""
-        return self.ranks.call("export", None, str(folder)).then(_first)
+        return self.ranks.call(_first, "export", None, str(folder))
 
     def close(self) -> None:
         """End the processes that the group has started."""

@@ -1,20 +1,17 @@
-"""A group inside torchrun: SPMD, without a controller of its own.
+"""A group inside torchrun: SPMD, without a separate controller.
 
-Every rank makes the group around its worker and makes the same calls with the same batches; each
-takes its replica's part, and all get the results of the whole.
+Every rank makes a group around its worker and makes the same calls with the same batches; each
+takes its replica's part, and all get the results of the whole batch.
 """
 
-from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
-from megatron_vlm.group.group import WorkerGroup
-from megatron_vlm.group.handle import Handle
+from megatron_vlm.group.group import Join, Parts, T, WorkerGroup
 from megatron_vlm.group.member import BrokenError, Member, first_failure
-from megatron_vlm.group.parts import Part
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -24,34 +21,37 @@ def local_group(worker: MegatronWorker) -> WorkerGroup:
 
 
 class LocalRanks:
-    """This rank's Member; a call is done when it returns."""
+    """This rank's Member. A call is done when it returns: its future is never pending."""
 
     def __init__(self, worker: MegatronWorker):
         self.member = Member(worker)
-        self.dims = worker.dims
+        self.grid, self.dims = worker.grid, worker.dims
 
-    def call(self, method: str, parts: Sequence[Part] | None, *args: Any) -> Handle[list[Any]]:
+    def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
         if parts is not None:
-            part = parts[parallel_state.get_data_parallel_rank()]
-            args = (part if self.member.worker.first else replace(part, pixels=None), *args)
+            part = parts[self.grid.dp.rank]
+            args = (part if self.grid.first else replace(part, pixels=None), *args)
         mine: Any = None
         failure: Exception | None = None
         try:
             mine = self.member.call(method, *args)
         except BrokenError:
-            raise  # the others cannot be told; they end with this process
+            raise  # at once: the other ranks cannot be told, and end when this process does
         except Exception as error:
             failure = error
         found: list[Any] = [None] * dist.get_world_size()
-        # All ranks, not only the replica's: an error must reach every one.
-        leads = parallel_state.get_model_parallel_src_rank() == dist.get_rank()
-        dist.all_gather_object(found, failure if failure else mine if leads else None)
-        errors = [item for item in found if isinstance(item, Exception)]
+        # From all ranks, not only the replica's: an error must reach every one of them.
+        dist.all_gather_object(found, failure if failure else mine if self.grid.leads else None)
+        errors = [each for each in found if isinstance(each, Exception)]
+        future: Future[T] = Future()
         if errors:
-            raise first_failure(errors) from failure
-        replicas = range(self.dims.dp)
-        results = [found[replica * self.dims.tp] for replica in replicas]
-        return Handle(lambda timeout: results)
+            first = first_failure(errors)
+            first.__cause__ = failure
+            future.set_exception(first)
+        else:
+            leaders = map(self.dims.leader_of, range(self.dims.dp))
+            future.set_result(join([found[rank] for rank in leaders]))
+        return future
 
     def close(self) -> None:
-        """The processes are not ours."""
+        """Nothing to end: torchrun started the processes."""

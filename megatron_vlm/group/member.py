@@ -10,42 +10,42 @@ from torch import Tensor
 from megatron_vlm.checkpoint import state
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.tensors.rows import rows_of
-from megatron_vlm.distributed.agree import FAILED, OK, agree
+from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
-from megatron_vlm.group.parts import Part
+from megatron_vlm.group.parts import ReplicaBatch
 from megatron_vlm.step.decode import generate
 from megatron_vlm.step.losses import LossFunction, Objective
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
 class WorkerError(MegatronVLMError):
-    """What went wrong in a worker and is not the user's to put right; names the rank."""
+    """A failure in a worker that is not a mistake of the user; names the rank."""
 
 
 class BrokenError(WorkerError):
-    """What nobody foresaw: other ranks may be inside a collective that this one has left."""
+    """An unexpected error: other ranks may be inside a collective that this one has left."""
 
 
 class Member:
-    """A worker with the calls of WorkerGroup, each on the part of this rank's replica."""
+    """A worker with the calls of WorkerGroup, each with the part of this rank's replica."""
 
     def __init__(self, worker: MegatronWorker):
         self.worker = worker
         self.has_gradients = False
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """The method's result; an error names the rank."""
         try:
-            return getattr(self, method)(*args, **kwargs)
+            return getattr(self, method)(*args)
         except Exception as error:
             raise of_rank(error, dist.get_rank()) from error
 
-    def forward(self, part: Part) -> list[Tensor]:
+    def forward(self, part: ReplicaBatch) -> list[Tensor]:
         return self.worker.forward(self._prepare(part))
 
     def forward_backward(
         self,
-        part: Part,
+        part: ReplicaBatch,
         return_per_token_outputs: bool,
         loss: str | LossFunction,
         options: dict[str, float],
@@ -58,14 +58,14 @@ class Member:
 
     def optim_step(self, lr: float | None) -> tuple[float, float]:
         if not self.has_gradients:
-            # A controller that does not wait for forward_backward must not step without one.
+            # The controller may not have waited for a forward_backward that failed.
             raise WorkerError("optim_step: there are no gradients; forward_backward comes first")
         self.has_gradients = False
         return self.worker.optim_step(lr)
 
     def generate(
         self,
-        part: Part,
+        part: ReplicaBatch,
         max_new_tokens: int,
         stop_ids: Collection[int],
         batch_rows: int,
@@ -73,10 +73,10 @@ class Member:
         seed: int,
     ) -> list[list[int]]:
         prompts = rows_of(part.whole())
-        # By the row's number in the whole batch: no two rows of a call draw the same.
+        # By the row's number in the whole batch, so that no two rows of a call have one seed.
         seeds = [(seed << 32) + part.first_row + place for place in range(len(prompts))]
         return generate(
-            self.worker, prompts, max_new_tokens, stop_ids, batch_rows, temperature, seeds
+            self.worker.stage, prompts, max_new_tokens, stop_ids, batch_rows, temperature, seeds
         )
 
     def save(self, folder: str, progress: dict[str, Any]) -> None:
@@ -88,21 +88,11 @@ class Member:
     def export(self, folder: str) -> None:
         self.worker.export_hf(folder)
 
-    def _prepare(self, part: Part, value_names: Sequence[str] = ()) -> list[MicroBatch]:
-        """All ranks go on together or none does: a bad row of one replica must not leave the
-        others in a collective."""
-        failure: Exception | None = None
-        batches: list[MicroBatch] = []
-        try:
-            batches = self.worker.micro_batches(part.whole(), value_names, part.first_row)
-        except Exception as error:
-            failure = error
-        said = agree(OK if failure is None else FAILED, self.worker.platform.device)
-        if failure is not None:
-            raise failure
-        if said == FAILED:
-            raise FailedElsewhereError("another rank cannot take its rows; see its message")
-        return batches
+    def _prepare(self, part: ReplicaBatch, value_names: Sequence[str] = ()) -> list[MicroBatch]:
+        """A bad row of one replica must not leave the others in a collective."""
+        message = "another rank cannot take its rows; see its message"
+        with fail_together(self.worker.platform.device, FailedElsewhereError, message):
+            return self.worker.micro_batches(part.whole(), value_names, part.first_row)
 
 
 class FailedElsewhereError(DataError):
@@ -110,12 +100,12 @@ class FailedElsewhereError(DataError):
 
 
 def of_rank(error: Exception, rank: int) -> Exception:
-    """The same error with its rank; ours stay of their type."""
+    """The same error, naming its rank. Ours keep their type; others become BrokenError."""
     if isinstance(error, MegatronVLMError):
         return type(error)(f"rank {rank}: {error}")
     return BrokenError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def first_failure(errors: Sequence[Exception]) -> Exception:
-    """The one that tells why: not that of a rank which failed because another did."""
+    """The first error that is not merely the echo of another rank's."""
     return next((e for e in errors if not isinstance(e, FailedElsewhereError)), errors[0])

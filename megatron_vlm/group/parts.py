@@ -1,6 +1,6 @@
 """A batch cut into one part for each data parallel replica.
 
-Pixel values go to the first stage alone. The other stages get patches without values ([P, 0]): they
+Pixel values go to the first stage alone. The other stages get patches without values ([P, 0]) and
 still count them, so that a wrong batch is an error on every rank and not a hang on some.
 """
 
@@ -15,39 +15,39 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch, Value
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 
-Rows = TensorBatch | Sequence[Row]
+BatchLike = TensorBatch | Sequence[Row]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of one replica: all fields with patches that have no values, and the values apart."""
+class ReplicaBatch:
+    """One replica's part: all fields, with the values of patches left out, and those values."""
 
     batch: TensorBatch
     pixels: TensorBatch | None
     first_row: int  # its number in the whole batch
 
     def whole(self) -> TensorBatch:
-        """With the values, where they are here."""
+        """All fields, with the values of patches where this rank has them."""
         return self.batch if self.pixels is None else self.batch.with_fields(**self.pixels.fields)
 
 
-def even_parts(rows: Rows, count: int, value_names: Sequence[str] = ()) -> list[Part]:
-    """As many rows in each part, the last filled up with rows without image and loss."""
+def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> list[ReplicaBatch]:
+    """The same number of rows in each part; rows without image and loss fill up the last ones."""
     batch = as_batch(rows, (*FIELDS, MASK, *value_names))
     if not len(batch):
         raise DataError("an empty batch: give at least one row")
     return _cut(_filled(batch, -len(batch) % count), count)
 
 
-def prompt_parts(rows: Rows, count: int) -> list[Part]:
-    """As even as the rows come; a part may be empty. Labels do not matter and need not be there."""
+def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
+    """Parts as even as the number of rows allows; some may be empty. Labels are ignored."""
     batch = as_batch(rows, (name for name in FIELDS if name != "labels"))
     labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
     return _cut(batch.with_fields(labels=labels), count)
 
 
-def as_batch(rows: Rows, names: Iterable[str]) -> TensorBatch:
-    """Those fields of it that are named; what else a controller keeps in it stays there."""
+def as_batch(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
+    """The named fields; whatever else a controller keeps in its batch is left out."""
     batch = rows if isinstance(rows, TensorBatch) else batch_of(rows)
     if "ids" not in batch:
         raise DataError(f"the batch has no field 'ids'; it has {', '.join(batch.keys())}")
@@ -65,13 +65,13 @@ def _filled(batch: TensorBatch, missing: int) -> TensorBatch:
     return TensorBatch(fields, batch.meta)
 
 
-def _cut(batch: TensorBatch, count: int) -> list[Part]:
+def _cut(batch: TensorBatch, count: int) -> list[ReplicaBatch]:
     parts, first_row = [], 0
     for chunk in batch.chunk(count):
         names = [name for name in PIXEL_FIELDS if name in chunk]
         bare = {name: TensorList([row[:, :0] for row in _patches(chunk[name])]) for name in names}
         pixels = chunk.select(names) if names else None
-        parts.append(Part(chunk.with_fields(**bare), pixels, first_row))
+        parts.append(ReplicaBatch(chunk.with_fields(**bare), pixels, first_row))
         first_row += len(chunk)
     return parts
 

@@ -1,11 +1,13 @@
-"""A group over Ray: one actor for each rank, held by a controller that is no rank itself.
+"""A group over Ray: one actor for each rank, and a controller that is not a rank itself.
 
-Needs the extra `ray`. What a call reads of a batch goes into Ray's object store once, as the bytes
-of a TensorBatch for each replica; pixel values are an object of their own, which only the first
-stage's actors take out.
+Needs the extra `ray`. The fields that a call reads go into Ray's object store once, as the bytes of
+a TensorBatch for each replica; pixel values are separate objects, which only the actors of the
+first stage fetch.
 """
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,10 @@ from ray.util.placement_group import remove_placement_group  # type: ignore
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.ray_cluster import MeetingPlace, go_to, place_ranks, take_rank
-from megatron_vlm.group.group import WorkerGroup
-from megatron_vlm.group.handle import Handle
+from megatron_vlm.distributed.ray_cluster import RankActor, place_ranks
+from megatron_vlm.group.group import Join, Parts, T, WorkerGroup
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
-from megatron_vlm.group.parts import Part
+from megatron_vlm.group.parts import ReplicaBatch
 from megatron_vlm.worker import MegatronWorker
 
 GRACE_S = 20.0  # for the other ranks to end their call, once one has failed
@@ -33,56 +34,41 @@ def start_ray_group(
     gpus: float = 0.0,
     training: bool = True,
 ) -> WorkerGroup:
-    """Start so many actors with these resources each, in a Ray that is initialised, and a worker
-    in each. The TP ranks of one stage share a node."""
+    """Start this many actors, each with these resources and a worker. Ray must be initialised. The
+    TP ranks of one stage share a node."""
     place, options = place_ranks(processes, cfg.parallel.tp, cpus, gpus)
-    make = ray.remote(RankActor)
+    make = ray.remote(WorkerActor)
     actors: list[Any] = [
         make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
     ]
     crew = Crew(actors, place)
-    address = crew.gather([actors[0].open_place.remote()])[0]
-    crew.gather([actor.go_to.remote(address) for actor in actors])
+    address = crew.gather([actors[0].open_store.remote()])[0]
+    crew.gather([actor.use_store.remote(address) for actor in actors])
     return WorkerGroup(RayRanks(crew, cfg, training))
 
 
 def share_ray_group(group: WorkerGroup, cfg: Config, training: bool = True) -> WorkerGroup:
-    """A second group in the processes of the first, such as the reference of a policy. Its layout
-    must be that of the first, and both end when one is closed."""
+    """A second group in the processes of the first, such as the reference model of a policy. Both
+    must have one layout, and closing one ends both."""
     assert isinstance(group.ranks, RayRanks)
     return WorkerGroup(RayRanks(group.ranks.crew, cfg, training))
 
 
-class RankActor:
+class WorkerActor(RankActor):
     """One rank and its workers."""
 
     def __init__(self, rank: int, world: int):
-        self.rank = rank
-        take_rank(rank, world)
+        super().__init__(rank, world)
         self.members: list[Member] = []
-        self.pixel_bytes = 0  # that the last call brought
-        self.place: MeetingPlace | None = None
-
-    def open_place(self) -> tuple[str, int]:
-        """Of rank 0: where all meet."""
-        self.place = MeetingPlace()
-        return self.place.address
-
-    def go_to(self, address: tuple[str, int]) -> None:
-        go_to(address)
 
     def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
-        """Make a worker; its number here, and the layout."""
+        """Make a worker; its number in this process, and the layout."""
         try:
             worker = MegatronWorker(cfg, training)
         except Exception as error:
             raise of_rank(error, self.rank) from error
         self.members.append(Member(worker))
         return len(self.members) - 1, worker.dims
-
-    def call(self, number: int, method: str, *args: Any) -> Any:
-        """A method of a Member that takes no batch."""
-        return self._answer(number, method, *args)
 
     def call_on_part(
         self,
@@ -93,22 +79,18 @@ class RankActor:
         first_row: int,
         *args: Any,
     ) -> Any:
-        """A method of a Member on a part of a batch, which comes as bytes."""
-        self.pixel_bytes = 0 if pixels is None else pixels.nbytes
+        """Call a method of a Member with a part of a batch, which comes as bytes."""
         values = None if pixels is None else TensorBatch.from_bytes(pixels.data)
-        part = Part(TensorBatch.from_bytes(batch.data), values, first_row)
-        return self._answer(number, method, part, *args)
+        part = ReplicaBatch(TensorBatch.from_bytes(batch.data), values, first_row)
+        return self.call(number, method, part, *args)
 
-    def last_pixel_bytes(self) -> int:
-        """Of the last call on a part."""
-        return self.pixel_bytes
-
-    def _answer(self, number: int, method: str, *args: Any) -> Any:
+    def call(self, number: int, method: str, *args: Any) -> Any:
+        """Call a method of a Member."""
         member = self.members[number]
         result = member.call(method, *args)
-        # The other ranks of a replica have the same, which need not travel.
-        leads = self.rank == member.worker.dims.replica_of(self.rank) * member.worker.dims.tp
-        return result if leads else None
+        # The other ranks of a replica have the same result, which need not be sent.
+        dims = member.worker.dims
+        return result if self.rank == dims.leader_of(dims.replica_of(self.rank)) else None
 
 
 class Crew:
@@ -118,17 +100,34 @@ class Crew:
         self.actors = actors
         self.place = place
         self.ended: str | None = None
+        self.gathering: threading.Thread | None = None
 
-    def gather(self, refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+    def promise(self, refs: Sequence[Any], join: Join[T]) -> Future[T]:
+        """A future of what `join` makes of the results of every rank."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # the ranks have begun: it cannot be cancelled
+        before = self.gathering
+
+        def finish() -> None:
+            if before is not None:
+                before.join()  # in order, so that the first failure says why the group ended
+            try:
+                future.set_result(join(self.gather(refs)))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.gathering = threading.Thread(target=finish, daemon=True)
+        self.gathering.start()
+        return future
+
+    def gather(self, refs: Sequence[Any]) -> list[Any]:
         """The result of every rank. The first error is raised once all have ended their call; the
-        processes are ended where one has died, or others do not come out of theirs."""
+        processes are ended if one has died, or if others do not return from theirs."""
         found: dict[Any, Any] = {}
         errors: list[Exception] = []
         going = list(refs)
         while going:
-            done, going = ray.wait(going, timeout=GRACE_S if errors else timeout)
-            if not done and not errors:
-                raise TimeoutError(f"{len(going)} of {len(refs)} ranks work on after {timeout} s")
+            done, going = _wait(going, GRACE_S if errors else None)
             if not done:
                 break
             found[done[0]] = _outcome(done[0], refs.index(done[0]))
@@ -142,7 +141,7 @@ class Crew:
         raise error
 
     def close(self, why: str = "it was closed") -> None:
-        """End all actors; whoever calls them later is told why."""
+        """End all actors; later calls fail with the reason."""
         if self.ended is None:
             self.ended = why
             for actor in self.actors:
@@ -158,27 +157,20 @@ class RayRanks:
         found = crew.gather([actor.start.remote(cfg, training) for actor in crew.actors])
         self.number, self.dims = found[0]
 
-    def call(self, method: str, parts: Sequence[Part] | None, *args: Any) -> Handle[list[Any]]:
-        if self.crew.ended is not None:
-            raise WorkerError(f"the group has ended: {self.crew.ended}")
+    def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
         if parts is None:
             refs = [actor.call.remote(self.number, method, *args) for actor in self.crew.actors]
         else:
             refs = self._send(method, parts, args)
-        leads = [replica * self.dims.tp for replica in range(self.dims.dp)]
+        leaders = [self.dims.leader_of(replica) for replica in range(self.dims.dp)]
+        return self.crew.promise(refs, lambda found: join([found[rank] for rank in leaders]))
 
-        def wait(timeout: float | None) -> list[Any]:
-            found = self.crew.gather(refs, timeout)
-            return [found[rank] for rank in leads]
-
-        return Handle(wait)
-
-    def _send(self, method: str, parts: Sequence[Part], args: Sequence[Any]) -> list[Any]:
+    def _send(self, method: str, parts: Sequence[ReplicaBatch], args: Sequence[Any]) -> list[Any]:
         stored = [(_store(part.batch), _store(part.pixels), part.first_row) for part in parts]
         refs = []
         for rank, actor in enumerate(self.crew.actors):
             batch, pixels, first_row = stored[self.dims.replica_of(rank)]
-            mine = pixels if self.dims.stage_of_rank(rank) == 0 else None
+            mine = pixels if self.dims.stage_of(rank) == 0 else None
             refs.append(
                 actor.call_on_part.remote(self.number, method, batch, mine, first_row, *args)
             )
@@ -189,12 +181,22 @@ class RayRanks:
 
 
 def _store(batch: TensorBatch | None) -> Any:
-    """In the object store, as an array: actors of a node read it where it lies."""
+    """Put it into the object store as an array, which the actors of a node read without a copy."""
     return None if batch is None else ray.put(np.frombuffer(batch.to_bytes(), dtype=np.uint8))
 
 
+def _wait(refs: list[Any], timeout: float | None) -> tuple[list[Any], list[Any]]:
+    """ray.wait; but where Ray was shut down that would start a new one, in a thread."""
+    try:
+        if ray.is_initialized():
+            return ray.wait(refs, timeout=timeout)
+    except SystemExit:  # Ray was shut down meanwhile
+        pass
+    raise WorkerError("the group has ended: Ray was shut down")
+
+
 class DeadError(WorkerError):
-    """A process that is gone."""
+    """The process of a rank has died."""
 
 
 def _outcome(ref: Any, rank: int) -> Any:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.names import REPLICATED, Entry
-from megatron_vlm.hf.source import Source
+from megatron_vlm.hf.load import held_params
+from megatron_vlm.hf.names import Entry, Origin, exported
+from megatron_vlm.hf.source import HFCheckpoint
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 _DTYPES = {
@@ -30,45 +31,36 @@ _MAX_SHARD_BYTES = 5 * 10**9
 
 
 def gather_tensors(
-    model: torch.nn.Module,
+    chunks: Sequence[nn.Module],
     table: Sequence[Entry],
-    value_of: Callable[[torch.nn.Parameter], Tensor] = lambda param: param.data,
+    grid: Grid,
+    value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor in the checkpoint's names, one at a time: on rank (tp 0, pp 0) of each data
-    parallel replica its value on the host, on the others None. A collective: all ranks iterate."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    tp_group = parallel_state.get_tensor_model_parallel_group()
-    pp_group = parallel_state.get_pipeline_model_parallel_group()
-    tp_rank, tp = dist.get_rank(tp_group), dist.get_world_size(tp_group)
-    params = dict(model.named_parameters())
-    device = next(iter(params.values())).device
+    """Every tensor of a Hugging Face checkpoint, one at a time: on the first rank of each replica
+    its value on the host, on the others None. A collective: all ranks iterate."""
+    stage = grid.pp.rank
+    params = held_params(chunks, table, stage)
+    device = next(chunks[0].parameters()).device
     for entry in table:
-        if entry.is_copy:
+        if entry.origin is not Origin.hub:
             continue
         tensors: list[Tensor] = []
         if stage == entry.stage:
-            value = value_of(params[entry.ours]).detach().contiguous()
-            parts = [value]
-            if entry.layout is not REPLICATED:
-                parts = [torch.empty_like(value) for _ in range(tp)]
-                dist.all_gather(parts, value, group=tp_group)
-            tensors = entry.layout.save(parts) if tp_rank == 0 else []
-        if entry.stage != 0 and tp_rank == 0 and stage in (0, entry.stage):
-            tensors = _send_to_first(tensors, entry.stage, stage, pp_group, device)
-        for index, name in enumerate(entry.theirs):
-            yield name, tensors[index].cpu() if stage == 0 and tp_rank == 0 else None
+            value = value_of(params[entry]).detach().contiguous()
+            parts = grid.gather(entry.layout.cut, value)
+            tensors = entry.layout.save(parts) if grid.tp.rank == 0 else []
+        if entry.stage != 0 and grid.tp.rank == 0 and stage in (0, entry.stage):
+            tensors = _send_to_first(tensors, entry.stage, grid.pp, device)
+        for index, name in enumerate(entry.names):
+            yield name, tensors[index].cpu() if grid.leads else None
 
 
 def _send_to_first(
-    tensors: list[Tensor],
-    source: int,
-    stage: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    tensors: list[Tensor], source: int, stages: Axis, device: torch.device
 ) -> list[Tensor]:
     """Move an entry's tensors from the stage that holds them to stage 0."""
-    ranks = dist.get_process_group_ranks(group)
-    if stage == source:
+    ranks, group = dist.get_process_group_ranks(stages.group), stages.group
+    if stages.rank == source:
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         dist.send_object_list([shapes], ranks[0], group=group)
         for tensor in tensors:
@@ -83,16 +75,17 @@ def _send_to_first(
 
 
 def export_hf(
-    model: torch.nn.Module,
-    source: Source,
+    chunks: Sequence[nn.Module],
+    source: HFCheckpoint,
     table: Sequence[Entry],
+    grid: Grid,
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
-    """The model as `write_folder` writes it. All ranks take part."""
-    if parallel_state.get_data_parallel_rank() == 0:
-        named = gather_tensors(model, table)
-        if dist.get_rank() == 0:
+    """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
+    if grid.dp.rank == 0:
+        named = gather_tensors(chunks, table, grid)
+        if grid.leads:
             write_folder(source, table, named, out, max_shard_bytes)
         else:
             for _ in named:
@@ -101,14 +94,14 @@ def export_hf(
 
 
 def write_folder(
-    source: Source,
+    source: HFCheckpoint,
     table: Sequence[Entry],
     named: Iterable[tuple[str, Tensor | None]],
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face checkpoint folder: shards and index, and every other file of the source
-    (config, tokenizer, image processor, chat template) as it was. Tensors keep their dtype.
+    (config, tokenizer, image processor, chat template) unchanged. Tensors keep their dtype.
 
     Written under a temporary name beside `out` and renamed when complete.
     """
@@ -133,18 +126,18 @@ def write_folder(
 
 
 def check_new(out: Path) -> None:
-    """An export does not mix with what is there."""
+    """Refuse to export into a folder that already holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty; choose a new folder for the export")
 
 
 class _ShardWriter:
-    """Takes tensors as they come and writes each shard as soon as its last tensor is there.
+    """Takes tensors in any order and writes each shard as soon as its last tensor has arrived.
 
     Which tensor goes to which shard follows from names and sizes alone.
     """
 
-    def __init__(self, source: Source, table: Sequence[Entry], folder: Path, max_bytes: int):
+    def __init__(self, source: HFCheckpoint, table: Sequence[Entry], folder: Path, max_bytes: int):
         self.source = source
         self.folder = folder
         self.folder.mkdir(parents=True)
@@ -177,23 +170,22 @@ class _ShardWriter:
                 shutil.copyfile(file, self.folder / file.name)
 
 
-def _names_of(name: str, source: Source) -> list[str]:
+def _names_of(name: str, source: HFCheckpoint) -> list[str]:
     """The names under which a tensor is stored: a tied embedding also as the head, where the
     source does so."""
-    is_embedding = name == "model.language_model.embed_tokens.weight"
-    if is_embedding and source.config.tie_word_embeddings and "lm_head.weight" in source.tensors:
-        return [name, "lm_head.weight"]
+    names = source.family.names
+    if name == names.embedding and source.sizes.tied and names.head in source.tensors:
+        return [name, names.head]
     return [name]
 
 
 def plan_shards(
-    source: Source, table: Sequence[Entry], max_bytes: int
+    source: HFCheckpoint, table: Sequence[Entry], max_bytes: int
 ) -> tuple[dict[str, str], int]:
     """Tensors in the order of the table, cut into shards of at most max_bytes, so that a shard is
     complete and written before the next one fills."""
-    names = [name for entry in table if not entry.is_copy for name in entry.theirs]
     number, filled, total, numbers = 0, 0, 0, {}
-    for name in [stored for each in names for stored in _names_of(each, source)]:
+    for name in [stored for each in exported(table) for stored in _names_of(each, source)]:
         info = source.tensors[name]
         size = prod(info.shape) * _DTYPES[info.dtype].itemsize
         if filled and filled + size > max_bytes:

@@ -1,17 +1,21 @@
-"""The two-way table of names: which Hugging Face tensors make one of our parameters, and how it
-is cut over TP. Loading and exporting both read it.
+"""The two-way table of names: which Hugging Face tensors make up one of our parameters, how it is
+cut, and which rank holds it. Loading, exporting and checkpoints all follow it.
 
 Shapes: G key/value groups, R query heads of a group, D head size, H width.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
+from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.grid import CutGroup
+from megatron_vlm.family.family import Family
+from megatron_vlm.family.sizes import ModelSizes, Part, TensorSpec, TextSizes
 
 # Reads a slice of a checkpoint tensor: name, and for each of its first dimensions (start, end).
 ReadSlice = Callable[[str, Sequence[tuple[int, int] | None]], Tensor]
@@ -19,29 +23,63 @@ ReadSlice = Callable[[str, Sequence[tuple[int, int] | None]], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter is cut. `load` makes rank r's part out of slices of the checkpoint's
-    tensors; `save` makes those tensors out of the parts of all TP ranks."""
+    """How a parameter is cut: over which group and along which axis, None for a parameter that
+    every rank holds whole. `load` makes rank r's part from slices of the checkpoint's tensors;
+    `save` makes those tensors from the parts of all ranks of the group."""
 
+    cut: CutGroup | None
+    axis: int
     load: Callable[[ReadSlice, Sequence[str], int, int], Tensor]
     save: Callable[[Sequence[Tensor]], list[Tensor]]
 
 
+class Origin(Enum):
+    """Where a parameter comes from and goes to."""
+
+    hub = auto()  # loaded from a Hugging Face checkpoint, exported to one
+    copy = auto()  # loaded from a tensor that another entry exports: the tied head of a last stage
+    ours = auto()  # no such tensor: kept in our checkpoints alone, as adapters are
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours, the stage that holds it, and its tensors in the checkpoint."""
+    """One parameter of ours, who holds it, and its tensors in a checkpoint."""
 
     ours: str
-    theirs: tuple[str, ...]
+    theirs: tuple[TensorSpec, ...]
     layout: Layout
     stage: int
-    is_copy: bool = False  # the tied head of the last stage: loaded, never exported
+    part: Part
+    chunk: int = 0  # of the chunks of the model that a stage holds
+    origin: Origin = Origin.hub
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its tensors in a checkpoint."""
+        return tuple(tensor.name for tensor in self.theirs)
+
+    def is_frozen(self, cfg: ModelConfig) -> bool:
+        """Whether the parameter stays as it was loaded."""
+        return bool(getattr(cfg, f"freeze_{self.part.switch}"))
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in the whole parameter, without padding."""
+        return sum(tensor.num_values for tensor in self.theirs)
+
+
+def exported(table: Sequence[Entry]) -> list[str]:
+    """The names of the tensors in a Hugging Face checkpoint, in the order of the table."""
+    return [name for entry in table if entry.origin is Origin.hub for name in entry.names]
 
 
 def _part(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return rank * size // ranks, (rank + 1) * size // ranks
 
 
-REPLICATED = Layout(
+WHOLE = Layout(
+    None,
+    0,
     load=lambda read, names, rank, ranks: read(names[0], ()),
     save=lambda parts: [parts[0]],
 )
@@ -49,6 +87,8 @@ REPLICATED = Layout(
 
 def _columns(width: int) -> Layout:
     return Layout(
+        "tp",
+        1,
         load=lambda read, names, rank, ranks: read(names[0], (None, _part(width, rank, ranks))),
         save=lambda parts: [torch.cat(list(parts), dim=1)],
     )
@@ -63,7 +103,7 @@ def _vocab_rows(vocab: int) -> Layout:
         real = read(names[0], ((start, end),))
         return torch.cat([real, real.new_zeros(rows - len(real), *real.shape[1:])])
 
-    return Layout(load, lambda parts: [torch.cat(list(parts))[:vocab]])
+    return Layout("tp", 0, load, lambda parts: [torch.cat(list(parts))[:vocab]])
 
 
 def _gate_up(width: int) -> Layout:
@@ -76,7 +116,7 @@ def _gate_up(width: int) -> Layout:
         halves = [part.chunk(2) for part in parts]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
 
-    return Layout(load, save)
+    return Layout("tp", 0, load, save)
 
 
 def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
@@ -95,68 +135,67 @@ def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
         grouped = torch.cat([part.unflatten(0, (-1, sum(per_group))) for part in parts])
         return [piece.flatten(0, 1) for piece in grouped.split(per_group, dim=1)]
 
-    return Layout(load, save)
+    return Layout("tp", 0, load, save)
 
 
-def decoder_layer_entries(
-    config: PretrainedConfig, backend: str, layer: int, local: int, stage: int
-) -> list[Entry]:
-    """The parameters of one decoder layer. TE fuses each norm into the linear that follows it."""
-    hf, ours = f"model.language_model.layers.{layer}.", f"decoder.layers.{local}."
+def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+    """One decoder layer: our name, Hugging Face's names, the layout. TE fuses each norm into the
+    linear layer that follows it."""
     fused = backend == "te"
-    input_norm = (
-        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+    yield (
+        "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
+        ("input_layernorm.weight",),
+        WHOLE,
     )
-    mlp_norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    ffn, head_dim = config.intermediate_size, config.head_dim
-    table = [
-        (input_norm, ("input_layernorm.weight",), REPLICATED),
-        (
-            "self_attention.linear_qkv.weight",
-            tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-            _qkv(heads, groups, head_dim),
-        ),
-        ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), REPLICATED),
-        ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), REPLICATED),
-        (
-            "self_attention.linear_proj.weight",
-            ("self_attn.o_proj.weight",),
-            _columns(heads * head_dim),
-        ),
-        (mlp_norm, ("post_attention_layernorm.weight",), REPLICATED),
-        (
-            "mlp.linear_fc1.weight",
-            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            _gate_up(ffn),
-        ),
-        ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _columns(ffn)),
-    ]
-    return [
-        Entry(ours + name, tuple(hf + x for x in theirs), layout, stage)
-        for name, theirs, layout in table
-    ]
+    yield (
+        "self_attention.linear_qkv.weight",
+        tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
+        _qkv(text.heads, text.kv_heads, text.head_dim),
+    )
+    for x in "qk":
+        yield f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), WHOLE
+    yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _columns(text.query)
+    yield (
+        "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight",
+        ("post_attention_layernorm.weight",),
+        WHOLE,
+    )
+    yield (
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        _gate_up(text.ffn),
+    )
+    yield "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _columns(text.ffn)
 
 
-def name_table(
-    hf_config: PretrainedConfig, backend: str, dims: ParallelDims, vision_names: Iterable[str]
-) -> list[Entry]:
+def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:
     """Every parameter of every stage, in one order on all ranks."""
-    text, last = hf_config.text_config, dims.pp - 1
-    vocab = _vocab_rows(text.vocab_size)
-    embedding = "model.language_model.embed_tokens.weight"
+    specs = {tensor.name: tensor for tensor in sizes.tensors}
+    names, last = family.names, dims.pp - 1
+    vocab = _vocab_rows(sizes.text.vocab)
+
+    def entry(
+        ours: str, theirs: Sequence[str], layout: Layout, stage: int, origin: Origin = Origin.hub
+    ) -> Entry:
+        found = tuple(specs[name] for name in theirs)
+        part = Part.head if origin is Origin.copy else found[0].part
+        return Entry(ours, found, layout, stage, part, origin=origin)
+
     entries = [
-        Entry(f"vision_model.{name}", (f"model.visual.{name}",), REPLICATED, 0)
-        for name in vision_names
+        entry(f"vision_model.{name.removeprefix(names.vision)}", [name], WHOLE, 0)
+        for name in specs
+        if name.startswith(names.vision)
     ]
-    entries.append(Entry("embedding.word_embeddings.weight", (embedding,), vocab, 0))
+    entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, 0))
     for stage in range(dims.pp):
-        for local, layer in enumerate(dims.layers_of(stage)):
-            entries += decoder_layer_entries(text, backend, layer, local, stage)
-    norm = "model.language_model.norm.weight"
-    entries.append(Entry("decoder.final_layernorm.weight", (norm,), REPLICATED, last))
-    if not hf_config.tie_word_embeddings:
-        entries.append(Entry("output_layer.weight", ("lm_head.weight",), vocab, last))
+        for local, number in enumerate(dims.layers_of(stage)):
+            for ours, theirs, layout in _layer_rows(sizes.text, backend):
+                full = [names.layer(number) + name for name in theirs]
+                entries.append(entry(f"decoder.layers.{local}.{ours}", full, layout, stage))
+    entries.append(entry("decoder.final_layernorm.weight", [names.final_norm], WHOLE, last))
+    if not sizes.tied:
+        entries.append(entry("output_layer.weight", [names.head], vocab, last))
     elif last > 0:
-        entries.append(Entry("output_layer.weight", (embedding,), vocab, last, is_copy=True))
+        copy = [names.embedding]
+        entries.append(entry("output_layer.weight", copy, vocab, last, Origin.copy))
     return entries

@@ -3,37 +3,33 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
 
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family import family_of, read_config
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies and what it is, from the file's header."""
+    """Which file a tensor is in and what it is, from the file's header."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, e.g. BF16
 
 
-class Source:
+class HFCheckpoint:
     """Names, shapes and dtypes are read at once from the headers; data only slice by slice."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if not (self.path / "config.json").is_file():
-            raise ConfigError(
-                f"model.path={str(path)!r} has no config.json; give the folder of a Qwen3-VL "
-                "checkpoint, e.g. one that `hf download NAME --local-dir DIR` wrote"
-            )
-        self.config: PretrainedConfig = AutoConfig.from_pretrained(self.path)
+        self.config = read_config(self.path)
+        self.family = family_of(self.config, self.path)
+        self.sizes = self.family.sizes_of(self.config)
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
 
@@ -62,12 +58,8 @@ class Source:
             return piece[:]
         return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
 
-    def num_values(self, name: str) -> int:
-        """How many numbers a tensor holds."""
-        return prod(self.tensors[name].shape)
-
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Unmap the files."""
         self._open_files.clear()
 
 

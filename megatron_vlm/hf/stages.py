@@ -1,19 +1,17 @@
-"""The start-up report: which stage holds what, and what of it learns. Needs no weights."""
+"""The start-up report: what each stage holds, and which part of it is trained."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.table import Table
+from rich.text import Text
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.display.tables import plain_table
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.sizes import Part
 from megatron_vlm.hf.names import Entry
-from megatron_vlm.hf.source import Source
-from megatron_vlm.model.build import is_frozen, part_of
-
-_SUBMODULES = ("vision", "merger", "embed", "decoder", "head")
 
 
 @dataclass(frozen=True)
@@ -22,28 +20,20 @@ class StageReport:
 
     stage: int
     layers: range
-    total: Counter[str] = field(default_factory=Counter)
-    trainable: Counter[str] = field(default_factory=Counter)
-
-
-def submodule_of(name: str) -> str:
-    """Which line of the report a parameter of our model belongs to."""
-    if (part := part_of(name)) != "language":
-        return part
-    return {"embedding": "embed", "output_layer": "head"}.get(name.split(".")[0], "decoder")
+    total: Counter[Part] = field(default_factory=Counter)
+    trainable: Counter[Part] = field(default_factory=Counter)
 
 
 def stage_reports(
-    cfg: Config, source: Source, dims: ParallelDims, table: Sequence[Entry]
+    cfg: ModelConfig, dims: ParallelDims, table: Sequence[Entry]
 ) -> list[StageReport]:
-    """One a stage. TP's vocabulary padding is not counted."""
+    """One per stage. TP's vocabulary padding is not counted."""
     reports = [StageReport(stage, dims.layers_of(stage)) for stage in range(dims.pp)]
     for entry in table:
-        count = sum(source.num_values(name) for name in entry.theirs)
-        report, part = reports[entry.stage], submodule_of(entry.ours)
-        report.total[part] += count
-        if not is_frozen(entry.ours, cfg.model):
-            report.trainable[part] += count
+        report = reports[entry.stage]
+        report.total[entry.part] += entry.num_values
+        if not entry.is_frozen(cfg):
+            report.trainable[entry.part] += entry.num_values
     return reports
 
 
@@ -58,21 +48,21 @@ def layout_table(
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
     )
-    for column in ("stage", "layers", *_SUBMODULES, "total", "trainable"):
+    for column in ("stage", "layers", *Part, "total", "trainable"):
         table.add_column(column, justify="right", no_wrap=True)
     for report in reports:
         layers = report.layers
         span = f"{layers[0]}-{layers[-1]}" if len(layers) else "none"
-        cells = [_cell(report.total[key], report.trainable[key]) for key in _SUBMODULES]
+        cells = [_cell(report.total[key], report.trainable[key]) for key in Part]
         totals = (short(report.total.total()), short(report.trainable.total()))
         table.add_row(str(report.stage), span, *cells, *totals)
     return table
 
 
-def _cell(total: int, trainable: int) -> str:
+def _cell(total: int, trainable: int) -> Text:
     if not total:
-        return "-"
-    return short(total) if trainable else f"[dim]({short(total)})[/dim]"
+        return Text("-")
+    return Text(short(total)) if trainable else Text(f"({short(total)})", style="dim")
 
 
 def short(count: int) -> str:

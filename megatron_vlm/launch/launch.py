@@ -1,4 +1,4 @@
-"""Start the processes of a command on this machine, where torchrun has not: torchrun does it."""
+"""Start the processes of a command, unless torchrun, Slurm or Ray has already started them."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ from megatron_vlm.launch.local_job import run_job
 
 
 def processes_for(cfg: Config, gpus: int) -> int:
-    """launch.processes; else one for each GPU, or on the CPU as few as the layout needs."""
+    """launch.processes; by default one for each GPU, on the CPU as few as the layout needs."""
     least = cfg.parallel.tp * cfg.parallel.pp
     count = cfg.launch.processes or gpus or least
     if count % least:
@@ -24,28 +24,29 @@ def processes_for(cfg: Config, gpus: int) -> int:
 
 
 def check_ray() -> None:
-    """Refuse what is not installed."""
+    """Refuse launch.backend=ray where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.backend=ray needs Ray: pip install 'megatron_vlm[ray]'")
 
 
-def launch(cfg: Config, module: str, function: str, words: Sequence[str]) -> int:
-    """Run `module.function(words)` in as many processes as it takes; the exit status."""
+def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) -> int:
+    """Run `module.function(arguments)` in as many processes as the layout needs; the exit
+    status."""
     command = getattr(importlib.import_module(module), function)
     if under_launcher():
-        return run_process(command, words)
+        return run_process(command, arguments)
     if cfg.launch.backend == "ray" and function == "run_train":
         check_ray()
         from megatron_vlm.launch.ray_job import run_ray_job
 
-        return run_ray_job(cfg, words)
+        return run_ray_job(cfg, arguments)
     from megatron_vlm.distributed.device import count_gpus
 
     gpus = count_gpus() if cfg.platform != "cpu" else 0
     count = processes_for(cfg, gpus)
     if not gpus:
-        # Each process would take all cores, and they would wait for each other.
+        # Each process would start a thread for every core, and they would slow each other down.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     if count == 1:
-        return run_process(command, words)
-    return run_job(module, words, count, cfg.launch.max_restarts)
+        return run_process(command, arguments)
+    return run_job(module, arguments, count, cfg.launch.max_restarts)

@@ -1,7 +1,10 @@
-"""The processes of a job on this machine: started together, ended together, started again.
+"""The processes of a job on this machine: started together, ended together, restarted together.
 
-torchrun does this too, but answers every end of its processes with exit status 1 and a traceback
-of its own, and does not pass SIGUSR1 on. A job has to tell "saved, start me again" from a failure.
+torch's elastic launcher would not do (measured with torch 2.13, with `signals_to_handle` and a long
+`shutdown_timeout`): after a signal it reports none of the ranks' exit statuses, so that "saved,
+start me again" is lost; a second Ctrl-C does not reach the ranks, and when a rank fails the others
+get SIGTERM at once, which tells them to save. It also restarts after a user's mistake, and its
+ranks outlive a launcher that was killed.
 """
 
 import ctypes
@@ -12,48 +15,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from dataclasses import replace
 
-from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, RESTART
-
-GRACE_S = 10.0  # for the others to say why they end too; then they are killed
-_FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Of the process that ended first, or badly first."""
-
-    rank: int
-    status: int  # negative: the signal that killed it
-
-    @property
-    def exit_status(self) -> int:
-        return self.status if self.status >= 0 else 128 - self.status
-
-    def __str__(self) -> str:
-        if self.status < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.status).name}"
-        return f"rank {self.rank} ended with exit status {self.status}"
+from megatron_vlm.distributed.process import RESTART
+from megatron_vlm.launch.restart import (
+    Ending,
+    run_with_restarts,
+    signals_sent_to,
+    wait_for_ranks,
+)
 
 
-def run_job(module: str, words: Sequence[str], count: int, max_restarts: int = 0) -> int:
-    """`python -m module words` on `count` ranks, again after a failure; the exit status."""
-    for restart in range(max_restarts + 1):
-        ending, stopped = _run_once(module, words, count, restart)
-        if ending.status in (0, MISTAKE, PREEMPTED) or stopped:
-            break
-        print(f"megatron-vlm: {ending}", file=sys.stderr)
-        if restart < max_restarts:
-            which = f"restart {restart + 1} of launch.max_restarts={max_restarts}"
-            print(f"megatron-vlm: starting again, {which}", file=sys.stderr)
-    return ending.exit_status
+def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int = 0) -> int:
+    """`python -m module arguments` on `count` ranks, again after a failure; the exit status."""
+    command = [sys.executable, "-m", module, *arguments]
+    return run_with_restarts(lambda restart: _run_once(command, count, restart), max_restarts)
 
 
-def _run_once(module: str, words: Sequence[str], count: int, restart: int) -> tuple[Ending, bool]:
-    """How the job ended, and whether a signal had asked it to."""
+def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -63,53 +42,46 @@ def _run_once(module: str, words: Sequence[str], count: int, restart: int) -> tu
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            command,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             start_new_session=True,  # Ctrl-C comes through us, once
             preexec_fn=_end_with_parent,
         )
         for rank in range(count)
     ]
-    received: list[int] = []
+    running = dict(enumerate(processes))
 
-    def forward(number: int, _: FrameType | None) -> None:
-        received.append(number)
+    def ended() -> list[Ending]:
+        time.sleep(0.05)
+        done = [rank for rank, process in running.items() if process.poll() is not None]
+        return [_ending(rank, running.pop(rank).returncode) for rank in done]
+
+    def send(number: int) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
-        return _wait(processes), bool(received)
+        with signals_sent_to(send) as received:
+            ending = wait_for_ranks(count, ended)
+        return replace(ending, stopped=bool(received))
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
 
 
-def _wait(processes: Sequence["subprocess.Popen[Any]"]) -> Ending:
-    """Until all have ended, or the grace after the first bad end is over."""
-    bad: Ending | None = None
-    until = float("inf")
-    running = dict(enumerate(processes))
-    while running and time.monotonic() < until:
-        for rank, process in list(running.items()):
-            status = process.poll()
-            if status is None:
-                continue
-            del running[rank]
-            if status and bad is None:
-                bad, until = Ending(rank, status), time.monotonic() + GRACE_S
-        time.sleep(0.05)
-    return bad or Ending(0, 0)
+def _ending(rank: int, status: int) -> Ending:
+    if status < 0:  # the signal that killed it
+        name = signal.Signals(-status).name
+        return Ending(128 - status, f"rank {rank} was killed by {name}")
+    return Ending(status, f"rank {rank} ended with exit status {status}")
 
 
 def _end_with_parent() -> None:
-    """In a new process: a launcher that is killed can forward nothing, but Linux tells its
-    children. They save, and end."""
+    """In a new process: have Linux send it SIGTERM when the launcher dies without forwarding a
+    signal; the rank then saves and ends."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

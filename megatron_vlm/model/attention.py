@@ -1,48 +1,32 @@
-"""Core attention over torch's scaled_dot_product_attention: the `torch` backend, on CPU and GPU.
+"""Core attention: the `torch` backend over scaled_dot_product_attention, on CPU and GPU, and the
+cache of generation around any backend.
 
 Shapes: S tokens (Megatron is sequence first), B rows, N query heads, G key/value heads, R query
 heads of each, D head size, T columns of the cache.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vlm.model.cache import KVCache
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal attention without a mask: rows are padded on the right, where it changes nothing.
+    """Causal attention without a mask: rows are padded on the right, where it changes nothing."""
 
-    Where Megatron would hand over a mask comes the cache of generation, None in training.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ):
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any):
         super().__init__(config=config)
-        self.layer_number = layer_number
         self.softmax_scale = softmax_scale
 
     def forward(
-        self,
-        query_SBND: Tensor,
-        key_SBGD: Tensor,
-        value_SBGD: Tensor,
-        cache: KVCache | None = None,
-        **_: Any,
+        self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        if cache is not None:
-            kept = cache.store(self.layer_number, key_SBGD, value_SBGD)
-            if not cache.in_prefill:
-                return self._attend_to_cache(query_SBND[0], *kept, cache.mask_B11T)
         out_BNSD = F.scaled_dot_product_attention(
             query_SBND.permute(1, 2, 0, 3),
             key_SBGD.permute(1, 2, 0, 3),
@@ -52,6 +36,37 @@ class SDPACoreAttention(MegatronModule):
             enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
         )
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+
+class CachedAttention(MegatronModule):
+    """A backend's core attention, and in generation the cache: the backend attends among the tokens
+    of the prompt, every later token attends to the cache."""
+
+    def __init__(
+        self,
+        backend: Callable[..., nn.Module],
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale
+        self.backend = backend(
+            config=config, layer_number=layer_number, softmax_scale=softmax_scale, **kwargs
+        )
+        self.cache: KVCache | None = None  # `attending_to` sets it
+
+    def forward(
+        self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self.cache is not None:
+            kept = self.cache.store(self.layer_number, key_SBGD, value_SBGD)
+            if not self.cache.in_prefill:
+                return self._attend_to_cache(query_SBND[0], *kept, self.cache.mask_B11T)
+        out_SBH: Tensor = self.backend(query_SBND, key_SBGD, value_SBGD, *args, **kwargs)
+        return out_SBH
 
     def _attend_to_cache(
         self, query_BND: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, mask_B11T: Tensor | None
@@ -66,3 +81,16 @@ class SDPACoreAttention(MegatronModule):
             scale=self.softmax_scale,
         )
         return out_BGRD.flatten(1)[None]
+
+
+@contextmanager
+def attending_to(cache: KVCache | None, layers: Iterable[Any]) -> Iterator[None]:
+    """Within it, these decoder layers keep and read this cache."""
+    attentions = [] if cache is None else [layer.self_attention.core_attention for layer in layers]
+    for attention in attentions:
+        attention.cache = cache
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.cache = None

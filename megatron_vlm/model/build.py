@@ -4,21 +4,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.family.family import Family
+from megatron_vlm.family.sizes import ModelSizes, TextSizes
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.model.spec import block_spec
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
@@ -28,10 +25,9 @@ def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
 
 
 def transformer_config(
-    cfg: Config, hf_config: PretrainedConfig, dims: ParallelDims, platform: Platform
+    cfg: Config, text: TextSizes, dims: ParallelDims, platform: Platform
 ) -> TransformerConfig:
     """Megatron's view of the decoder. What it decides beyond sizes is commented."""
-    text = hf_config.text_config
     dtype = compute_dtype(cfg, platform)
     recompute: dict[str, Any] = {}
     if cfg.model.recompute == "full":
@@ -41,19 +37,19 @@ def transformer_config(
     elif cfg.model.recompute == "selective":
         recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_key_value_heads,
+        num_layers=text.layers,
+        hidden_size=text.hidden,
+        ffn_hidden_size=text.ffn,
+        num_attention_heads=text.heads,
+        num_query_groups=text.kv_heads,
         kv_channels=text.head_dim,
         qk_layernorm=True,
         normalization="RMSNorm",
-        layernorm_epsilon=text.rms_norm_eps,
+        layernorm_epsilon=text.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        mrope_section=text.rope_parameters["mrope_section"],
+        mrope_section=list(text.mrope_section),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -83,60 +79,33 @@ def transformer_config(
     )
 
 
-def build_model(
-    cfg: Config, hf_config: PretrainedConfig, dims: ParallelDims, platform: Platform
-) -> Qwen3VLGPTModel:
-    """This rank's stage, weights unset, frozen parts frozen, on the device in its dtype."""
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    config = transformer_config(cfg, hf_config, dims, platform)
+def build_chunks(
+    cfg: Config,
+    family: Family,
+    hf_config: PretrainedConfig,
+    sizes: ModelSizes,
+    grid: Grid,
+    platform: Platform,
+) -> list[Qwen3VLGPTModel]:
+    """The chunks of the model that this rank's stage holds (one, today): weights unset, on the
+    device in their dtype."""
+    dims, stage = grid.dims, grid.pp.rank
+    config = transformer_config(cfg, sizes.text, dims, platform)
+    tower = None
+    if grid.first:
+        tower = family.tower(hf_config, platform.device, cfg.model.recompute_vision)
     model = Qwen3VLGPTModel(
         config,
-        hf_config,
-        padded_vocab=dims.padded_vocab(hf_config.text_config.vocab_size),
-        num_layers=dims.layers_per_stage[stage],
-        first=stage == 0,
-        last=stage == dims.pp - 1,
-        backend=cfg.model.backend,
+        sizes,
+        padded_vocab=dims.padded_vocab(sizes.text.vocab),
+        layers=block_spec(cfg.model.backend, dims.layers_per_stage[stage]),
+        tower=tower,
+        last=grid.last,
         share_images=cfg.model.share_images,
-        recompute_vision=cfg.model.recompute_vision,
         device=platform.device,
     )
     check_built(model.config)
-    _mark_tensor_parallel(model)
     for param in model.parameters():
         # Parameters only: rotary frequencies are buffers and must stay in fp32.
         param.data = param.data.to(platform.device, config.params_dtype)
-    freeze(model, cfg)
-    return model
-
-
-def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Say which weights are cut over TP. Megatron 0.16 does so only while it initialises weights;
-    unmarked, all but TP rank 0's part would be missing from the gradient norm."""
-    cut = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-    for module in model.modules():
-        dim = cut.get(type(module))
-        # A tied head on the embedding's stage has no weight of its own.
-        if dim is None or module.weight is None:
-            continue
-        if not hasattr(module.weight, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
-
-
-def part_of(name: str) -> str:
-    """Which freezable part a parameter of our model belongs to."""
-    if not name.startswith("vision_model."):
-        return "language"
-    return "merger" if "merger" in name else "vision"
-
-
-def is_frozen(name: str, cfg: ModelConfig) -> bool:
-    """Whether a parameter of our model stays as it is loaded."""
-    return bool(getattr(cfg, f"freeze_{part_of(name)}"))
-
-
-def freeze(model: torch.nn.Module, cfg: Config) -> None:
-    """Turn gradients off in the parts that model.freeze_* names."""
-    for name, param in model.named_parameters():
-        if is_frozen(name, cfg.model):
-            param.requires_grad_(False)
+    return [model]

@@ -74,9 +74,3 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         grad_NV = slope_NV.mul_(-of_entropy_N1).sub_(probs_NV * of_log_prob_N1)
         grad_NV.scatter_add_(1, column_N[:, None], of_log_prob_N1 * mine_N[:, None])
         return grad_NV, None, None
-
-
-def collect(log_probs_N: Tensor, non_loss_data: bool = True) -> Any:
-    """For Megatron's forward-only schedules: hand the log-probs through."""
-    assert non_loss_data
-    return log_probs_N

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
-from transformers import PretrainedConfig
+from torch import Tensor, nn
 
-from megatron_vlm.data.encode.positions import VisionTokens, check_placeholders
+from megatron_vlm.data.encode.positions import check_placeholders
 from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.model.attention import attending_to
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.log_probs import target_log_probs
 from megatron_vlm.model.rope import InterleavedMRoPE
-from megatron_vlm.model.spec import block_spec
-from megatron_vlm.model.vision import build_vision_tower, encode, touch
+from megatron_vlm.model.vision import encode, touch
 
 
 class Qwen3VLGPTModel(GPTModel):
@@ -32,40 +33,35 @@ class Qwen3VLGPTModel(GPTModel):
     def __init__(
         self,
         config: TransformerConfig,
-        hf_config: PretrainedConfig,
+        sizes: ModelSizes,
         *,
         padded_vocab: int,
-        num_layers: int,
-        first: bool,
+        layers: TransformerBlockSubmodules,
+        tower: nn.Module | None,
         last: bool,
-        backend: str,
         share_images: bool,
-        recompute_vision: bool,
         device: torch.device,
     ):
-        text = hf_config.text_config
+        """`layers` are this stage's decoder layers; the first stage alone has a `tower`."""
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(backend, num_layers),
+            transformer_layer_spec=layers,
             vocab_size=padded_vocab,
-            max_sequence_length=text.max_position_embeddings,
-            pre_process=first,
+            max_sequence_length=sizes.text.max_positions,
+            pre_process=tower is not None,
             post_process=last,
-            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            share_embeddings_and_output_weights=sizes.tied,
             position_embedding_type="mrope",
-            rotary_base=text.rope_parameters["rope_theta"],
+            rotary_base=sizes.text.rope_theta,
             scatter_embedding_sequence_parallel=False,
         )
-        self.real_vocab = text.vocab_size
-        self.tokens = VisionTokens.of(hf_config)
+        self.sizes = sizes
         self.share_images = share_images
         self.rotary_pos_emb = InterleavedMRoPE(
             config.kv_channels, self.rotary_base, config.mrope_section, device
         )
-        if first:
-            self.vision_model = build_vision_tower(
-                hf_config.vision_config, device, recompute_vision
-            )
+        if tower is not None:
+            self.vision_model = tower
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
         """Megatron's schedules hand over what the stage before sent."""
@@ -112,15 +108,16 @@ class Qwen3VLGPTModel(GPTModel):
             assert self.stage_input is not None
             hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
             self.decoder.set_input_tensor(hidden_SBH)
-        output = super().forward(
-            input_ids,
-            position_ids,
-            cache,  # in the place of a mask, which Megatron hands to each layer's core attention
-            decoder_input=hidden_SBH if self.pre_process else None,
-            labels=labels,
-            extra_block_kwargs={"context": features_KSBH},
-            **kwargs,
-        )
+        with attending_to(cache, self.decoder.layers):
+            output = super().forward(
+                input_ids,
+                position_ids,
+                None,
+                decoder_input=hidden_SBH if self.pre_process else None,
+                labels=labels,
+                extra_block_kwargs={"context": features_KSBH},
+                **kwargs,
+            )
         return output if self.post_process else self._join_stages(output, features_KSBH)
 
     def _see(
@@ -131,16 +128,18 @@ class Qwen3VLGPTModel(GPTModel):
         videos: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """Encode images and videos in one pass and put their features in their tokens' places."""
-        check_placeholders(ids_BS, images[1], videos[1], self.tokens)
+        tokens = self.sizes.tokens
+        check_placeholders(ids_BS, images[1], videos[1], tokens)
         given = [(pixels, grid) for pixels, grid in (images, videos) if pixels is not None]
         if not given:
             return touch(hidden_SBH, self.vision_model), None
         # Images first, then videos: their tokens are looked up in the same order.
         places_V = torch.cat(
-            [_places(ids_BS == token) for token in (self.tokens.image_id, self.tokens.video_id)]
+            [_places(ids_BS == token) for token in (tokens.image_id, tokens.video_id)]
         )
         visual = encode(
             self.vision_model,
+            self.sizes.vision,
             torch.cat([pixels for pixels, _ in given]),
             torch.cat([grid for _, grid in given if grid is not None]),
             self.pg_collection.tp if self.share_images else None,
@@ -173,7 +172,7 @@ class Qwen3VLGPTModel(GPTModel):
         if labels is None:
             return logits_N1V[:, 0]
         return target_log_probs(
-            logits_N1V[:, 0], labels[picked_BS], self.real_vocab, self.pg_collection.tp
+            logits_N1V[:, 0], labels[picked_BS], self.sizes.text.vocab, self.pg_collection.tp
         )
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """The decoder layer as Megatron's ModuleSpec: which class fills each place, for each backend."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -15,12 +16,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.attention import SDPACoreAttention
+from megatron_vlm.model.attention import CachedAttention, SDPACoreAttention
 
 
 class DeepStackLayer(TransformerLayer):
-    """A decoder layer that adds the first of the DeepStack features it is handed to its output
-    and hands on the rest.
+    """A decoder layer that adds the first of the DeepStack features it receives to its output and
+    passes on the rest.
 
     The features travel as `context_KSBH`: the block passes it from layer to layer, and full
     recompute as an explicit argument, so their gradient survives a reentrant checkpoint.
@@ -39,7 +40,7 @@ def torch_layer_spec() -> ModuleSpec:
     """Megatron's parallel linears around torch's attention and RMSNorm."""
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=SDPACoreAttention,
+        core_attention=partial(CachedAttention, SDPACoreAttention),
         linear_proj=RowParallelLinear,
         q_layernorm=WrappedTorchNorm,
         k_layernorm=WrappedTorchNorm,
@@ -77,6 +78,8 @@ def te_layer_spec() -> ModuleSpec:
     )
 
     spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = partial(CachedAttention, attention.core_attention)
     return replace(spec, module=DeepStackLayer)
 
 

@@ -10,49 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig
-from transformers.initialization import no_init_weights
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-
-class LinearPatchEmbed(nn.Module):
-    """The patch embedding as one GEMM: the Conv3d's kernel equals its stride, and convolution
-    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay."""
-
-    def __init__(self, proj: nn.Conv3d):
-        super().__init__()
-        self.proj = proj
-
-    def forward(self, patches_PC: Tensor) -> Tensor:
-        return F.linear(patches_PC, self.proj.weight.flatten(1), self.proj.bias)
-
-
-def build_vision_tower(
-    config: PretrainedConfig, device: torch.device, recompute: bool
-) -> Qwen3VLVisionModel:
-    """The tower with unset weights (load_hf fills them)."""
-    config._attn_implementation = "sdpa"
-    with no_init_weights(), device:
-        tower = Qwen3VLVisionModel(config)
-    tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
-    if recompute:
-        # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,
-        # and the DeepStack mergers would silently stop learning.
-        tower.gradient_checkpointing_enable({"use_reentrant": False})
-    return tower
-
-
-def assign_images(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which images each rank encodes: costliest first, each to the rank with least to do."""
-    load = [0.0] * ranks
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for image in sorted(range(len(costs)), key=lambda image: -costs[image]):
-        rank = load.index(min(load))
-        shares[rank].append(image)
-        load[rank] += costs[image]
-    return shares
+from megatron_vlm.data.deal import deal
+from megatron_vlm.family.sizes import VisionSizes
 
 
 def image_cost(grid_thw: Sequence[int], width: int) -> float:
@@ -73,7 +34,7 @@ class ImageShare:
     @staticmethod
     def plan(grid_I3: Tensor, merge: int, width: int, rank: int, ranks: int) -> "ImageShare":
         grids = grid_I3.tolist()
-        shares = assign_images([image_cost(grid, width) for grid in grids], ranks)
+        shares = deal([image_cost(grid, width) for grid in grids], ranks)
         sizes = [t * h * w // merge**2 for t, h, w in grids]
         rows = [sum(sizes[image] for image in share) for share in shares]
         widest = max(rows)
@@ -90,7 +51,7 @@ class ImageShare:
 class _GatherFeatures(torch.autograd.Function):
     """All ranks' features, in image order. Backward takes this rank's rows and nothing else: the
     decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
-    partial weight gradients are summed over TP once per step (see optimizer.py)."""
+    partial weight gradients are summed over TP once per step (see step/optimizer.py)."""
 
     @staticmethod
     def forward(ctx: Any, local_vH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:
@@ -142,29 +103,29 @@ def touch(x: Tensor, tower: nn.Module) -> Tensor:
 
 
 def encode(
-    tower: Qwen3VLVisionModel,
+    tower: Any,
+    sizes: VisionSizes,
     patches_PC: Tensor,
     grid_I3: Tensor,
     share_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Features [1 + K, V, H] of all images: the merged ones, then one set for each DeepStack layer.
+    """Features [1 + K, V, H] of all images, from the family's tower: the merged ones, then one set
+    for each DeepStack layer.
 
     With `share_group` each of its ranks encodes a share of the images.
     """
     patches_PC = patches_PC.to(tower.dtype)
     if share_group is None or dist.get_world_size(share_group) == 1:
         return _run_tower(tower, patches_PC, grid_I3)
-    config = tower.config
     grid_I3 = grid_I3.cpu()
     share = ImageShare.plan(
         grid_I3,
-        config.spatial_merge_size,
-        config.hidden_size,
+        sizes.merge,
+        sizes.hidden,
         dist.get_rank(share_group),
         dist.get_world_size(share_group),
     )
-    width = config.out_hidden_size
-    levels = 1 + len(config.deepstack_visual_indexes)
+    width, levels = sizes.out_hidden, sizes.levels
     if share.mine:
         by_image = patches_PC.split(grid_I3.prod(-1).tolist())
         mine_PC = torch.cat([by_image[image] for image in share.mine])
@@ -176,6 +137,6 @@ def encode(
     return features_VH.unflatten(1, (levels, width)).permute(1, 0, 2)
 
 
-def _run_tower(tower: Qwen3VLVisionModel, patches_PC: Tensor, grid_I3: Tensor) -> Tensor:
+def _run_tower(tower: Any, patches_PC: Tensor, grid_I3: Tensor) -> Tensor:
     out = tower(patches_PC, grid_thw=grid_I3)
     return torch.stack([out.pooler_output, *out.deepstack_features])

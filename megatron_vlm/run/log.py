@@ -1,5 +1,5 @@
-"""What a run says: metrics.jsonl always, a line or a progress bar for people, TensorBoard and W&B
-where they are asked for. Rank 0 alone speaks."""
+"""What a run says: always metrics.jsonl and a line or a progress bar for people; TensorBoard and
+W&B where they are asked for. Only rank 0 speaks."""
 
 import datetime
 import math
@@ -12,31 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.run.lines import EvalLine, EventLine, Line, StartLine, StepLine
 from megatron_vlm.run.sinks import JsonLines, TensorBoard, WandB
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """One step, of the global batch."""
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float
-    seconds: float
-    tokens_per_s: float
-    trained_tokens_per_s: float
-    images_per_s: float
-    padding: float
-    mfu: float | None
-    memory_gb: float
-    skipped: bool = False  # not applied: its loss or gradient was not finite
 
 
 @dataclass
 class RunLog:
-    """Open it on every rank; only rank 0's does anything."""
+    """Open it on every rank; only that of rank 0 does anything."""
 
     cfg: Config
     speaks: bool
@@ -47,7 +29,7 @@ class RunLog:
     def __post_init__(self) -> None:
         self.sinks: list[Any] = []
         self.progress: Progress | None = None
-        self.window: list[StepFigures] = []
+        self.window: list[StepLine] = []
         if not self.speaks:
             return
         run = Path(self.cfg.run)
@@ -65,13 +47,13 @@ class RunLog:
             self.progress.start()
 
     def start(self, **facts: Any) -> None:
-        """Once a start or resume."""
+        """Once per start or resume, with the fields of StartLine except the time."""
         now = datetime.datetime.now().isoformat(timespec="seconds")
-        self._write({"kind": "start", "time": now, **facts})
+        self._write(StartLine(time=now, **facts))
 
-    def step(self, figures: StepFigures) -> None:
-        """Every step to the files; people get one line an interval, or the bar."""
-        self._write({"kind": "step", **vars(figures)})
+    def step(self, figures: StepLine) -> None:
+        """Every step goes to the files; people get one line per interval, or the bar."""
+        self._write(figures)
         if not self.speaks:
             return
         self.window.append(figures)
@@ -85,19 +67,19 @@ class RunLog:
             self.console.print(f"{share}  {line}  {duration(left)} left", soft_wrap=True)
             self.window = []
 
-    def evaluation(self, step: int, name: str, scores: dict[str, float]) -> None:
-        """The scores of one evaluation set."""
-        self._write({"kind": "eval", "step": step, "name": name, **scores})
+    def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
+        """The scores of one evaluation set, by the fields of EvalLine."""
+        self._write(EvalLine(step=step, name=name, **scores))
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 
     def event(self, step: int, text: str) -> None:
-        """Something that a person should know of later, too."""
-        self._write({"kind": "event", "step": step, "text": text})
+        """Something that a person should know later, too."""
+        self._write(EventLine(step, text))
         self.say(text)
 
     def say(self, text: str | Table) -> None:
-        """To the terminal alone."""
+        """To the terminal only."""
         if self.speaks:
             self.console.print(text, markup=False, soft_wrap=True)
 
@@ -107,13 +89,13 @@ class RunLog:
         for sink in self.sinks:
             sink.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: Line) -> None:
         for sink in self.sinks:
             sink.write(line)
 
 
-def step_line(window: list[StepFigures]) -> str:
-    """The last steps in a line."""
+def step_line(window: list[StepLine]) -> str:
+    """The last steps in one line."""
     last = window[-1]
     losses = [figures.loss for figures in window if math.isfinite(figures.loss)]
     loss = sum(losses) / len(losses) if losses else math.nan
@@ -137,7 +119,7 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def _mean(window: list[StepFigures], name: str) -> float:
+def _mean(window: list[StepLine], name: str) -> float:
     values: list[float] = [getattr(figures, name) for figures in window]
     return sum(values) / len(values)
 

@@ -1,4 +1,4 @@
-"""What a step took and gave: rates, memory, and whether its numbers are finite."""
+"""The figures of a step: rates, memory, and whether its numbers are finite."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.loader import BatchFigures
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import TrainError
-from megatron_vlm.run.log import StepFigures
+from megatron_vlm.run.lines import StepLine
 
 
 class Meter:
@@ -22,7 +22,7 @@ class Meter:
         self.last = time.perf_counter()
 
     def skip(self) -> None:
-        """What happened since the last reading was no step."""
+        """Do not count the time since the last reading as part of a step."""
         self.last = time.perf_counter()
 
     def read(
@@ -34,13 +34,13 @@ class Meter:
         lr: float,
         norm: float,
         batch: BatchFigures,
-    ) -> StepFigures:
-        """Since the last reading."""
+    ) -> StepLine:
+        """The figures since the last reading."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         # A backward is twice the work of a forward; what is recomputed is not work done.
         done = 3 * batch.work / seconds
-        return StepFigures(
+        return StepLine(
             step=step,
             epoch=epoch,
             loss=loss,
@@ -58,14 +58,14 @@ class Meter:
 
 
 class Guard:
-    """Steps whose loss or gradient is not finite: counted, and too many in a row end the run."""
+    """Counts steps whose loss or gradient is not finite; too many in a row end the run."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.total, self.in_a_row = 0, 0
 
     def check(self, step: int, loss: float, norm: float) -> str | None:
-        """What to say of this step, if anything. Raises where the configuration says stop."""
+        """A warning about this step, if there is one; raises if the configuration says stop."""
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return None

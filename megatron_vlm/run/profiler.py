@@ -9,7 +9,7 @@ from megatron_vlm.distributed.device import Platform
 
 
 class Profiler:
-    """Call `at` before each step; it does nothing on ranks and steps that are not asked for."""
+    """Call `at` before each step; it does nothing on ranks and steps that were not asked for."""
 
     def __init__(self, cfg: Config, rank: int, platform: Platform):
         steps = cfg.log.profile_steps if rank in cfg.log.profile_ranks else None
@@ -19,7 +19,7 @@ class Profiler:
         self.running: Any = None
 
     def at(self, step: int) -> None:
-        """This step comes next."""
+        """Start or stop the trace if this step is the first or comes after the last."""
         if step == self.last:
             self.close()
         elif step == self.first:
@@ -32,7 +32,7 @@ class Profiler:
             self.running.start()
 
     def close(self) -> None:
-        """Write what was recorded."""
+        """Write the trace, if one is running."""
         if self.running is None:
             return
         self.running.stop()

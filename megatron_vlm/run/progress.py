@@ -1,4 +1,4 @@
-"""How far a run has come: what a checkpoint knows besides tensors."""
+"""How far a run has got: what a checkpoint stores besides tensors."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from megatron_vlm.data.batch.position import Position
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done, and where the data goes on."""
+    """Steps done, and where the data continues."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
-    data: str = ""  # fingerprint of what the order of samples depends on
+    data: str = ""  # digest of what the order of samples depends on
     best: float | None = None  # of checkpoint.best
     best_step: int | None = None
 
     def better(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
     ) -> "Progress":
-        """With these scores of a set, should they be the best so far by checkpoint.best."""
+        """With these scores of a set, if they are the best so far by checkpoint.best."""
         wanted, _, score = (checkpoint.best or "").rpartition("/")
         if wanted != name or not math.isfinite(scores[score]):
             return self

@@ -2,16 +2,16 @@
 
 import importlib.metadata
 import shutil
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.processes import start_server
-from megatron_vlm.distributed.agree import OK, STOP, Signals, job_store
+from megatron_vlm.distributed.agree import Signals, Vote, job_store
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
@@ -19,96 +19,61 @@ from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.meter import Guard, Meter
 from megatron_vlm.run.profiler import Profiler
-from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.report import write_report
 from megatron_vlm.run.saver import Saver
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
-@dataclass
 class Run:
     """Open it with `with Run.open(cfg) as run`."""
 
-    opened: ExitStack
-    cfg: Config
-    worker: MegatronWorker
-    feeder: Feeder
-    log: RunLog
-    watchdog: Watchdog
-    signals: Signals
-    meter: Meter
-    guard: Guard
-    saver: Saver
-    examiner: Examiner
-    profiler: Profiler
-    progress: Progress
-    total_steps: int
-    resumed_step: int  # 0 at a start
-    evaluated_step: int = -1
-
-    @staticmethod
-    def open(cfg: Config, signals: Signals | None = None) -> "Run":
-        """Model, data, and where an earlier run of this folder had come to."""
-        opened = ExitStack()
-        try:
-            return Run._open(cfg, signals or Signals(), opened)
-        except BaseException:
-            opened.close()
-            raise
-
-    @staticmethod
-    def _open(cfg: Config, signals: Signals, opened: ExitStack) -> "Run":
+    def __init__(self, cfg: Config, signals: Signals, opened: ExitStack):
+        """Model and data, and what an earlier run of this folder has done. `opened` closes it."""
         opened.callback(signals.restore)
         if cfg.data.num_workers:
-            start_server()  # its imports go on while the model is built
-        worker = MegatronWorker(cfg)
-        rank, world = dist.get_rank(), dist.get_world_size()
-        watchdog = Watchdog(job_store(), rank, world, 60 * cfg.launch.timeout_minutes)
-        opened.callback(watchdog.stop)
-        watchdog.at(0, "opening the data", patient=True)
-        feeder = Feeder(worker, cfg)
-        examiner = Examiner(worker, cfg, watchdog.alive)
-        total = feeder.total_steps()
-        watchdog.at(0, "resuming")
-        saver = Saver(cfg, worker, feeder.print)
-        progress, origin = saver.resume()
-        feeder.start(progress.position)
-        log = RunLog(cfg, rank == 0, total, progress.step)
-        opened.callback(log.close)
-        profiler = Profiler(cfg, rank, worker.platform)
-        opened.callback(profiler.close)
-        run = Run(
-            opened,
-            cfg,
-            worker,
-            feeder,
-            log,
-            watchdog,
-            signals,
-            Meter(worker.platform),
-            Guard(cfg),
-            saver,
-            examiner,
-            profiler,
-            progress,
-            total,
-            progress.step,
-        )
-        run._announce()
+            start_server()  # it imports while the model is built
+        self.cfg, self.signals = cfg, signals
+        self.worker = worker = MegatronWorker(cfg)
+        grid, platform = worker.grid, worker.platform
+        timeout_s = 60 * cfg.launch.timeout_minutes
+        self.watchdog = Watchdog(job_store(), grid.rank, grid.dims.world_size, timeout_s)
+        opened.callback(self.watchdog.stop)
+        self.at(0, "opening the data", patient=True)
+        self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device)
+        self.examiner = Examiner(worker, cfg, self.watchdog.alive)
+        self.total_steps = self.feeder.total_steps()
+        self.at(0, "resuming")
+        self.saver = Saver(cfg, worker, self.feeder.fingerprint)
+        self.progress, origin = self.saver.resume()
+        self.resumed_step = self.progress.step  # 0 for a new run
+        self.evaluated_step = -1
+        self.feeder.start(self.progress.position)
+        self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
+        opened.callback(self.log.close)
+        self.profiler = Profiler(cfg, grid.rank, platform)
+        opened.callback(self.profiler.close)
+        self.meter, self.guard = Meter(platform), Guard(cfg)
+        self._announce()
         if origin is not None:
-            log.event(progress.step, f"resumed from {origin}")
-        return run
+            self.log.event(self.resumed_step, f"resumed from {origin}")
+
+    @staticmethod
+    @contextmanager
+    def open(cfg: Config, signals: Signals | None = None) -> Iterator["Run"]:
+        """A run that is closed again whatever happens; without an error, all ranks end together."""
+        with ExitStack() as opened:
+            yield Run(cfg, signals or Signals(), opened)
+        dist.barrier()
 
     def _announce(self) -> None:
-        dims = self.worker.dims
-        worker = self.worker
-        reports = stage_reports(self.cfg, worker.source, dims, worker.table)
-        where = f"{worker.platform.name}, {worker.model.config.params_dtype}"
+        worker, dims = self.worker, self.worker.dims
+        reports = stage_reports(self.cfg.model, dims, worker.table)
+        where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
         self.log.say(layout_table(self.cfg, dims, where, reports))
         self.log.start(
             step=self.progress.step,
-            platform=self.worker.platform.name,
-            world=dist.get_world_size(),
+            platform=worker.platform.name,
+            world=dims.world_size,
             layout={"tp": dims.tp, "pp": dims.pp, "dp": dims.dp},
             parameters=sum(report.total.total() for report in reports),
             trainable=sum(report.trainable.total() for report in reports),
@@ -126,13 +91,13 @@ class Run:
         self.watchdog.at(step, phase, patient)
 
     def next_batch(self) -> StepData:
-        """The next step's data; all ranks go on together or stop together."""
-        return self.feeder.next(STOP if self.signals.received is not None else OK)
+        """The next step's data; all ranks continue together or stop together."""
+        return self.feeder.next(Vote.OK if self.signals.received is None else Vote.STOP)
 
     def record(
         self, step: int, batch: StepData, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
-        """Figures of a step that was done."""
+        """Log what a finished step took and gave."""
         self.progress = replace(self.progress, step=step + 1, position=batch.after)
         figures = self.meter.read(
             step, batch.after.epoch, metrics.loss, metrics.num_tokens, lr, norm, batch.figures
@@ -148,7 +113,7 @@ class Run:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Every held-out set, unless this step has been; it may be the best so far."""
+        """Score every held-out set, unless this step has been scored; it may be the best so far."""
         step = self.progress.step
         if self.evaluated_step == step:
             return
@@ -173,13 +138,13 @@ class Run:
             self.meter.skip()
 
     def stop_early(self) -> None:
-        """A signal came: save, and say how to go on."""
+        """A signal came: save, and say how to resume."""
         self.at(self.progress.step, "checkpoint")
         self.saver.save(self.progress)
         self.saver.finish()
         self.log.event(
             self.progress.step,
-            f"stopped by a signal after {self.progress.step} steps; start again to go on",
+            f"stopped by a signal after {self.progress.step} steps; start again to resume",
         )
 
     def finish(self) -> None:
@@ -205,16 +170,3 @@ class Run:
             shutil.rmtree(target)
         self.worker.export_hf(str(target))
         self.log.say(f"exported to {target}")
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.opened.close()
-        if kind is None:
-            dist.barrier()

@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, which are kept, and from which it goes on."""
+"""When a run's checkpoints are written, which are kept, and from which it resumes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +26,14 @@ class Saver:
         self.saved_step = -1
 
     def resume(self) -> tuple[Progress, str | None]:
-        """What checkpoint.resume says: the progress, and the checkpoint it came from. A
+        """Resume as checkpoint.resume says: the progress, and the checkpoint it came from. A
         collective."""
-        # What was done before a failure is this run's own, whatever it began with. Under torchrun
-        # each machine counts its own restarts.
-        again = agree(int(restarts() > 0), self.worker.platform.device)
+        # After a failure a run resumes from its own checkpoints, however it was started. Under
+        # torchrun each machine counts its own restarts.
+        device = self.worker.platform.device
+        again = agree(int(restarts() > 0), device)
         asked = "auto" if again else self.cfg.checkpoint.resume
-        origin = find_latest(self.folder) if asked == "auto" else Path(asked)
+        origin = find_latest(self.folder, device) if asked == "auto" else Path(asked)
         if asked == "never":
             self._check_unused()
         if asked == "never" or origin is None:
@@ -41,7 +42,7 @@ class Saver:
         if progress.data != self.data:
             raise CheckpointError(
                 f"{origin} was trained on other data, or with other rules for it: its place in "
-                "the order of samples means nothing here; give the same data.*, or start anew "
+                "the order of samples means nothing here; give the same data.*, or start a new run "
                 f"from its weights: megatron-vlm export {origin} DIR, model.path=DIR"
             )
         self.best_step, self.saved_step = progress.best_step, progress.step
@@ -52,11 +53,11 @@ class Saver:
         if any(self.folder.glob("step-*")):
             raise CheckpointError(
                 f"{self.folder} has checkpoints of an earlier run, and checkpoint.resume=never "
-                "starts a new one: give another run=FOLDER, or resume=auto to go on"
+                "starts a new one: give another run=FOLDER, or checkpoint.resume=auto to resume"
             )
 
     def save(self, progress: Progress) -> None:
-        """Begin to write a checkpoint, unless this step has one. A collective."""
+        """Start writing a checkpoint, unless this step has one. A collective."""
         if progress.step == self.saved_step:
             return
         self.finish()
@@ -71,12 +72,12 @@ class Saver:
         self.poll()
 
     def poll(self) -> None:
-        """Complete what is written. A collective."""
+        """Complete the checkpoint that was begun, if every rank is done writing. A collective."""
         if self.pending is not None and self.pending.finish(blocking=False):
             self._completed()
 
     def finish(self) -> None:
-        """Wait until what was begun is complete. A collective."""
+        """Wait until the checkpoint that was begun is complete. A collective."""
         if self.pending is not None:
             self.pending.finish()
             self._completed()

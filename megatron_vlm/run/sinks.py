@@ -1,20 +1,17 @@
-"""Where the lines of a run go: metrics.jsonl, TensorBoard, Weights & Biases. Each takes a line as
-`run_log.py` makes it, a dict with a `kind`."""
+"""Where the lines of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import importlib.util
-import json
-import math
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.run.lines import EvalLine, Line, StepLine, to_json
 
 
 def check_installed(cfg: Config) -> None:
-    """Refuse what cannot be written to before anything is loaded."""
+    """Refuse a sink whose package is missing, before anything is loaded."""
     for key, wanted in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
         if wanted and importlib.util.find_spec(key) is None:
             raise ConfigError(
@@ -23,16 +20,16 @@ def check_installed(cfg: Config) -> None:
 
 
 class JsonLines:
-    """A line is written whole or not at all; numbers that are not finite become null."""
+    """metrics.jsonl. Every line starts on a line of its own, also after a run that was killed."""
 
     def __init__(self, path: Path):
         cut_line = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self.file = path.open("a")
-        if cut_line:  # a killed run's last line
+        if cut_line:  # the last line of a killed run
             self.file.write("\n")
 
-    def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps({key: _finite(value) for key, value in line.items()}) + "\n")
+    def write(self, line: Line) -> None:
+        self.file.write(to_json(line) + "\n")
         self.file.flush()
 
     def close(self) -> None:
@@ -45,16 +42,16 @@ class TensorBoard:
 
         self.writer = SummaryWriter(str(folder))
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Line) -> None:
         for key, value in _numbers(line).items():
-            self.writer.add_scalar(key, value, line["step"])
+            self.writer.add_scalar(key, value, line.step)
 
     def close(self) -> None:
         self.writer.close()
 
 
 class WandB:
-    """A resumed run goes on as the same one: its id is kept in the run's folder."""
+    """A resumed run continues the same W&B run: its id is kept in the folder of the run."""
 
     def __init__(self, cfg: Config):
         import wandb
@@ -71,25 +68,21 @@ class WandB:
             config=asdict(cfg),
         )
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Line) -> None:
         if numbers := _numbers(line):
-            self.run.log(numbers, step=line["step"])
+            self.run.log(numbers, step=line.step)
 
     def close(self) -> None:
         self.run.finish()
 
 
-def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """A line's scalars under the names of charts: train/loss, eval/exact_match."""
-    prefix = {"step": "train", "eval": line.get("name", "eval")}.get(line["kind"])
-    if prefix is None:
+def _numbers(line: Line) -> dict[str, float]:
+    """The scalars of a step or an evaluation, named as charts are: train/loss, eval/exact_match."""
+    if not isinstance(line, StepLine | EvalLine):
         return {}
+    prefix = "train" if isinstance(line, StepLine) else line.name
     return {
         f"{prefix}/{key}": float(value)
-        for key, value in line.items()
+        for key, value in vars(line).items()
         if isinstance(value, int | float) and key != "step"
     }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

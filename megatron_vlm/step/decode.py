@@ -1,7 +1,7 @@
 """Generation, greedy or sampled, and the ranking of candidates, on the weights that are trained.
 
-The prompts of a batch go through the pipeline once (the prefill); after that each turn takes one
-token of every row that has not stopped. A turn is a MicroBatch like any other, its rows one token
+The prompts of a batch go through the pipeline once (the prefill); after that each pass takes one
+token of every row that has not stopped. A pass is a MicroBatch like any other, its rows one token
 long, and Megatron's forward-only schedule takes it from stage to stage.
 
 Shapes: S tokens, B rows of a batch, V this rank's part of the padded vocabulary, T the ranks of
@@ -18,20 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import MicroBatch, collate
-from megatron_vlm.data.encode.positions import VisionTokens
+from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, cut_micro_batches
 from megatron_vlm.data.encode.row import IGNORE, Row, continued, place_row
+from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.sizes import VisionTokens
 from megatron_vlm.model.cache import KVCache
-from megatron_vlm.step.pipeline import broadcast_from_last, evaluating, run_schedule
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.step.pipeline import Stage
 
 
 def generate(
-    worker: MegatronWorker,
+    stage: Stage,
     prompts: Sequence[Row],
     max_new_tokens: int,
     stop_ids: Collection[int],
@@ -39,8 +38,8 @@ def generate(
     temperature: float = 0.0,
     seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The most likely next tokens of each prompt, until one of `stop_ids` (left out) comes or there
-    are `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives.
+    """The most likely next tokens of each prompt, up to the first of `stop_ids` (left out) or to
+    `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives.
 
     With a `temperature` above 0 they are sampled from softmax(logits / temperature). `seeds` then
     has a number from 0 on for each prompt: the same prompt and seed give the same answer,
@@ -51,29 +50,34 @@ def generate(
     different ones, or none. Labels are ignored. A batch has at most `batch_rows` rows; as many
     batches as there are pipeline stages are under way together.
     """
-    _check_request(worker, max_new_tokens, batch_rows)
-    sampling = _sampling(temperature, seeds, len(prompts), worker.model.tokens)
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_rows", batch_rows)):
+        if value < 1:
+            raise ConfigError(f"generate: {name}={value} must be at least 1")
+    sampling = _sampling(temperature, seeds, len(prompts), stage.sizes.tokens)
     answers: list[list[int]] = [[] for _ in prompts]
-    batches = _batches(worker, prompts, batch_rows)
-    with evaluating(worker.ddp):
+    batches = _batches(stage, prompts, batch_rows)
+    together = stage.grid.pp.size
+    with stage.evaluating():
         # While the last stage works on one batch, the first can take up the next.
-        for start in range(0, len(batches), worker.dims.pp):
-            turns = [
-                Turn.prefill(batch, max_new_tokens, worker.platform.device)
-                for batch in batches[start : start + worker.dims.pp]
+        for start in range(0, len(batches), together):
+            passes = [
+                DecodePass.prefill(batch, max_new_tokens, stage.device)
+                for batch in batches[start : start + together]
             ]
-            while turns:
-                picked = _run(worker, turns, sampling)
+            while passes:
+                picked = _run(stage, passes, sampling)
                 unfinished = [
-                    turn.extend(answers, ids, max_new_tokens, stop_ids)
-                    for turn, ids in zip(turns, picked, strict=True)
+                    each.extend(answers, ids, max_new_tokens, stop_ids)
+                    for each, ids in zip(passes, picked, strict=True)
                 ]
-                turns = [turn for turn in unfinished if turn is not None]
+                passes = [each for each in unfinished if each is not None]
     return answers
 
 
-def rank(worker: MegatronWorker, prompt: Row, candidates: Sequence[Sequence[int]]) -> list[float]:
-    """The log-prob of each candidate's tokens after the prompt, summed. Called as `generate` is."""
+def candidate_log_probs(
+    stage: Stage, prompt: Row, candidates: Sequence[Sequence[int]], batch_rows: int
+) -> list[float]:
+    """The summed log-prob of each candidate's tokens after the prompt. Called as `generate` is."""
     for place, candidate in enumerate(candidates):
         if not len(candidate):
             raise DataError(
@@ -81,25 +85,26 @@ def rank(worker: MegatronWorker, prompt: Row, candidates: Sequence[Sequence[int]
                 "first; give at least one, such as the end of the turn"
             )
     rows = [continued(prompt, candidate) for candidate in candidates]
-    return [float(log_probs_S.double().sum()) for log_probs_S in worker.forward(rows)]
+    batches = cut_micro_batches(rows, batch_rows, stage.sizes.tokens)
+    return [float(log_probs_S.double().sum()) for log_probs_S in stage.score(batches)]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen where that is not the likeliest."""
+    """How the next token is sampled."""
 
     temperature: float
     seeds: tuple[int, ...]  # of all prompts
     never: tuple[int, ...]  # ids that are not sampled
 
-    def noise(self, turn: "Turn", vocab: int, device: torch.device) -> Tensor:
+    def noise(self, one: "DecodePass", vocab: int, device: torch.device) -> Tensor:
         """Gumbel noise [B, vocab]: the largest of logits with it is a sample. Drawn for each row
-        and turn alone, and for the whole vocabulary on each rank."""
-        noise_BV = torch.empty(len(turn.batch.rows), vocab, dtype=torch.float64, device=device)
+        and pass alone, and for the whole vocabulary on each rank."""
+        noise_BV = torch.empty(len(one.batch.rows), vocab, dtype=torch.float64, device=device)
         generator = torch.Generator(device)
-        for row, place in enumerate(turn.batch.rows):
-            # A generator's first numbers are alike for seeds that are: spread them.
-            seed = hashlib.blake2b(f"{self.seeds[place]} {turn.number}".encode(), digest_size=8)
+        for row, place in enumerate(one.batch.rows):
+            # Similar seeds give similar first numbers: spread the seeds.
+            seed = hashlib.blake2b(f"{self.seeds[place]} {one.number}".encode(), digest_size=8)
             generator.manual_seed(int.from_bytes(seed.digest(), "little") >> 1)
             noise_BV[row].exponential_(generator=generator)
         noise_BV[:, list(self.never)] = torch.inf
@@ -107,17 +112,17 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One pass of a batch through the pipeline: its prompts, or the newest token of each row."""
+class DecodePass:
+    """A batch's way through the pipeline, with its prompts or the newest token of each row."""
 
     batch: MicroBatch
     cache: KVCache
     number: int = 0
 
     @staticmethod
-    def prefill(batch: MicroBatch, max_new_tokens: int, device: torch.device) -> "Turn":
+    def prefill(batch: MicroBatch, max_new_tokens: int, device: torch.device) -> "DecodePass":
         columns = max(batch.lengths) + max_new_tokens - 1  # the last token is not fed back
-        return Turn(batch, KVCache(batch.lengths, columns, device))
+        return DecodePass(batch, KVCache(batch.lengths, columns, device))
 
     def extend(
         self,
@@ -125,8 +130,8 @@ class Turn:
         ids: Sequence[int],
         max_new_tokens: int,
         stop_ids: Collection[int],
-    ) -> "Turn | None":
-        """Add to the answers the ids that this turn found; the next turn of the rows that go on."""
+    ) -> "DecodePass | None":
+        """Add to the answers the ids that this pass found; the next pass of those that continue."""
         going_on = []
         for row, (place, token) in enumerate(zip(self.batch.rows, ids, strict=True)):
             if token in stop_ids:
@@ -136,8 +141,8 @@ class Turn:
                 going_on.append(row)
         return self._next(ids, going_on) if going_on else None
 
-    def _next(self, ids: Sequence[int], rows: list[int]) -> "Turn":
-        # Text goes on after the highest position on any axis (padding has position 0).
+    def _next(self, ids: Sequence[int], rows: list[int]) -> "DecodePass":
+        # Text continues after the highest position on any axis (padding has position 0).
         positions_B = self.batch.tokens_BS5[:, :, 2:].amax((1, 2)) + 1
         tokens_B15 = torch.empty(len(rows), 1, 5, dtype=torch.int32)
         tokens_B15[:, 0, 0] = torch.tensor([ids[row] for row in rows])
@@ -146,19 +151,7 @@ class Turn:
         places = tuple(self.batch.rows[row] for row in rows)
         self.cache.advance(rows)
         batch = MicroBatch(tokens_B15, (1,) * len(rows), places)
-        return Turn(batch, self.cache, self.number + 1)
-
-
-def _check_request(worker: MegatronWorker, max_new_tokens: int, batch_rows: int) -> None:
-    backend = worker.cfg.model.backend
-    if backend != "torch":
-        raise ConfigError(
-            f"model.backend={backend}: generation keeps its cache in the attention of the torch "
-            "backend; set model.backend=torch, or rank candidates instead"
-        )
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_rows", batch_rows)):
-        if value < 1:
-            raise ConfigError(f"generate: {name}={value} must be at least 1")
+        return DecodePass(batch, self.cache, self.number + 1)
 
 
 def _sampling(
@@ -176,10 +169,10 @@ def _sampling(
     return Sampling(temperature, tuple(seeds), (tokens.image_id, tokens.video_id))
 
 
-def _batches(worker: MegatronWorker, prompts: Sequence[Row], size: int) -> list[MicroBatch]:
+def _batches(stage: Stage, prompts: Sequence[Row], size: int) -> list[MicroBatch]:
     """Prompts of like length together. The longest come first: what does not fit fails at once."""
     placed = [
-        place_row(_unlabelled(row), worker.model.tokens, f"prompt {place}")
+        place_row(_unlabelled(row), stage.sizes.tokens, f"prompt {place}")
         for place, row in enumerate(prompts)
     ]
     order = sorted(range(len(placed)), key=lambda place: -len(placed[place].tokens_S5))
@@ -191,60 +184,62 @@ def _unlabelled(row: Row) -> Row:
     return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), values_S={})
 
 
-def _run(
-    worker: MegatronWorker, turns: Sequence[Turn], sampling: Sampling | None
-) -> list[list[int]]:
-    """Each turn through all stages; on every rank, the id that follows each of its rows."""
-    step = partial(_forward_step, worker, sampling)
-    outputs = run_schedule(worker.ddp, turns, step, forward_only=True)
-    counts = [len(turn.batch.rows) for turn in turns]
-    ids = torch.empty(sum(counts), dtype=torch.long, device=worker.platform.device)
-    if worker.last:
+def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) -> list[list[int]]:
+    """Each pass through all stages; on every rank, the id that follows each of its rows."""
+    outputs = stage.run(passes, partial(_forward_step, stage, sampling), forward_only=True)
+    counts = [len(one.batch.rows) for one in passes]
+    ids = torch.empty(sum(counts), dtype=torch.long, device=stage.device)
+    if stage.grid.last:
         ids = torch.cat(outputs)
-    # Every stage needs the ids: the first to go on, all to know which rows have stopped.
-    broadcast_from_last(ids)
+    # Every stage needs the ids: the first to continue, all to know which rows have stopped.
+    stage.grid.from_last_stage(ids)
     return [part.tolist() for part in ids.split(counts)]
 
 
 def _forward_step(
-    worker: MegatronWorker, sampling: Sampling | None, data: Iterator[Turn], model: Any
+    stage: Stage, sampling: Sampling | None, data: Iterator[DecodePass], chunk: Any
 ) -> tuple[Tensor, Any]:
-    turn = next(data)
-    batch = turn.batch.for_stage(worker.first, worker.platform.device)
-    lengths_B = torch.tensor(batch.lengths, device=worker.platform.device)
-    columns_S = torch.arange(batch.tokens_BS5.shape[1], device=worker.platform.device)
+    one = next(data)
+    batch = one.batch.for_stage(stage.grid.first, stage.device)
+    lengths_B = torch.tensor(batch.lengths, device=stage.device)
+    columns_S = torch.arange(batch.tokens_BS5.shape[1], device=stage.device)
     # The head on each row's last token only.
     last_BS = columns_S == lengths_B[:, None] - 1
-    output = worker.call_model(model, batch, cache=turn.cache, loss_mask=last_BS)
+    output = stage.call(chunk, batch, cache=one.cache, loss_mask=last_BS)
+    vocab, tp = stage.sizes.text.vocab, stage.grid.tp
     if sampling is None:
-        return output, partial(pick_ids, vocab=worker.model.real_vocab)
-    return output, partial(sample_ids, worker.model.real_vocab, sampling, turn)
+        return output, partial(pick_ids, vocab, tp)
+    return output, partial(sample_ids, vocab, tp, sampling, one)
 
 
 def sample_ids(
-    vocab: int, sampling: Sampling, turn: Turn, logits_BV: Tensor, non_loss_data: bool = True
+    vocab: int,
+    tp: Axis,
+    sampling: Sampling,
+    one: DecodePass,
+    logits_BV: Tensor,
+    non_loss_data: bool = True,
 ) -> Tensor:
     """An id for each row [B], the same on all TP ranks and at each TP degree."""
-    noise_BV = sampling.noise(turn, vocab, logits_BV.device)
+    noise_BV = sampling.noise(one, vocab, logits_BV.device)
     width = logits_BV.shape[1]
-    first = parallel_state.get_tensor_model_parallel_rank() * width
+    first = tp.rank * width
     mine_BV = noise_BV[:, first : first + width]
     mine_BV = F.pad(mine_BV, (0, width - mine_BV.shape[1]))  # padding of the vocabulary
-    return pick_ids(logits_BV.float() / sampling.temperature + mine_BV, vocab)
+    return pick_ids(vocab, tp, logits_BV.float() / sampling.temperature + mine_BV)
 
 
-def pick_ids(logits_BV: Tensor, vocab: int, non_loss_data: bool = True) -> Tensor:
-    """The id of each row's largest logit over all TP ranks [B]; of equals the lowest, as torch's
-    argmax over the whole row. Ids from `vocab` on are padding."""
-    group = parallel_state.get_tensor_model_parallel_group()
+def pick_ids(vocab: int, tp: Axis, logits_BV: Tensor, non_loss_data: bool = True) -> Tensor:
+    """The id of each row's largest logit over all TP ranks [B]; of several equal ones the lowest,
+    as torch's argmax over the whole row. Ids from `vocab` on are padding."""
     rows, width = logits_BV.shape
-    ids_V = dist.get_rank(group) * width + torch.arange(width, device=logits_BV.device)
+    ids_V = tp.rank * width + torch.arange(width, device=logits_BV.device)
     real_BV = logits_BV.float().masked_fill(ids_V >= vocab, float("-inf"))
     best_B, column_B = real_BV.max(dim=-1)
     # float64 carries logit and id in one collective, both exact.
     mine_B2 = torch.stack([best_B.double(), ids_V[column_B].double()], dim=-1)
-    found = mine_B2.new_empty(dist.get_world_size(group) * rows, 2)
-    dist.all_gather_into_tensor(found, mine_B2, group=group)
-    found_TB2 = found.view(dist.get_world_size(group), rows, 2)
+    found = mine_B2.new_empty(tp.size * rows, 2)
+    dist.all_gather_into_tensor(found, mine_B2, group=tp.group)
+    found_TB2 = found.view(tp.size, rows, 2)
     winner_1B = found_TB2[:, :, 0].argmax(dim=0, keepdim=True)
     return found_TB2[:, :, 1].gather(0, winner_1B)[0].long()

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.encode.row import IGNORE
@@ -36,7 +36,7 @@ _REGISTRY: dict[str, LossFunction] = {}
 
 
 def register(function: LossFunction) -> LossFunction:
-    """Make a loss known by its function's name. One with that name before is replaced."""
+    """Register a loss under its function's name; it replaces an earlier one of that name."""
     _REGISTRY[function.__name__] = function
     return function
 
@@ -87,7 +87,7 @@ def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
 
 
 def _drift(log_probs_N: Tensor, old_log_probs_N: Tensor) -> dict[str, Tensor]:
-    """How far the policy has gone from the one that sampled."""
+    """How far the policy has moved from the one that sampled."""
     log_ratio_N = log_probs_N.detach() - old_log_probs_N
     return {"ratio": log_ratio_N.exp(), "old_kl": log_ratio_N.expm1() - log_ratio_N}
 
@@ -107,7 +107,7 @@ class Objective:
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
-        """By name, or of a function that is not registered; options are checked."""
+        """From the name of a registered loss or from a function; options are checked."""
         if isinstance(loss, str):
             if loss not in _REGISTRY:
                 raise ConfigError(f"loss={loss!r} is not registered{_hint(loss, _REGISTRY)}")
@@ -130,21 +130,21 @@ class Objective:
             options.get("kl_coef"),
             options.get("entropy_coef"),
         )
-        # What the function refuses it refuses here, with no tokens, before any forward.
+        # Called with no tokens, the function refuses bad options here, before any forward.
         none = torch.zeros(0)
         report = made.of_tokens(none, none, dict.fromkeys(made.value_names, none))[1]
         return replace(made, metrics=tuple(report))
 
     @property
     def value_names(self) -> tuple[str, ...]:
-        """All values of each token that are needed."""
+        """The per-token values that are needed."""
         more = [REFERENCE] if self.kl_coef is not None else []
         return tuple(dict.fromkeys([*self.own_names, *more]))
 
     def of_tokens(
         self, log_probs_N: Tensor, entropy_N: Tensor | None, values_N: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token, and what is reported of each."""
+        """The loss of each token, and what is reported for each."""
         own = [values_N[name] for name in self.own_names]
         loss_N, report = self.function(log_probs_N, *own, **self.options)
         report = dict(report)
@@ -159,7 +159,7 @@ class Objective:
 
 
 def loss_of(
-    objective: Objective, batch: MicroBatch, vocab: int, output: Tensor
+    objective: Objective, batch: MicroBatch, vocab: int, tp_group: ProcessGroup, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The triple that Megatron's schedules take: summed loss, token count, what to report.
     `output` is what the model gives: log-probs [N], or for an entropy the logits [N, V].
@@ -170,8 +170,7 @@ def loss_of(
     log_probs_N, entropy_N = output, None
     if objective.entropy_coef is not None:
         targets_N = batch.targets_BS[batch.targets_BS != IGNORE]
-        group = parallel_state.get_tensor_model_parallel_group()
-        log_probs_N, entropy_N = log_probs_and_entropy(output, targets_N, vocab, group)
+        log_probs_N, entropy_N = log_probs_and_entropy(output, targets_N, vocab, tp_group)
     values_N = batch.values_N(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
     loss_sum = loss_N.sum()

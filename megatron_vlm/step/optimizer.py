@@ -1,9 +1,10 @@
-"""Gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
+"""From gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
 
 import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.optimizer import (
@@ -14,54 +15,65 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_vlm.config.schema import Config, OptimConfig
-from megatron_vlm.model.build import part_of
+from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.family.sizes import Part
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 
 
-def shards_optimizer(cfg: Config) -> bool:
+def shards_optimizer(cfg: Config, grid: Grid) -> bool:
     """Whether optimizer state is sharded: with one replica that would only copy it around."""
-    replicas = parallel_state.get_data_parallel_world_size()
-    return cfg.parallel.distributed_optimizer and replicas > 1
+    return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
 
-def wrap_data_parallel(cfg: Config, model: Qwen3VLGPTModel) -> DistributedDataParallel:
+def wrap_data_parallel(
+    cfg: Config, chunks: Sequence[Qwen3VLGPTModel], grid: Grid
+) -> list[DistributedDataParallel]:
     """Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP ranks."""
-    ddp = DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-            use_distributed_optimizer=shards_optimizer(cfg),
-        ),
-        module=model,
-    )
-    # Megatron's schedules find these hooks on the model's config.
-    model.config.finalize_model_grads_func = finalize_grads
+    wrapped = [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+                use_distributed_optimizer=shards_optimizer(cfg, grid),
+            ),
+            module=chunk,
+        )
+        for chunk in chunks
+    ]
+    # Megatron's schedules find these hooks on the model's config, which all chunks share.
+    config = chunks[0].config
+    config.finalize_model_grads_func = partial(finalize_grads, grid)
     if cfg.parallel.overlap_grad_reduce:
-        model.config.no_sync_func = ddp.no_sync
-    return ddp
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
 
 
 def finalize_grads(
+    grid: Grid,
     chunks: list[DistributedDataParallel],
     num_tokens: Tensor | None = None,
     **kwargs: object,
 ) -> None:
     """Megatron's reductions and the division by the global token count, then the tower's part."""
     megatron_finalize(chunks, num_tokens, **kwargs)
-    sum_shared_images(chunks[0].module)
+    sum_shared_images(chunks[0].module, grid.tp)
 
 
-def sum_shared_images(model: Qwen3VLGPTModel) -> None:
-    """Sum the tower's gradients over TP, where each TP rank encoded its own images only."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if not (model.pre_process and model.share_images) or dist.get_world_size(group) == 1:
+def sum_shared_images(model: Qwen3VLGPTModel, tp: Axis) -> None:
+    """Sum the tower's gradients over TP, where each TP rank encoded only its own images."""
+    if not (model.pre_process and model.share_images) or tp.size == 1:
         return
     works = [
-        dist.all_reduce(param.main_grad, group=group, async_op=True)
+        dist.all_reduce(
+            param.main_grad,  # type: ignore[attr-defined]
+            group=tp.group,
+            async_op=True,
+        )
         for param in model.vision_model.parameters()
         if param.requires_grad
     ]
@@ -69,9 +81,15 @@ def sum_shared_images(model: Qwen3VLGPTModel) -> None:
         work.wait()
 
 
-def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
-    """AdamW with fp32 main weights, its state sharded over DP by parallel.distributed_optimizer."""
-    optim = cfg.optim
+def build_optimizer(
+    cfg: Config,
+    chunks: Sequence[DistributedDataParallel],
+    parts: Mapping[nn.Parameter, Part],
+    grid: Grid,
+) -> MegatronOptimizer:
+    """AdamW with fp32 main weights, its state sharded over DP by parallel.distributed_optimizer.
+    `parts` says which part of the model each parameter belongs to."""
+    optim, model_config = cfg.optim, chunks[0].config
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -80,13 +98,13 @@ def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         adam_beta2=optim.beta2,
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=ddp.config.bf16,
-        params_dtype=ddp.config.params_dtype,
-        use_distributed_optimizer=shards_optimizer(cfg),
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=shards_optimizer(cfg, grid),
     )
-    overrides = {**get_standard_config_overrides(config), **_part_overrides(optim)}
+    overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
     optimizer = get_megatron_optimizer(
-        config, [ddp], config_overrides=overrides, use_gloo_process_groups=False
+        config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
     for group in optimizer.param_groups:
         # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
@@ -97,13 +115,14 @@ def build_optimizer(cfg: Config, ddp: DistributedDataParallel) -> MegatronOptimi
     return optimizer
 
 
-def _part_overrides(optim: OptimConfig) -> dict[ParamKey, ParamGroupOverride]:
+def _part_overrides(
+    optim: OptimConfig, parts: Mapping[nn.Parameter, Part]
+) -> dict[ParamKey, ParamGroupOverride]:
     """Groups for the parts that have a learning rate or weight decay of their own."""
     overrides = {}
-    for part, lr, decay in (
-        ("vision", optim.vision_lr, optim.vision_weight_decay),
-        ("merger", optim.merger_lr, optim.merger_weight_decay),
-    ):
+    for part in (Part.vision, Part.merger):
+        lr = getattr(optim, f"{part.switch}_lr")
+        decay = getattr(optim, f"{part.switch}_weight_decay")
         own: ParamGroupOverride = {}
         if lr is not None:
             own["max_lr"] = lr
@@ -111,24 +130,22 @@ def _part_overrides(optim: OptimConfig) -> dict[ParamKey, ParamGroupOverride]:
             own["start_wd"] = decay
         if own:
             chosen = ParamWithNamePredicate(
-                name=part,
-                fn=lambda _, name, part=part: part_of(name.removeprefix("module.")) == part,
+                name=part, fn=lambda param, _, part=part: parts[param] is part
             )
             overrides[ParamKey(with_name_predicate=chosen)] = own
     return overrides
 
 
 def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
-    """`lr` in place of the configured `base`; parts with a rate of their own follow in
-    proportion."""
+    """Set `lr` in place of the configured `base`; parts with a rate of their own scale with it."""
     for group in optimizer.param_groups:
         own = group["max_lr"]
         group["lr"] = lr if own == base else lr * (own / base)
 
 
-def step(optimizer: MegatronOptimizer) -> float:
-    """Clip and apply the gradients; their norm before. Nothing is applied where it is not finite:
-    Megatron looks for that only with a loss scaler, which bf16 and fp32 do without."""
+def apply_gradients(optimizer: MegatronOptimizer) -> float:
+    """Clip and apply the gradients; return their norm before clipping. Nothing is applied if it is
+    not finite: Megatron checks that only with a loss scaler, which bf16 and fp32 do not use."""
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if math.isfinite(norm):

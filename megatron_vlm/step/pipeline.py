@@ -1,54 +1,113 @@
-"""Megatron's schedule over this rank's stage: work items in, outputs of the last stage out."""
+"""Stage: this rank's chunks of the model, and Megatron's schedule that takes work through all of
+them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
-# Takes an iterator of items and the model; returns the stage's output and what reads the last
+from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.media.pixels import PixelTables
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+
+# Takes an iterator of items and a chunk; returns the stage's output and what reads the last
 # stage's: for a backward (scaled loss, ...), forward only whatever is wanted of it.
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 
 
-def run_schedule(
-    ddp: torch.nn.Module, items: Sequence[Any], forward_step: ForwardStep, forward_only: bool
-) -> list[Any]:
-    """Each item through all stages; what `forward_step` reads of each on the last stage."""
-    run = get_forward_backward_func()
-    outputs: list[Any] = run(
-        forward_step_func=forward_step,
-        data_iterator=iter(items),
-        model=[ddp],
-        num_microbatches=len(items),
-        # Neither is used: variable_seq_lengths sends each tensor's shape ahead of it.
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
-    return outputs
+class Stage:
+    """What a pipeline stage computes with. `wrapped` is the chunks, in training inside DDP."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Qwen3VLGPTModel],
+        wrapped: Sequence[nn.Module],
+        grid: Grid,
+        pixels: PixelTables,
+    ):
+        self.chunks, self.grid = list(chunks), grid
+        self.wrapped: list[Any] = list(wrapped)
+        self.pixels, self.device = pixels, pixels.device
+        self.sizes = chunks[0].sizes
+
+    def run(self, items: Sequence[Any], step: ForwardStep, forward_only: bool) -> list[Any]:
+        """Each item through all stages; what `step` reads of each on the last stage."""
+        outputs: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(items) for _ in self.chunks],
+            model=self.wrapped,
+            num_microbatches=len(items),
+            # Neither is used: variable_seq_lengths sends each tensor's shape ahead of it.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return outputs
+
+    def call(self, chunk: Any, batch: MicroBatch, **more: Any) -> Tensor:
+        """A chunk's output for a micro-batch that `for_stage` has brought to the device."""
+        output: Tensor = chunk(
+            input_ids=batch.ids_BS,
+            position_ids=batch.position_ids_3BS,
+            pixel_values=self.pixels.images(batch.pixel_values_PC),
+            image_grid_thw=batch.image_grid_I3,
+            pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
+            video_grid_thw=batch.video_grid_I3,
+            **more,
+        )
+        return output
+
+    def score(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
+        where a token is not supervised. The same on every rank of the replica."""
+        with self.evaluating():
+            outputs = self.run(batches, self._score_step, forward_only=True)
+        return self.per_row(batches, outputs)
+
+    def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The last stage's log-probs [N] of each micro-batch, by row, on every rank."""
+        counts = [batch.num_supervised for batch in batches]
+        flat = torch.empty(sum(counts), device=self.device)
+        if self.grid.last:
+            flat.copy_(torch.cat(list(outputs)))
+        self.grid.from_last_stage(flat)
+        found = {
+            place: row
+            for batch, piece in zip(batches, flat.cpu().split(counts), strict=True)
+            for place, row in zip(batch.rows, batch.log_probs_by_row(piece), strict=False)
+        }
+        return [found[place] for place in sorted(found)]
+
+    def _score_step(self, data: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
+        batch = next(data).for_stage(self.grid.first, self.device)
+        labels = batch.targets_BS if self.grid.last else None
+        return self.call(chunk, batch, labels=labels), as_it_is
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients and no recomputation; afterwards training continues as before."""
+        was_training = self.wrapped[0].training
+        if was_training:  # not for every generated token: it visits each module
+            self.train(False)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if was_training:
+                self.train(True)
+
+    def train(self, mode: bool) -> None:
+        """Switch all chunks between training and evaluation."""
+        for chunk in self.wrapped:
+            chunk.train(mode)
 
 
-@contextmanager
-def evaluating(ddp: torch.nn.Module) -> Iterator[None]:
-    """No gradients and no recomputation, until training goes on as before."""
-    was_training = ddp.training
-    if was_training:  # not for every generated token: it visits each module
-        ddp.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        if was_training:
-            ddp.train()
-
-
-def broadcast_from_last(tensor: Tensor) -> None:
-    """To all stages, in place."""
-    source = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast(tensor, source, group=parallel_state.get_pipeline_model_parallel_group())
+def as_it_is(output: Tensor, non_loss_data: bool = True) -> Any:
+    """For Megatron's forward-only schedules: return the stage's output itself."""
+    assert non_loss_data
+    return output

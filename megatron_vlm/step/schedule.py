@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function, so that nothing has to be saved of it."""
+"""The learning rate of a step: a pure function, so that checkpoints need not save it."""
 
 import math
 
@@ -6,7 +6,8 @@ from megatron_vlm.config.schema import OptimConfig
 
 
 def lr_at(optim: OptimConfig, step: int, total: int) -> float:
-    """Of step `step` (from 0) of `total`: warm-up, then optim.schedule down to min_lr_ratio."""
+    """The rate of step `step` (from 0) of `total`: warm-up, then optim.schedule down to
+    optim.min_lr_ratio."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / (optim.warmup_steps + 1)
     left = max(1, total - optim.warmup_steps)

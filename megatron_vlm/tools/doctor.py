@@ -1,7 +1,7 @@
-"""`megatron-vlm doctor`: what this machine can run, and how to get what is missing.
+"""`megatron-vlm doctor`: what this machine can run, and how to install what is missing.
 
-A check is a pure function of facts. Those come from machine.py, where nothing is taken for
-granted: torch itself may be what is missing.
+Each check is a pure function of facts. Those come from machine.py, which assumes nothing: torch
+itself may be missing.
 """
 
 import os
@@ -42,7 +42,7 @@ _FEW_FILES = 4096
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the table. What is missing keeps training from running; a warning does not."""
+    """A line of the table. Training cannot run without what is missing; with a warning it can."""
 
     name: str
     status: str  # ok | warning | missing
@@ -53,7 +53,7 @@ class Check:
 def run_doctor() -> int:
     """Print every check; 0 if training can run here, else 1."""
     console = Console(highlight=False)
-    with console.status("importing what is installed, starting two processes"):
+    with console.status("importing the installed packages, starting two processes"):
         checks = list(all_checks())
     missing = [check.name for check in checks if check.status == MISSING]
     console.print(as_table(checks))
@@ -65,7 +65,7 @@ def run_doctor() -> int:
 
 
 def as_table(checks: Sequence[Check]) -> Table:
-    """One line a check, its advice below."""
+    """One line per check, with its advice below."""
     table = plain_table()
     for column in ("status", "what", "found"):
         table.add_column(column, overflow="fold")
@@ -78,7 +78,7 @@ def as_table(checks: Sequence[Check]) -> Table:
 
 
 def all_checks() -> Iterator[Check]:
-    """Every check of this machine, in the order in which one would mend them."""
+    """Every check of this machine, in the order in which one would fix them."""
     yield python_check(platform.python_version(), machine.python_range())
     for extra, requirement in machine.requirements(EXTRAS):
         found = machine.installed(requirement.name)
@@ -93,7 +93,7 @@ def all_checks() -> Iterator[Check]:
         compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
         yield compiler_check(next(filter(None, compilers), None), bool(gpus))
     else:
-        yield Check("GPU and gloo", MISSING, "cannot be asked without torch")
+        yield Check("GPU and gloo", MISSING, "cannot be checked without torch")
     shm = Path("/dev/shm")
     yield shm_check(shutil.disk_usage(shm).free if shm.is_dir() else None)
     for key, folder in (("data.cache_dir", machine.cache_folder()), ("run", Path.cwd())):
@@ -113,8 +113,8 @@ def python_check(version: str, allowed: SpecifierSet) -> Check:
 def package_check(
     extra: str, requirement: Requirement, found: str | None, problem: str | None
 ) -> Check:
-    """One package: there, in the range, and does it import. `extra` is empty for what every run
-    needs; packages of extras are never missing."""
+    """One package: is it installed, in the range, and does it import? `extra` is empty for what
+    every run needs; packages of extras are never missing."""
     name, status = requirement.name, WARNING if extra else MISSING
     get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
     advice = f"{EXTRAS[extra]}: {get}" if extra else get
@@ -128,7 +128,7 @@ def package_check(
 
 
 def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
-    """Devices, what they compute in, and what connects them."""
+    """The devices, the types they compute in, and what connects them."""
     if not gpus:
         yield _no_gpu(driver)
         return
@@ -157,14 +157,14 @@ def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> I
 def _no_gpu(driver: str | None) -> Check:
     if driver is None:
         return Check("GPU", OK, "none: CPU with gloo, in fp32")
-    advice = "install a CUDA build of torch, and see that nvidia-smi lists the devices"
-    return Check("GPU", WARNING, f"torch sees none, but driver {driver} is here", advice)
+    advice = "install a CUDA build of torch, and check that nvidia-smi lists the devices"
+    return Check("GPU", WARNING, f"torch sees none, but driver {driver} is installed", advice)
 
 
 def gloo_check(problem: str | None, has_gpu: bool) -> Check:
-    """Two processes that add up a tensor. On GPUs, NCCL does that."""
+    """Whether two processes can add up a tensor. On GPUs, NCCL does that."""
     if problem is None:
-        return Check("gloo", OK, "two processes can talk")
+        return Check("gloo", OK, "two processes can communicate")
     advice = (
         "the host's name must resolve to an address of this machine (see /etc/hosts); "
         "GLOO_SOCKET_IFNAME=lo picks the interface"
@@ -186,12 +186,12 @@ def shm_check(free: int | None) -> Check:
     """Workers hand their batches over in shared memory."""
     advice = "docker run --shm-size=8g (or --ipc=host); or data.num_workers=0"
     if free is None:
-        return Check("/dev/shm", WARNING, "not there", advice)
+        return Check("/dev/shm", WARNING, "does not exist", advice)
     return Check("/dev/shm", *_enough(free, _LITTLE_SHM, advice))
 
 
 def disk_check(key: str, folder: Path, free: int, writable: bool) -> Check:
-    """Room for what the configuration's `key` puts there: encoded text, or checkpoints."""
+    """Room for what the configuration's `key` stores there: encoded text or checkpoints."""
     name = f"disk for {key}"
     if not writable:
         return Check(name, WARNING, f"{folder} cannot be written", f"set {key} to another folder")

@@ -17,9 +17,10 @@ from megatron_vlm.data.batch.position import Position
 from megatron_vlm.display.tables import plain_table
 from megatron_vlm.distributed.device import Platform, count_gpus, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.hf.load import check_tensors, expected_shapes, vision_shapes
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import name_table
-from megatron_vlm.hf.source import Source, TensorInfo
+from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.launch.launch import processes_for
 from megatron_vlm.model.build import compute_dtype
@@ -31,29 +32,29 @@ MEASURED_STEPS = 50  # the largest step among these decides the memory of activa
 
 
 def dry_run(cfg: Config) -> int:
-    """Print it all; errors are those that the run would end with."""
+    """Print the plan; errors are those that the run would end with."""
     console = Console(highlight=False)
     platform = pick_platform(cfg.platform)
-    source = Source(cfg.model.path)
+    source = HFCheckpoint(cfg.model.path)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
-    layers = source.config.text_config.num_hidden_layers
-    dims = ParallelDims.create(cfg.parallel, world, layers)
-    check_config(cfg, source.config, dims)
-    _read_shapes(source)
-    names = vision_shapes(source.config)
-    table = name_table(source.config, cfg.model.backend, dims, names)
+    dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
+    check_config(cfg, source.sizes, dims)
+    if any(source.path.glob("*.safetensors")):  # a folder may have no weights yet
+        source.read_headers()
+        check_tensors(source)
+    table = name_table(source.family, source.sizes, cfg.model.backend, dims)
     dtype = compute_dtype(cfg, platform)
     where = f"{platform.name}, {dtype}"
-    console.print(layout_table(cfg, dims, where, stage_reports(cfg, source, dims, table)))
-    steps = list(islice(plan_steps(cfg, source, dims), MEASURED_STEPS))
+    console.print(layout_table(cfg, dims, where, stage_reports(cfg.model, dims, table)))
+    steps = list(islice(plan_steps(cfg, source.sizes, dims), MEASURED_STEPS))
     if steps:
         console.print("First batches: rows x tokens of each micro-batch (patches of its images)")
         console.print(batch_table(steps[:SHOWN_STEPS]))
-    # The largest micro-batches of a replica come together sooner or later.
+    # Sooner or later the largest micro-batches of a replica are in flight together.
     shares = [share for step in steps for share in step] or [[]]
     heaviest = max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
-    memory = estimate(cfg, source, dims, table, heaviest, dtype.itemsize)
+    memory = estimate(cfg, source.sizes, dims, table, heaviest, dtype.itemsize)
     where = "the device" if platform.is_cuda else "this machine, which all processes share"
     total = f"{size_text(platform.memory_total())} in {where}"
     console.print(f"Memory of one rank of each stage, estimated ({total})")
@@ -63,20 +64,12 @@ def dry_run(cfg: Config) -> int:
     return 0
 
 
-def _read_shapes(source: Source) -> None:
-    """From the headers; a folder may also have no weights yet."""
-    if any(source.path.glob("*.safetensors")):
-        source.read_headers()
-        check_tensors(source)
-        return
-    for name, shape in expected_shapes(source.config).items():
-        source.tensors[name] = TensorInfo(source.path, shape, "BF16")
-
-
-def plan_steps(cfg: Config, source: Source, dims: ParallelDims) -> Iterator[list[list[BatchSizes]]]:
-    """The micro-batches of each replica, step by step, through the first epoch; nothing of a
-    stream, whose sizes are not known ahead."""
-    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, source.config)
+def plan_steps(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims
+) -> Iterator[list[list[BatchSizes]]]:
+    """The micro-batches of each replica, step by step, through the first epoch; none for a stream,
+    whose sizes are not known in advance."""
+    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
     if not isinstance(data, DataSet):
         return
     limits = Limits.of(cfg.train)
@@ -113,7 +106,7 @@ def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
 
 
 def memory_table(memory: Sequence[StageMemory]) -> Table:
-    """A line for each stage."""
+    """One line per stage."""
     table = plain_table()
     for column in ("stage", "weights", "gradients", "optimizer", "activations", "total"):
         table.add_column(column, justify="right")
@@ -124,7 +117,7 @@ def memory_table(memory: Sequence[StageMemory]) -> Table:
 
 
 def warning(memory: Sequence[StageMemory], platform: Platform) -> str:
-    """What to change where the estimate does not fit; nothing where it does."""
+    """What to change if the estimate does not fit; empty if it does."""
     need = max(parts.total for parts in memory)
     if need <= 0.9 * platform.memory_total():
         return ""
@@ -143,7 +136,7 @@ def warning(memory: Sequence[StageMemory], platform: Platform) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes for people."""
+    """Bytes in a readable unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if size >= unit:
             return f"{size / unit:,.1f} {name}"

@@ -1,4 +1,4 @@
-"""Facts about this machine for doctor.py. A package may be missing, or there and broken."""
+"""Facts about this machine for doctor.py. A package may be missing, or installed and broken."""
 
 import datetime
 import importlib
@@ -32,8 +32,8 @@ _TALK = (
 
 
 def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:
-    """(extra, requirement): of the checkout's pyproject.toml, which an editable installation may
-    have fallen behind, or of the installed package. What every run needs has the extra ""."""
+    """(extra, requirement) from the checkout's pyproject.toml, which may be newer than an editable
+    installation, or from the installed package. What every run needs has the extra ""."""
     if (project := _pyproject()) is not None:
         groups = {"": project["dependencies"], **project["optional-dependencies"]}
         pairs = [(extra, Requirement(text)) for extra, lines in groups.items() for text in lines]
@@ -69,7 +69,7 @@ def _extra_of(requirement: Requirement) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution."""
+    """The installed version of a distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +77,7 @@ def installed(name: str) -> str | None:
 
 
 def import_problem(name: str) -> str | None:
-    """Why a distribution's module cannot be imported: a library of CUDA, say, is not found."""
+    """Why a distribution's module cannot be imported: a CUDA library, say, is not found."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -88,7 +88,7 @@ def import_problem(name: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """As nvidia-smi says; None where there is none."""
+    """The version that nvidia-smi reports; None without a driver."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -100,7 +100,7 @@ def driver_version() -> str | None:
 
 
 def cache_folder() -> Path:
-    """The default of data.cache_dir, or the home folder where the schema cannot be imported."""
+    """The default of data.cache_dir, or the home folder if the schema cannot be imported."""
     try:
         from megatron_vlm.config.schema import DataConfig
     except ImportError:
@@ -109,7 +109,7 @@ def cache_folder() -> Path:
 
 
 def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
-    """Start two processes that talk; why they could not, or None."""
+    """Start two processes that communicate; why they could not, or None."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(

@@ -1,12 +1,10 @@
 """Which rows of a global batch go together, and to which data parallel rank.
 
-No packing, little padding, no rank that waits.
-
-Rows of about one length make a micro-batch; micro-batches are dealt out so that the ranks' costs
-are equal. All of it is a pure function of the rows' sizes, the same on every rank.
+There is no packing, little padding, and no rank that waits: rows of similar length make a
+micro-batch, and micro-batches are dealt out so that all ranks have the same cost. The plan is a
+pure function of the rows' sizes, so every rank arrives at the same one.
 """
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_vlm.config.schema import TrainConfig
+from megatron_vlm.data.deal import deal
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,21 @@ class RowSize:
     """What planning needs to know of a row."""
 
     tokens: int
-    cost: float  # any unit of work; see flops.py
+    cost: float  # in any unit of work; see cost.py
     patches: int = 0
     images: int = 0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one micro-batch: `rows`, or (where given) `tokens` with padding counted."""
+    """The limit of one micro-batch: `tokens`, padding included, if given; otherwise `rows`."""
 
     rows: int = 1
     tokens: int | None = None
 
     @staticmethod
     def of(train: TrainConfig) -> "Limits":
-        """As the configuration says."""
+        """The limits that the configuration sets."""
         return Limits(train.micro_batch_size, train.micro_batch_tokens)
 
 
@@ -44,13 +43,13 @@ Plan = list[list[list[int]]]  # [rank][micro-batch][row]
 
 
 def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
-    """Every row once. Each rank gets micro-batches of near-equal total cost; a rank may stay
-    without any where there are fewer rows than ranks."""
+    """Every row once. All ranks get micro-batches of nearly equal total cost; a rank may get none
+    if there are fewer rows than ranks."""
     order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
     if limits.tokens is not None:
         return _deal_groups(_group_by_tokens(order, sizes, ranks, limits.tokens), sizes, ranks)
-    # With a fixed number of rows, groups of like length pad least, rows dealt out one by one
-    # balance best, and few rows may stand well as they are: whichever ends first on every rank.
+    # With a fixed number of rows, groups of similar length pad least, rows dealt out one by one
+    # balance best, and a few rows may be best left in order: take what finishes first.
     count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
     alike = _deal_groups(_split(order, min(count, len(sizes))), sizes, ranks)
     shares = deal([size.cost for size in sizes], ranks)
@@ -64,15 +63,15 @@ def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
 
 
 def _deal_groups(groups: list[list[int]], sizes: Sequence[RowSize], ranks: int) -> Plan:
-    """Micro-batches over ranks, costliest first: the pipeline drains on what is short."""
+    """Micro-batches over ranks, costliest first, so that the pipeline drains on short ones."""
     costs = [group_cost([sizes[row] for row in group]) for group in groups]
     shares = level(deal(costs, ranks), costs)
     return [[groups[g] for g in sorted(share, key=lambda g: -costs[g])] for share in shares]
 
 
 def _split(order: Sequence[int], count: int) -> list[list[int]]:
-    """Nearly equal groups of rows of like length, costliest first; the longest rows are in the
-    smaller groups."""
+    """Groups of nearly equal size and rows of similar length, costliest first; the longest rows
+    are in the smaller groups."""
     return [part.tolist() for part in np.array_split(order, count)][::-1] if count else []
 
 
@@ -83,7 +82,7 @@ def _loads(plan: Plan, sizes: Sequence[RowSize]) -> list[float]:
 def _group_by_tokens(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
-    """At least one group for each rank, if there are as many rows."""
+    """At least one group for each rank, if there are enough rows."""
     groups = _fill_groups(order[::-1], sizes, ranks, tokens)
     while len(groups) < min(ranks, len(sizes)):
         widest = max(groups, key=len)
@@ -95,8 +94,8 @@ def _group_by_tokens(
 def _fill_groups(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
-    """Groups cut where one would pass the limit, pad much, or outgrow its rank's share."""
-    # A group above this could not be dealt out evenly any more; a single row may still be.
+    """Groups, each ended before it passes the limit, pads too much or outgrows a rank's share."""
+    # Groups above this could not be dealt out evenly; a single row may still be above it.
     most_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
     groups: list[list[int]] = []
     longest, cost = 0, 0.0
@@ -120,24 +119,13 @@ _MOST_PADDING = 0.06  # of the longest row; the mean over a group is then about 
 
 
 def group_cost(rows: Sequence[RowSize]) -> float:
-    """Of a micro-batch: padding costs like tokens."""
+    """The cost of a micro-batch, in which padding costs like tokens."""
     longest = max(size.tokens for size in rows)
     return sum(size.cost * (1 + 0.5 * (longest / size.tokens - 1)) for size in rows)
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Costliest first, each to the rank with least to do."""
-    heap = [(0.0, rank) for rank in range(ranks)]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for group in sorted(range(len(costs)), key=lambda g: (-costs[g], g)):
-        load, rank = heapq.heappop(heap)
-        shares[rank].append(group)
-        heapq.heappush(heap, (load + costs[group], rank))
-    return shares
-
-
 def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) -> list[list[int]]:
-    """Swap or move groups between the fullest rank and others as long as its load falls."""
+    """Swap or move groups between the busiest rank and others as long as its load falls."""
     shares = [list(share) for share in shares]
     loads = np.array([sum(costs[g] for g in share) for share in shares])
     for _ in range(rounds):
@@ -160,7 +148,7 @@ def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) ->
 def _best_exchange(
     shares: list[list[int]], costs: Sequence[float], loads: np.ndarray, high: int
 ) -> tuple[int, int, int | None] | None:
-    """The exchange with another rank that leaves the larger of both loads smallest."""
+    """The exchange with another rank that makes the larger of the two loads smallest."""
     best, found = loads[high] * (1 - 1e-6), None
     gives = np.array([[costs[g]] for g in shares[high]])
     for low in np.argsort(loads, kind="stable")[:16].tolist():
@@ -178,16 +166,16 @@ def _best_exchange(
 
 @dataclass(frozen=True)
 class Balance:
-    """How good a plan is."""
+    """How well a plan pads and balances."""
 
-    padding: float  # part of all positions that is padding
-    imbalance: float  # cost of the fullest rank over the mean
+    padding: float  # share of all positions that is padding
+    imbalance: float  # cost of the busiest rank over the mean
     busiest: float  # that cost, padding included
     micro_batches: int
 
 
 def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
-    """Padding and balance of a plan."""
+    """The padding and the balance of a plan."""
     groups = [group for share in plan for group in share]
     longest = [max(sizes[row].tokens for row in group) * len(group) for group in groups]
     real = sum(size.tokens for size in sizes)
@@ -197,7 +185,7 @@ def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
 
 
 def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:
-    """What is commonly done: rows in order, as many to each rank, cut at a number of rows."""
+    """The usual way: rows in order, equally many to each rank, cut at a number of rows."""
     bounds = [len(sizes) * rank // ranks for rank in range(ranks + 1)]
     return [
         [list(range(s, min(s + rows, end))) for s in range(start, end, rows)]

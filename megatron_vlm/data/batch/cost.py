@@ -5,7 +5,7 @@ Padding is not work. Used to balance micro-batches and to say how well the hardw
 
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
+from megatron_vlm.family.sizes import ModelSizes, Part
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,16 @@ class WorkModel:
     per_patch_pair: int  # attention within a frame
 
     @staticmethod
-    def of(hf_config: PretrainedConfig) -> "WorkModel":
-        """The work of a Qwen3-VL with this config.json."""
-        text, vision = hf_config.text_config, hf_config.vision_config
-        query = text.num_attention_heads * text.head_dim
-        kv = text.num_key_value_heads * text.head_dim
-        layer = text.hidden_size * (2 * query + 2 * kv + 3 * text.intermediate_size)
-        merged = vision.hidden_size * vision.spatial_merge_size**2
-        mergers = 1 + len(vision.deepstack_visual_indexes)
-        block = vision.hidden_size * (4 * vision.hidden_size + 2 * vision.intermediate_size)
-        merger = (merged * merged + merged * vision.out_hidden_size) // vision.spatial_merge_size**2
-        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    def of(sizes: ModelSizes) -> "WorkModel":
+        """The work of a model of these sizes."""
+        text, vision = sizes.text, sizes.vision
+        tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
         return WorkModel(
-            per_token=2 * text.num_hidden_layers * layer,
-            per_token_pair=4 * text.num_hidden_layers * query,
-            per_supervised=2 * text.hidden_size * text.vocab_size,
-            per_patch=2 * (vision.depth * block + mergers * merger + values * vision.hidden_size),
-            per_patch_pair=4 * vision.depth * vision.hidden_size,
+            per_token=2 * _matrices(sizes, Part.decoder),
+            per_token_pair=4 * text.layers * text.query,
+            per_supervised=2 * text.hidden * text.vocab,
+            per_patch=2 * (tower + mergers // vision.merge**2),
+            per_patch_pair=4 * vision.depth * vision.hidden,
         )
 
     def row(self, tokens: int, supervised: int, patches: int, patch_pairs: int) -> int:
@@ -47,3 +40,13 @@ class WorkModel:
             + self.per_patch * patches
             + self.per_patch_pair * patch_pairs
         )
+
+
+def _matrices(sizes: ModelSizes, part: Part) -> int:
+    """Numbers in the weights of a part that inputs are multiplied by: neither norms, biases nor
+    tables of embeddings."""
+    return sum(
+        tensor.num_values
+        for tensor in sizes.tensors
+        if tensor.part is part and len(tensor.shape) > 1 and "embed.weight" not in tensor.name
+    )

@@ -5,24 +5,26 @@ import logging
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.batch.batching import RowSize
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.batch.order import Order, all_of
 from megatron_vlm.data.batch.position import Position
-from megatron_vlm.data.batch.stream_set import StreamSet, open_stream
+from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.data.encode.index import Index, build_index, check_errors
 from megatron_vlm.data.encode.reader import Reader, make_encoder, make_reader
 from megatron_vlm.data.encode.row import PlacedRow
-from megatron_vlm.data.read.sources import Source, open_source, parse_specs
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.data.encode.views import ShownSample, show_sample
+from megatron_vlm.data.read.sources import Source, open_source
+from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.sizes import ModelSizes
 
 log = logging.getLogger("megatron_vlm.data")
 
@@ -31,7 +33,7 @@ Handle = tuple[int, int]  # (source, sample)
 
 @dataclass(frozen=True)
 class DataSet:
-    """All sources of data.train, or of one evaluation set, indexed."""
+    """The indexed sources, their readers, and the order of their samples."""
 
     sources: tuple[Source, ...]
     readers: tuple[Reader, ...]
@@ -40,11 +42,11 @@ class DataSet:
     work: WorkModel
 
     def size(self, source: int, sample: int) -> RowSize:
+        """What planning needs to know of a sample."""
         index = self.indexes[source]
         tokens, patches = int(index.tokens[sample]), int(index.patches[sample])
-        cost = self.work.row(
-            tokens, int(index.supervised[sample]), patches, int(index.patch_pairs[sample])
-        )
+        supervised, pairs = int(index.supervised[sample]), int(index.patch_pairs[sample])
+        cost = self.work.row(tokens, supervised, patches, pairs)
         return RowSize(tokens, float(cost), patches, int(index.images[sample]))
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
@@ -54,42 +56,58 @@ class DataSet:
             handle = (int(order[taken, 0]), int(order[taken, 1]))
             yield handle, self.size(*handle), Position(start.epoch, taken + 1)
 
-    def row(self, handle: Handle) -> PlacedRow:
-        """The sample with its pixels, from the source."""
+    def where(self, handle: Handle) -> str:
+        """The place of the sample's record, for messages."""
         source, sample = handle
-        index = self.indexes[source]
-        record = int(index.records[sample])
-        where = self.sources[source].where(record)
-        raw = self.sources[source][record]
-        return self.readers[source].row(raw, where, index[sample])
+        return self.sources[source].where(int(self.indexes[source].records[sample]))
+
+    def raw(self, handle: Handle) -> Any:
+        """The sample's record, as its source has it."""
+        source, sample = handle
+        return self.sources[source][int(self.indexes[source].records[sample])]
+
+    def row(self, handle: Handle) -> PlacedRow:
+        """The sample with its pixels."""
+        source, sample = handle
+        reader, index = self.readers[source], self.indexes[source]
+        return reader.row(self.raw(handle), self.where(handle), index[sample])
+
+    def show(self, number: int, pictures: bool) -> ShownSample:
+        """The sample with this number over all sources, as the model sees it."""
+        source, sample = 0, number
+        while sample >= len(self.indexes[source]):
+            source, sample = source + 1, sample - len(self.indexes[source])
+        raw, where = self.raw((source, sample)), self.where((source, sample))
+        reader, index = self.readers[source], self.indexes[source]
+        return show_sample(reader, raw, where, index[sample], pictures, number)
 
     def faults(self) -> tuple[Counter[str], list[str]]:
-        """Dropped samples by rule, and the errors of wrong ones, over all sources."""
+        """How many samples each rule dropped, and the errors of wrong records."""
         faults = [index.faults for index in self.indexes]
         dropped = Counter(rule for fault in faults for _, rule in fault.dropped)
         return dropped, [error for fault in faults for error in fault.errors]
 
 
 def open_data(
-    value: Any,
+    specs: Sequence[SourceSpec],
     key: str,
     cfg: DataConfig,
     model_path: str,
-    hf_config: PretrainedConfig,
+    sizes: ModelSizes,
     share: tuple[int, int] = (0, 1),
     train: bool = True,
 ) -> DataSet | StreamSet:
     """Open and index every source of `data.train` or `data.eval`; streams are only opened.
-    `share`: this process of so many that index together."""
+    `share`: which of how many processes this is, where several index together."""
     encoder = make_encoder(model_path, cfg)
     cache = None if cfg.cache_dir is None else Path(cfg.cache_dir).expanduser()
-    specs = parse_specs(value, key)
     if any(spec.streaming for spec in specs):
-        if not all(spec.streaming for spec in specs):
-            raise ConfigError(f"{key}: some sources stream and some do not; let all or none stream")
-        return open_stream(specs, encoder, cfg, hf_config, train)
+        assert all(spec.streaming for spec in specs)
+        stream = open_stream(specs, cfg, train)
+        reader = make_reader(encoder, cfg, sizes, stream.root)
+        return StreamSet(stream, reader, cfg, WorkModel.of(sizes))
     sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
-    readers = tuple(make_reader(encoder, cfg, hf_config, source.root) for source in sources)
+    readers = tuple(make_reader(encoder, cfg, sizes, source.root) for source in sources)
     scratch = Path(tempfile.mkdtemp(prefix="megatron_vlm-"))
     atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     indexes = tuple(
@@ -100,7 +118,7 @@ def open_data(
     order = all_of(lengths)
     if train:
         order = Order(lengths, tuple(spec.weight for spec in specs), cfg.seed, cfg.shuffle)
-    data = DataSet(sources, readers, indexes, order, WorkModel.of(hf_config))
+    data = DataSet(sources, readers, indexes, order, WorkModel.of(sizes))
     for index in indexes:
         for where, rule in index.faults.dropped:
             log.info("dropped %s: %s", where, rule)

@@ -1,6 +1,6 @@
-"""MicroBatch: several rows, right padded, ready for every stage.
+"""MicroBatch: several rows, padded on the right, ready for every stage.
 
-Shapes: S tokens of a row, B rows of a micro-batch (S then the longest row), I images,
+Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images,
 P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
 of a token: its id, its target (what it predicts) and its position on three axes, F the values
 of a token that a loss reads, N supervised tokens.
@@ -14,26 +14,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from megatron_vlm.data.encode.positions import VisionTokens
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, place_row
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.sizes import VisionTokens
 
 _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes. Targets are shifted: targets[b, s] is what position s predicts."""
+    """The input of one forward. Targets are shifted: targets[b, s] is what position s predicts."""
 
-    tokens_BS5: Tensor  # int32: one table, so that one copy moves it
+    tokens_BS5: Tensor  # int32, in one table so that a single copy moves it
     lengths: tuple[int, ...]
-    rows: tuple[int, ...]  # the places of its rows in the batch they came from
+    rows: tuple[int, ...]  # the places of its rows in the batch that they came from
     pixel_values_PC: Tensor | None = None
     image_grid_I3: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     video_grid_I3: Tensor | None = None
-    values_BSF: Tensor | None = None  # float32: values[b, s] are of targets[b, s]
+    values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
     value_names: tuple[str, ...] = ()
 
     @cached_property
@@ -53,8 +54,8 @@ class MicroBatch:
         return int((self.tokens_BS5[..., 1] != IGNORE).sum())
 
     def for_stage(self, first: bool, device: torch.device, last: bool = False) -> "MicroBatch":
-        """The part that a stage needs, on its device: pixels go to the first alone, values to the
-        last."""
+        """The part that a stage needs, on its device: only the first gets pixels, and only the last
+        gets values."""
         changes: dict[str, Any] = {}
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
@@ -65,7 +66,7 @@ class MicroBatch:
         return replace(self, **changes)
 
     def values_N(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Of the supervised tokens, by name. Without such tokens a batch need not have any."""
+        """The values of the supervised tokens, by name. A batch without such tokens needs none."""
         if not names:
             return {}
         if self.values_BSF is None:
@@ -74,17 +75,17 @@ class MicroBatch:
         return {name: values_NF[:, self.value_names.index(name)] for name in names}
 
     def check_values(self, names: Sequence[str], where: str) -> None:
-        """That they are there, where a token is supervised."""
+        """Refuse a batch that has supervised tokens but not these values."""
         missing = [name for name in names if name not in self.value_names]
         if missing and self.num_supervised:
             raise DataError(
-                f"{where}: the loss reads {missing[0]!r} of each token, and it has "
+                f"{where}: the loss reads {missing[0]!r} of each token, but it has "
                 f"{', '.join(self.value_names) or 'no values'}; place and collate its rows with "
                 f"value_names={tuple(names)}"
             )
 
     def log_probs_by_row(self, log_probs_N: Tensor) -> list[Tensor]:
-        """Spread the log-probs of supervised positions over rows, under their own tokens [S]."""
+        """The log-probs of supervised positions, by row, each in the place of its own token [S]."""
         spread_BS = log_probs_N.new_zeros(self.targets_BS.shape)
         spread_BS[self.targets_BS != IGNORE] = log_probs_N
         shifted_BS = torch.cat([torch.zeros_like(spread_BS[:, :1]), spread_BS[:, :-1]], dim=1)
@@ -97,13 +98,13 @@ VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "
 def collate(
     rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
 ) -> MicroBatch:
-    """Pad rows on the right to their longest and lay their patches end to end. `value_names` are
-    those that the rows were placed with."""
+    """Pad rows on the right to the longest and concatenate their patches. `value_names` are those
+    that the rows were placed with."""
     lengths = tuple(len(row.tokens_S5) for row in rows)
     longest = max(lengths)
     padding = np.broadcast_to(_PADDING, (longest, 5))
-    # One concatenation of rows and paddings: right padding only, under causal attention nothing
-    # before it sees it, so its ids are free.
+    # A single concatenation of rows and paddings. Padding is on the right only, where causal
+    # attention hides it from every token, so its ids may be anything.
     pieces = [
         piece
         for row, length in zip(rows, lengths, strict=True)
@@ -112,23 +113,12 @@ def collate(
     ]
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
     visual = {name: _cat([getattr(row.row, name) for row in rows]) for name in VISUAL_FIELDS}
-    values_BSF = _pad_values(rows, longest) if value_names else None
-    return MicroBatch(
-        tokens_BS5,
-        lengths,
-        tuple(places),
-        **visual,
-        values_BSF=values_BSF,
-        value_names=tuple(value_names),
-    )
-
-
-def _pad_values(rows: Sequence[PlacedRow], longest: int) -> Tensor:
-    values = [row.values_SF for row in rows if row.values_SF is not None]
-    values_BSF = np.zeros((len(rows), longest, values[0].shape[1]), dtype=np.float32)
-    for place, values_SF in enumerate(values):
-        values_BSF[place, : len(values_SF)] = values_SF
-    return torch.from_numpy(values_BSF)
+    batch = MicroBatch(tokens_BS5, lengths, tuple(places), **visual)
+    if not value_names:
+        return batch
+    values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
+    values_BSF = pad_sequence(values, batch_first=True)
+    return replace(batch, values_BSF=values_BSF, value_names=tuple(value_names))
 
 
 def cut_micro_batches(
@@ -138,8 +128,8 @@ def cut_micro_batches(
     value_names: Sequence[str] = (),
     first_row: int = 0,
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of at most `size` rows, in order, with these values of each
-    token. In errors the first row is called `first_row`."""
+    """Cut a batch, in order, into micro-batches of at most `size` rows, with these values of each
+    token. Errors count rows from `first_row`."""
     if not rows:
         raise DataError("an empty batch: every data parallel rank needs at least one row")
     placed = [
@@ -150,13 +140,13 @@ def cut_micro_batches(
 
 
 def filler_batch() -> MicroBatch:
-    """For a rank without a row of its own: one token, no image, no loss."""
+    """One token, no image, no loss, for a rank without a row of its own."""
     return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None and len(tensor)]
     kinds = {tensor.dtype for tensor in present}
-    if len(kinds) > 1:  # torch.cat would turn bytes into floats without a word
+    if len(kinds) > 1:  # torch.cat would silently turn bytes into floats
         raise DataError(f"pixels of one micro-batch are {sorted(map(str, kinds))}; give one dtype")
     return torch.cat(present) if present else None

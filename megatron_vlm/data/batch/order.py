@@ -1,4 +1,4 @@
-"""The order of samples: a function of seed and epoch alone, whoever asks for it."""
+"""The order of samples, which depends on the seed and the epoch alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Order:
-    """Of one or several sources. A source's weight is how often each of its samples comes in an
-    epoch: 2.0 twice, 0.5 every other epoch, each time the other half."""
+    """The order of one or several sources. A source's weight says how often each of its samples
+    comes in an epoch: 2.0 is twice; 0.5 is every other epoch, half of them in each."""
 
     lengths: tuple[int, ...]
     weights: tuple[float, ...]
@@ -18,7 +18,7 @@ class Order:
 
     @property
     def counts(self) -> list[int]:
-        """Samples that an epoch takes from each source."""
+        """How many samples an epoch takes from each source."""
         return [
             max(1, round(length * weight)) if length else 0
             for length, weight in zip(self.lengths, self.weights, strict=True)
@@ -35,27 +35,21 @@ class Order:
             if count
         ]
         samples = np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
-        if self.shuffle:
-            samples = samples[self._generator(number).permutation(len(samples))]
-        return samples
+        return samples[self._permutation(len(samples), number)]
 
     def _draw(self, source: int, start: int, count: int) -> np.ndarray:
-        """Places [start, start + count) of a source's permutations laid end to end."""
+        """Places [start, start + count) of a source's permutations, one after the other."""
         length = self.lengths[source]
         first, last = start // length, (start + count - 1) // length
-        rounds = [self._round(source, number) for number in range(first, last + 1)]
+        rounds = [self._permutation(length, source, turn) for turn in range(first, last + 1)]
         return np.concatenate(rounds)[start - first * length :][:count]
 
-    def _round(self, source: int, number: int) -> np.ndarray:
-        length = self.lengths[source]
+    def _permutation(self, length: int, *place: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(length)
-        return self._generator(source, number).permutation(length)
-
-    def _generator(self, *place: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, *place])
+        return np.random.default_rng([self.seed, *place]).permutation(length)
 
 
 def all_of(lengths: Sequence[int]) -> Order:
-    """Every sample once, in order: for evaluation."""
+    """Every sample once, in order, for evaluation."""
     return Order(tuple(lengths), (1.0,) * len(lengths), seed=0, shuffle=False)

@@ -1,4 +1,4 @@
-"""Where a run is in its data, and what a set of samples answers about what comes next."""
+"""Where a run is in its data, and what the loader needs of a set of samples."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from megatron_vlm.data.encode.row import PlacedRow
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a run is: all that a checkpoint needs to know of it."""
+    """Where a run is in its data: all that a checkpoint needs to know about it."""
 
     epoch: int = 0
     taken: int = 0  # samples of this epoch
-    stream: dict[str, Any] | None = None  # where a stream is
+    stream: dict[str, Any] | None = None  # where it is in a stream
 
 
-class Data(Protocol):
-    """What the loader needs of a set of samples: DataSet here, or StreamSet of stream.py."""
+class SampleSource(Protocol):
+    """What the loader needs of a set of samples; DataSet and StreamSet have it."""
 
     def epoch(self, start: Position) -> Iterator[tuple[Any, RowSize, Position]]: ...
     def row(self, handle: Any) -> PlacedRow: ...

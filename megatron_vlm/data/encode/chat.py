@@ -1,14 +1,16 @@
-"""Chats as tokens: rendered once by the tokenizer's own template, every turn's span known.
+"""Chats as tokens: rendered once by the tokenizer's own template, with the span of every message.
 
-The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's do. Turns are found
-by the ids of those two tokens; text that merely spells them never becomes one of them.
+The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's do. Messages are
+found by the ids of those two tokens; text that merely spells them never becomes one of them.
 
 Shapes: U tokens before placeholders are expanded.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,28 +26,32 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
 @dataclass(frozen=True)
-class Block:
-    """What stands between <|im_start|> and <|im_end|>, both included: [start, end). `body` is the
-    first token after the role's line."""
+class Message:
+    """A message of the rendered text. Its tokens [body, end) are those after the line with its
+    role, <|im_end|> included."""
 
     role: str
-    start: int
     body: int
     end: int
+    turns: list[Turn]  # those that it shows
+
+    @property
+    def mark(self) -> bool | None:
+        """What the record says about training it."""
+        return self.turns[0].trained if self.turns else None
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat in tokens, one placeholder for each image or video frame still."""
+    """A chat in tokens, with a single placeholder for each image and video frame."""
 
     ids_U: np.ndarray  # int32
     trained_U: np.ndarray  # bool
     video_starts: tuple[int, ...] = ()  # first token of each video's text
-    blocks: tuple[Block, ...] = ()
 
 
 class ChatRenderer:
-    """The tokenizer with what it takes to read its template's output."""
+    """The tokenizer, with what it takes to find the messages in its template's output."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: str):
         if not tokenizer.chat_template:
@@ -56,7 +62,9 @@ class ChatRenderer:
         ids = tokenizer.convert_tokens_to_ids(list(names))
         for name, token in zip(names, ids, strict=True):
             if token is None or tokenizer.convert_ids_to_tokens(token) != name:
-                raise ConfigError(f"the tokenizer has no token {name}; this is not a Qwen-VL one")
+                raise ConfigError(
+                    f"the tokenizer has no token {name}; it is not a Qwen-VL tokenizer"
+                )
         self.start_id, self.end_id, self.image_id, self.video_id = ids[:4]
         self.vision_start_id, self.vision_end_id = ids[4:]
         added = tokenizer.added_tokens_decoder.values()
@@ -64,7 +72,7 @@ class ChatRenderer:
         self.special = re.compile("|".join(map(re.escape, special)))
 
     def render(self, chat: Chat, videos: Sequence[str], train_on: str | Sequence[str]) -> Rendered:
-        """Tokens, trained tokens and turns. `videos` is the text that stands for each video."""
+        """The tokens and which of them are trained. `videos` is the text for each video."""
         chat, cut = self._guard(chat)
         text = self.tokenizer.apply_chat_template(
             [_message(turn) for turn in chat.turns], tools=list(chat.tools) or None, tokenize=False
@@ -72,22 +80,32 @@ class ChatRenderer:
         text, video_chars = _fill(text, videos, cut)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
-        blocks = self._blocks(chat, text, ids_U, starts_U)
+        messages = self._messages(chat, text, ids_U, starts_U)
         trained_U = np.zeros(len(ids_U), dtype=bool)
-        for block, turns in blocks:
-            trained_U[block.body : block.end] = bool(turns) and turns[0].trained is not False
-        chosen = choose_trained(
-            [(b.role, t[0].trained if t else None) for b, t in blocks], train_on
+        for message, chosen in zip(messages, choose_trained(messages, train_on), strict=True):
+            train = chosen and bool(message.turns) and message.mark is not False
+            trained_U[message.body : message.end] = train
+        return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+
+    def opened(self, rendered: Rendered) -> Rendered:
+        """The chat followed by the tokens that open an answer."""
+        ids_U = np.concatenate([rendered.ids_U, self._opening])
+        trained_U = np.pad(rendered.trained_U, (0, len(self._opening)))
+        return replace(rendered, ids_U=ids_U, trained_U=trained_U)
+
+    @cached_property
+    def _opening(self) -> np.ndarray:
+        """The tokens that the template adds when an answer is to follow."""
+        chat = [{"role": "user", "content": ""}]
+        closed, opened = (
+            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=opens)
+            for opens in (False, True)
         )
-        for (block, _), train in zip(blocks, chosen, strict=True):
-            if not train:
-                trained_U[block.start : block.end] = False
-        video_starts = tuple(np.searchsorted(starts_U, video_chars).tolist())
-        return Rendered(ids_U, trained_U, video_starts, tuple(block for block, _ in blocks))
+        return self._tokenize([opened.removeprefix(closed)])[0]
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and the character each token starts at. Pieces are tokenized apart: a special token
-        that was cut in two is plain text in both."""
+        """Ids, and the character that each token starts at. Pieces are tokenized separately: a
+        special token that was cut in two is plain text in both."""
         encoded = self.tokenizer(
             pieces,
             add_special_tokens=False,
@@ -95,23 +113,21 @@ class ChatRenderer:
             return_attention_mask=False,
             verbose=False,
         )
-        ids: list[int] = []
         starts: list[int] = []
         base = 0
-        for piece, piece_ids, offsets in zip(
-            pieces, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
-            ids += piece_ids
+        for piece, offsets in zip(pieces, encoded["offset_mapping"], strict=True):
             starts += [base + start for start, _ in offsets]
             base += len(piece)
+        ids = list(itertools.chain(*encoded["input_ids"]))
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64)
 
     def _guard(self, chat: Chat) -> tuple[Chat, str]:
-        """The chat with special tokens that its text spells cut in two, and the cut; or refused."""
+        """The chat with every special token that its text spells cut in two, and the mark of the
+        cuts; or a refusal."""
         texts = list(_strings([chat.tools, *((t.parts, t.tool_calls) for t in chat.turns)]))
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
             raise DataError(
-                f"{chat.where}: the text has half of a surrogate pair; it is no Unicode"
+                f"{chat.where}: the text has half of a surrogate pair; it is not valid Unicode"
             )
         found = next((m for text in texts if (m := self.special.search(text))), None)
         if found is None:
@@ -133,10 +149,9 @@ class ChatRenderer:
         )
         return Chat(chat.where, turns, _map(chat.tools, escape)), cut
 
-    def _blocks(
+    def _messages(
         self, chat: Chat, text: str, ids_U: np.ndarray, starts_U: np.ndarray
-    ) -> list[tuple[Block, list[Turn]]]:
-        """The blocks of the rendered text, each with the turns that it shows."""
+    ) -> list[Message]:
         opens = np.flatnonzero(ids_U == self.start_id)
         closes = np.flatnonzero(ids_U == self.end_id)
         if not len(opens) or len(opens) != len(closes) or (closes < opens).any():
@@ -152,7 +167,7 @@ class ChatRenderer:
             body = int(np.searchsorted(starts_U, line + 1))
             turns = _take(waiting, role)
             role = turns[0].role if turns else role
-            found.append((Block(role, start, min(body, close), close + 1), turns))
+            found.append(Message(role, min(body, close), close + 1, turns))
         if waiting:
             raise ConfigError(
                 f"{chat.where}: the chat template leaves out {len(waiting)} of "
@@ -161,22 +176,21 @@ class ChatRenderer:
         return found
 
 
-def choose_trained(
-    blocks: Sequence[tuple[str, bool | None]], train_on: str | Sequence[str]
-) -> list[bool]:
-    """Which blocks, given as (role, the record's own word), data.train_on picks."""
+def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
+    """Which messages data.train_on picks."""
     if train_on == "record":
-        return [own is True for _, own in blocks]
+        return [message.mark is True for message in messages]
     if train_on == "last_assistant":
-        last = max((i for i, (role, _) in enumerate(blocks) if role == "assistant"), default=-1)
-        return [i == last for i in range(len(blocks))]
+        last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
+        return [i == last for i in range(len(messages))]
     roles = ["assistant"] if train_on == "all_assistant" else train_on
-    return [role in roles for role, _ in blocks]
+    return [message.role in roles for message in messages]
 
 
 def _take(waiting: list[Turn], role: str) -> list[Turn]:
-    """The turns that a block with this role shows: one, or a run of tool messages, which Qwen's
-    templates show as a user's; none for a system prompt that the template made up."""
+    """Take the turns that a message with this role shows: one, or several tool messages in a row,
+    which Qwen's templates show as one of the user; none for a system prompt that the template
+    adds by itself."""
     if waiting and role == "user" and waiting[0].role == "tool":
         count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
     else:
@@ -187,27 +201,22 @@ def _take(waiting: list[Turn], role: str) -> list[Turn]:
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    """The turn as a template takes it."""
-    parts = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image" if isinstance(part, Image) else "video"}
-        for part in turn.parts
-    ]
-    only_text = all(isinstance(part, str) for part in turn.parts)
-    message: dict[str, Any] = {
-        "role": turn.role,
-        "content": "".join(part for part in turn.parts if isinstance(part, str))
-        if only_text
-        else parts,
-    }
-    if turn.tool_calls:
-        message["tool_calls"] = list(turn.tool_calls)
-    return message
+    """The turn in the form that templates expect."""
+    texts = [part for part in turn.parts if isinstance(part, str)]
+    content: Any = "".join(texts)
+    if len(texts) < len(turn.parts):
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image" if isinstance(part, Image) else "video"}
+            for part in turn.parts
+        ]
+    calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
+    return {"role": turn.role, "content": content, **calls}
 
 
 def _fill(text: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:
-    """The text with each video placeholder replaced, and where, not counting the cuts."""
+    """The text with each video placeholder replaced, and their places, not counting the cuts."""
     before, *rest = text.split(VIDEO_PAD)
     if len(rest) != len(videos):
         raise ConfigError(f"the template renders {len(rest)} {VIDEO_PAD} for {len(videos)} videos")
@@ -219,7 +228,7 @@ def _fill(text: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:
 
 
 def _strings(value: Any) -> list[str]:
-    """Every string in nested tuples, lists and dicts, keys too."""
+    """Every string in nested tuples, lists and dicts, including keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Row: one sample as tensors, and checked against its images.
+"""Row: one sample as tensors, its placeholders checked against its images.
 
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
 height, width, 5 the columns of a token: its id, its target (what it predicts) and its position on
@@ -12,17 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.positions import GridQueue, VisionTokens, mrope_positions
+from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.sizes import VisionTokens
 
 IGNORE = -100  # a label that carries no loss, as in Hugging Face
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sample. Labels stand under their own token (Hugging Face's way, not shifted), and so do
-    `values_S`: by name what a loss reads of each token (see losses.py). Pixels are floats as the
-    image processor gives them, or bytes as `data.images.image_patches` does."""
+    """One sample. Each token's label has the token's own place (not shifted, as in Hugging Face),
+    and so has each value of `values_S`, which holds, by name, what a loss reads (see losses.py).
+    Pixels are floats as the image processor gives them, or bytes as `image_patches` does."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -33,7 +34,7 @@ class Row:
     values_S: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check_pixels(self, where: str) -> None:
-        """Patches and grids must come together and count the same."""
+        """Refuse patches and grids that do not come together or do not add up."""
         for pixels, grid, name in (
             (self.pixel_values_PC, self.image_grid_I3, "pixel_values"),
             (self.pixel_values_videos_PC, self.video_grid_I3, "pixel_values_videos"),
@@ -49,21 +50,21 @@ class Row:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A row that was checked, its tokens with targets and positions in one table: collating it is
-    a copy."""
+    """A checked row, its tokens, targets and positions in one table, so that collating is a copy
+    of it."""
 
     row: Row
     tokens_S5: np.ndarray  # int32
-    values_SF: np.ndarray | None = None  # float32, shifted as targets are
+    values_SF: np.ndarray | None = None  # float32, shifted like the targets
 
 
 def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
-    """Check every image against its placeholders, shift the labels, compute the positions; of the
-    row's values take those with these names."""
+    """Check every image against its placeholders, shift the labels and compute the positions. Of
+    the row's values, those with these names are kept."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
             f"{where}: ids {tuple(row.ids_S.shape)} and labels {tuple(row.labels_S.shape)} "
-            "must be two vectors of one length, at least 1"
+            "must be two vectors of the same length, at least 1"
         )
     row.check_pixels(where)
     queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
@@ -73,7 +74,7 @@ def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] =
     tokens_S5[:, 0] = row.ids_S.numpy()
     tokens_S5[:-1, 1] = row.labels_S[1:].numpy()
     tokens_S5[-1, 1] = IGNORE
-    tokens_S5[:, 2:] = mrope_positions(len(row.ids_S), runs).T
+    tokens_S5[:, 2:] = tokens.positions(len(row.ids_S), runs).T
     values_SF = _shifted_values(row, names, where) if names else None
     return PlacedRow(row, tokens_S5, values_SF)
 
@@ -89,7 +90,7 @@ def _shifted_values(row: Row, names: Sequence[str], where: str) -> np.ndarray:
             got = "none" if value_S is None else f"{tuple(value_S.shape)}"
             raise DataError(
                 f"{where}: the loss reads {name!r} of each of its {len(row.ids_S)} tokens, and it "
-                f"has {got}; give one number a token, under the token it is of"
+                f"has {got}; give one number per token, in the place of that token"
             )
         values_SF[:-1, place] = value_S[1:].detach().float().numpy()
         finite_S = np.isfinite(values_SF[:-1, place])
@@ -102,9 +103,9 @@ def _shifted_values(row: Row, names: Sequence[str], where: str) -> np.ndarray:
 
 
 def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
-    """The prompt with supervised tokens behind it, each of them with these values."""
-    behind_S = torch.tensor(ids, dtype=torch.long)
-    ids_S = torch.cat([prompt.ids_S, behind_S])
-    labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), behind_S])
+    """The prompt followed by supervised tokens, each of which gets these values."""
+    answer_S = torch.tensor(ids, dtype=torch.long)
+    ids_S = torch.cat([prompt.ids_S, answer_S])
+    labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
     return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S=values_S)

@@ -1,13 +1,13 @@
-"""Sample: a record as the model takes it, all but the pixels. Cut so that no image is cut.
+"""Sample: a record as the model takes it, without the pixels. A cut never divides an image.
 
 Shapes: U tokens before placeholders are expanded, S tokens, I images, V videos.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chat import VIDEO_PAD, ChatRenderer, Rendered
@@ -29,7 +29,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens, which of them are trained, and the grids of the images and videos among them."""
+    """Tokens, which of them are trained, and the grids of their images and videos."""
 
     ids_S: np.ndarray  # int32
     trained_S: np.ndarray  # bool
@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def num_supervised(self) -> int:
-        """The first token has no predecessor that could predict it."""
+        """Trained tokens without the first, which no token predicts."""
         return int(self.trained_S[1:].sum())
 
     @property
@@ -47,33 +47,28 @@ class Sample:
 
     @property
     def patch_pairs(self) -> int:
-        """A patch attends to those of its own frame."""
+        """Pairs of patches that attend to each other: those of the same frame."""
         return sum(t * (h * w) ** 2 for t, h, w in (*self.image_grids, *self.video_grids))
 
 
 class Dropped(Exception):  # noqa: N818 - not an error
-    """A record that is left out by a rule of the configuration; the message is the rule."""
+    """A record that a rule of the configuration leaves out; the message is the rule."""
 
 
+@dataclass(frozen=True)
 class Encoder:
     """Everything that turns records into samples. Picklable, for worker processes."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        images: ImageSettings,
-        videos: VideoSettings,
-        cfg: DataConfig,
-    ):
-        self.renderer = ChatRenderer(tokenizer, cfg.special_tokens)
-        self.images = images
-        self.videos = videos
-        self.cfg = cfg
+    renderer: ChatRenderer
+    images: ImageSettings
+    videos: VideoSettings
+    cfg: DataConfig
 
-    def encode(self, record: Record, policy: MediaPolicy) -> Sample:
-        """The sample of a record. DataError: it is wrong. Dropped: a rule leaves it out."""
+    def encode(self, record: Record, policy: MediaPolicy, prompt: bool = False) -> Sample:
+        """The sample of a record. Raises DataError if it is wrong, Dropped if a rule leaves it out.
+        A prompt has nothing trained, and a chat as a prompt ends where the answer begins."""
         image_grids = [
-            self._image_grid(image, policy, f"{record.where}: image {i}")
+            self.images.grid(*image_size(image, policy, f"{record.where}: image {i}"))
             for i, image in enumerate(record.media(Image))
         ]
         plans = [
@@ -83,28 +78,31 @@ class Encoder:
         if isinstance(record, Chat):
             texts = [_one_pad_a_frame(plan, self.videos.merge_size) for plan in plans]
             rendered = self.renderer.render(record, texts, self.cfg.train_on)
+            rendered = self.renderer.opened(rendered) if prompt else rendered
         else:
             rendered = self._read_chunks(record, image_grids)
-        sample, spans = self._expand(record, rendered, image_grids, plans)
-        return self._fit(sample, spans, record.where)
+        whole, spans = self._expand(record, rendered, image_grids, plans)
+        sample = self._fit(whole, spans, record.where)
+        if prompt:
+            return replace(sample, trained_S=np.zeros_like(sample.trained_S))
+        if not sample.num_supervised:
+            cut = sample is not whole
+            raise Dropped("nothing left to learn after the cut" if cut else "nothing to learn")
+        return sample
 
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
-        """Which frames of a video the model sees, and at what size."""
+        """The frames of a video that the model sees, and their size."""
         if isinstance(video.source, str):
             try:
                 info = probe_video(resolve_path(video.source, policy, where))
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
             return plan_video(info, self.videos, sample=True, where=where)
-        height, width = image_size(video.source[0], policy, where)
-        info = VideoInfo(len(video.source), video.fps, height, width)
+        info = VideoInfo(len(video.source), video.fps, *image_size(video.source[0], policy, where))
         return plan_video(info, self.videos, sample=False, where=where)
 
-    def _image_grid(self, image: Image, policy: MediaPolicy, where: str) -> Grid:
-        return self.images.grid(*image_size(image, policy, where))
-
     def _read_chunks(self, record: Chunks, grids: Sequence[Grid]) -> Rendered:
-        """Encoded tokens as they are; each image one placeholder; the mask without the images."""
+        """Encoded tokens as they are, a placeholder for each image, the mask without the images."""
         ids: list[int] = []
         trained: list[bool] = []
         cursor, image = 0, 0
@@ -123,14 +121,13 @@ class Encoder:
                 cursor, image = cursor + count, image + 1
                 continue
             if max(chunk, default=0) >= vocab:
-                raise DataError(f"{where}: token {max(chunk)} is not below the {vocab} known ones")
+                raise DataError(f"{where}: token {max(chunk)} is outside the vocabulary of {vocab}")
             if {self.renderer.image_id, self.renderer.video_id} & set(chunk):
-                raise DataError(f"{where}: has placeholder tokens; give images as image chunks")
+                raise DataError(f"{where} has placeholder tokens; give images as image chunks")
+            end = cursor + len(chunk)
             ids += chunk
-            trained += (record.mask or (True,) * (cursor + len(chunk)))[
-                cursor : cursor + len(chunk)
-            ]
-            cursor += len(chunk)
+            trained += (record.mask or (True,) * end)[cursor:end]
+            cursor = end
         if record.mask is not None and len(record.mask) != cursor:
             raise DataError(
                 f"{record.where}: the mask has {len(record.mask)} entries for {cursor} tokens"
@@ -138,7 +135,7 @@ class Encoder:
         return Rendered(np.array(ids, dtype=np.int32), np.array(trained, dtype=bool), ())
 
     def _num_tokens(self, grid: Grid) -> int:
-        """Of an image, or of one frame of a video."""
+        """The tokens of an image, or of one frame of a video."""
         return grid[1] * grid[2] // self.images.merge_size**2
 
     def _expand(
@@ -148,45 +145,38 @@ class Encoder:
         image_grids: Sequence[Grid],
         plans: Sequence[VideoPlan],
     ) -> tuple[Sample, list["Span"]]:
-        """Each placeholder repeated by its count; where each image and video then stands."""
+        """Each placeholder repeated by its count, and the spans of the images and videos then."""
         ids_U = rendered.ids_U
-        video_grids = [plan.grid_thw for plan in plans]
-        # One placeholder an image, and one a frame of a video.
+        video_grids = tuple(plan.grid_thw for plan in plans)
+        # One placeholder for each image, and one for each frame of a video.
         images = np.flatnonzero(ids_U == self.renderer.image_id)
         frames = np.flatnonzero(ids_U == self.renderer.video_id)
-        owners = [video for video, grid in enumerate(video_grids) for _ in range(grid[0])]
-        if (len(images), len(frames)) != (len(image_grids), len(owners)):
+        frame_grids = [grid for grid in video_grids for _ in range(grid[0])]
+        if (len(images), len(frames)) != (len(image_grids), len(frame_grids)):
             raise DataError(
                 f"{record.where}: the chat template shows {len(images)} of {len(image_grids)} "
-                f"images and {len(frames)} of {len(owners)} video frames; it takes images in user "
-                "and tool messages only, most likely"
+                f"images and {len(frames)} of {len(frame_grids)} video frames; most likely it "
+                "takes images only in user and tool messages"
             )
         repeats_U = np.ones(len(ids_U), dtype=np.int64)
         repeats_U[images] = [self._num_tokens(grid) for grid in image_grids]
-        repeats_U[frames] = [self._num_tokens(video_grids[owner]) for owner in owners]
+        repeats_U[frames] = [self._num_tokens(grid) for grid in frame_grids]
         starts_U = repeats_U.cumsum() - repeats_U
         spans = [("image", place, place) for place in images.tolist()]
-        for video, start in enumerate(rendered.video_starts):
-            last = max(
-                u for u, owner in zip(frames.tolist(), owners, strict=True) if owner == video
-            )
-            spans.append(("video", start, last))
+        ends = itertools.accumulate(grid[0] for grid in video_grids)
+        for start, end in zip(rendered.video_starts, ends, strict=True):
+            spans.append(("video", start, int(frames[end - 1])))
         trained_U = rendered.trained_U.copy()
         found = []
         for kind, first, last in sorted(spans, key=lambda span: span[1]):
             first, last = self._with_brackets(ids_U, first, last)
-            trained_U[first : last + 1] = False  # what the model sees is given, not predicted
+            trained_U[first : last + 1] = False  # images are given, never predicted
             found.append(Span(kind, int(starts_U[first]), int(starts_U[last] + repeats_U[last])))
-        sample = Sample(
-            np.repeat(ids_U, repeats_U),
-            np.repeat(trained_U, repeats_U),
-            tuple(image_grids),
-            tuple(video_grids),
-        )
-        return sample, found
+        ids_S, trained_S = np.repeat(ids_U, repeats_U), np.repeat(trained_U, repeats_U)
+        return Sample(ids_S, trained_S, tuple(image_grids), video_grids), found
 
     def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
-        """[first, last] with the <|vision_start|> before and the <|vision_end|> behind."""
+        """[first, last] with the <|vision_start|> before it and the <|vision_end|> after it."""
         while first > 0 and ids_U[first - 1] == self.renderer.vision_start_id:
             first -= 1
         while last + 1 < len(ids_U) and ids_U[last + 1] == self.renderer.vision_end_id:
@@ -209,16 +199,12 @@ class Encoder:
             )
         if over and cfg.truncation == "drop":
             raise Dropped("above data.max_tokens or data.max_images")
-        if over:
-            sample = cut_sample(sample, spans, cfg.max_tokens, cfg.max_images)
-        if not sample.num_supervised:
-            raise Dropped("nothing left to learn after the cut" if over else "nothing to learn")
-        return sample
+        return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
 
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens [start, end) of an image or a whole video, with brackets and time stamps."""
+    """The tokens [start, end) of an image or a whole video, with brackets and timestamps."""
 
     kind: str
     start: int
@@ -228,8 +214,8 @@ class Span:
 def cut_sample(
     sample: Sample, spans: Sequence[Span], max_tokens: int, max_images: int | None
 ) -> Sample:
-    """The longest beginning within both limits that ends inside no image. Images past the cut
-    leave, and with them their patches."""
+    """The longest beginning within both limits that does not end inside an image. Images past the
+    cut are left out, and so are their patches."""
     end = min(max_tokens, len(sample.ids_S))
     images = [span for span in spans if span.kind == "image"]
     if max_images is not None and len(images) > max_images:
@@ -245,6 +231,6 @@ def cut_sample(
 
 
 def _one_pad_a_frame(plan: VideoPlan, merge: int) -> str:
-    """The video's text with each frame's placeholders as one, to be expanded by count."""
+    """The video's text with a single placeholder for each frame, to be expanded by count."""
     count = plan.grid_thw[1] * plan.grid_thw[2] // merge**2
     return video_text(plan, merge).replace(VIDEO_PAD * count, VIDEO_PAD)

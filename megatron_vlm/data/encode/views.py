@@ -1,23 +1,25 @@
-"""Samples as the model sees them: turns of text with the images between, trained tokens marked.
+"""Samples as the model sees them: turns of text with images between, trained tokens marked.
 
-Tokens come from the index; pictures are decoded, resized and put together again from their
-patches only where somebody looks at them.
+Pictures are decoded, resized and put together again from their patches only for those who look
+at them.
 
 Shapes: S tokens, P patches, C values of a patch, H W 3 a picture in RGB.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_vlm.data.batch.dataset import DataSet, Handle
 from megatron_vlm.data.encode.chat import START
 from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.data.encode.reader import Reader
-from megatron_vlm.data.encode.sample import Sample
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.encode.sample import Encoder, Sample
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
@@ -27,14 +29,14 @@ MOST_FRAMES = 16  # temporal patches of a video that get pictures
 
 @dataclass(frozen=True)
 class View:
-    """What stands behind one run of placeholders: an image, or one temporal patch of a video."""
+    """What one run of placeholders stands for: an image, or one temporal patch of a video."""
 
     label: str  # image 0; video 1, frame 2
-    name: str  # its path, for people
+    name: str  # its path, for display
     height: int  # in patches
     width: int
     num_tokens: int
-    pictures: tuple[np.ndarray, ...] = ()  # [H, W, 3] bytes; none where none was decoded
+    pictures: tuple[np.ndarray, ...] = ()  # [H, W, 3] bytes; empty if none was decoded
 
     @property
     def text(self) -> str:
@@ -42,8 +44,8 @@ class View:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens of one kind side by side: text, special tokens, or the placeholders of a view."""
+class TextPiece:
+    """Adjacent tokens of one kind: text, special tokens, or the placeholders of a view."""
 
     text: str
     trained: bool = False
@@ -53,16 +55,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """A turn without the frame that the template gives each: `<|im_start|>role`, and the newline
-    after `<|im_end|>`. Tokens outside of ChatML, as in chunk lists, have no role."""
+    """A turn without the frame that the template puts around each: `<|im_start|>role`, and the
+    newline after `<|im_end|>`. Tokens outside ChatML, as in chunk lists, have no role."""
 
     role: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample as the model sees it, and where it comes from."""
+    """One sample as the model sees it, and the place of its record."""
 
     number: int  # over all sources, as --sample counts
     where: str
@@ -82,16 +84,16 @@ class ShownSample:
         return ", ".join(sizes)
 
 
-def show_sample(data: DataSet, number: int, pictures: bool) -> ShownSample:
-    """The sample with this number over all sources, its views with pictures if they are wanted."""
-    source, place = handle = _handle(data, number)
-    reader, sample = data.readers[source], data.indexes[source][place]
-    where = data.sources[source].where(record := int(data.indexes[source].records[place]))
-    views = _views(sample, parse_record(data.sources[source][record], where), reader)
+def show_sample(
+    reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
+) -> ShownSample:
+    """The sample of a raw record, its views with pictures if they are wanted."""
+    views = _views(sample, parse_record(raw, where), reader)
     problem = None
     if pictures and views:
         try:
-            views = _with_pictures(views, data, handle, sample)
+            row = reader.row(raw, where, sample).row
+            views = _with_pictures(views, row, sample, reader.encoder)
         except DataError as error:
             problem = str(error)
     return ShownSample(number, where, sample, _turns(sample, reader, views, where), problem)
@@ -100,25 +102,17 @@ def show_sample(data: DataSet, number: int, pictures: bool) -> ShownSample:
 def unpatch(
     patches_PC: np.ndarray, grid: tuple[int, int, int], patch: int, merge: int
 ) -> np.ndarray:
-    """Pictures [temporal patches, frames of one, H, W, 3] from patches: what `image_patches` and
-    `video_patches` do, undone."""
+    """Pictures [temporal patches, frames of one, H, W, 3] from patches: the inverse of
+    `image_patches` and `video_patches`."""
     t, h, w = grid
     split = patches_PC.reshape(t, h // merge, w // merge, merge, merge, 3, -1, patch, patch)
     pixels = split.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
     return np.ascontiguousarray(pixels).reshape(t, pixels.shape[1], h * patch, w * patch, 3)
 
 
-def _handle(data: DataSet, number: int) -> Handle:
-    for source, index in enumerate(data.indexes):
-        if 0 <= number < len(index):
-            return source, number
-        number -= len(index)
-    raise AssertionError("the command checks the number")
-
-
 def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
-    """In the order of kinds: first all images, then all temporal patches of all videos."""
-    images = zip(sample.image_grids, record.media(Image), strict=False)  # a cut drops the last
+    """First all images, then all temporal patches of all videos."""
+    images = zip(sample.image_grids, record.media(Image), strict=False)  # a cut drops the last ones
     videos = zip(sample.video_grids, record.media(Video), strict=False)
     merged = reader.tokens.merge**2
     found = [
@@ -135,59 +129,52 @@ def _short_name(name: str) -> str:
     return "inline" if name.startswith("data:") else name
 
 
-def _with_pictures(
-    views: Sequence[View], data: DataSet, handle: Handle, sample: Sample
-) -> list[View]:
-    row = data.row(handle).row
-    encoder = data.readers[handle[0]].encoder
+def _with_pictures(views: Sequence[View], row: Row, sample: Sample, encoder: Encoder) -> list[View]:
     pictures: list[tuple[np.ndarray, ...]] = []
     for patches, grids, settings in (
         (row.pixel_values_PC, sample.image_grids, encoder.images),
         (row.pixel_values_videos_PC, sample.video_grids, encoder.videos),
     ):
-        ends = list(itertools.accumulate(t * h * w for t, h, w in grids))
-        for start, end, grid in zip([0, *ends], ends, grids, strict=False):
-            assert patches is not None
-            part = patches[start:end].numpy()
-            patches_of_time = unpatch(part, grid, settings.patch_size, settings.merge_size)
-            pictures += [
-                tuple(frames) if number < MOST_FRAMES else ()
-                for number, frames in enumerate(patches_of_time)
-            ]
+        parts = () if patches is None else patches.split([math.prod(grid) for grid in grids])
+        for part, grid in zip(parts, grids, strict=True):
+            frames = unpatch(part.numpy(), grid, settings.patch_size, settings.merge_size)
+            pictures += [tuple(shown) for shown in frames[:MOST_FRAMES]]
+            pictures += [()] * (len(frames) - MOST_FRAMES)
     return [replace(view, pictures=p) for view, p in zip(views, pictures, strict=True)]
 
 
 def _turns(
     sample: Sample, reader: Reader, views: Sequence[View], where: str
 ) -> tuple[ShownTurn, ...]:
-    """The tokens cut where a turn begins, and inside of it where their kind changes."""
+    """The tokens, cut where a turn begins and, within it, where their kind changes."""
     renderer = reader.encoder.renderer
     tokenizer = renderer.tokenizer
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-    kind_S = np.isin(sample.ids_S, special).astype(np.int64)  # 0 text, 1 special, below 0 a view
-    behind = list(_in_order(sample, reader, views, where))
-    for number, (start, view) in enumerate(behind):
+    kind_S = np.isin(sample.ids_S, special).astype(np.int64)  # 0: text, 1: special, below 0: a view
+    placed = list(_placed(sample, reader, views, where))
+    for number, (start, view) in enumerate(placed):
         kind_S[start : start + view.num_tokens] = -1 - number
     turn_S = np.cumsum(sample.ids_S == renderer.start_id)
     change_S = np.stack([turn_S, kind_S, sample.trained_S])
     cuts = np.flatnonzero((change_S[:, 1:] != change_S[:, :-1]).any(axis=0)) + 1
-    turns: dict[int, list[Piece]] = {}
+    turns: dict[int, list[TextPiece]] = {}
     for start, end in itertools.pairwise([0, *cuts.tolist(), len(kind_S)]):
         kind, trained = int(kind_S[start]), bool(sample.trained_S[start])
         if kind < 0:
-            piece = Piece(behind[-1 - kind][1].text, trained, view=behind[-1 - kind][1])
+            view = placed[-1 - kind][1]
+            piece = TextPiece(view.text, trained, view=view)
         else:
             ids = sample.ids_S[start:end].tolist()
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            piece = Piece(text, trained, special=kind == 1)
+            piece = TextPiece(text, trained, special=kind == 1)
         turns.setdefault(int(turn_S[start]), []).append(piece)
     return tuple(map(_framed, turns.values()))
 
 
-def _in_order(
+def _placed(
     sample: Sample, reader: Reader, views: Sequence[View], where: str
 ) -> Iterator[tuple[int, View]]:
-    """The views as they stand among the tokens, each with its first token."""
+    """The views in the order of their tokens, each with the place of its first token."""
     images, videos = (
         torch.tensor(grids) if grids else None for grids in (sample.image_grids, sample.video_grids)
     )
@@ -200,12 +187,12 @@ def _in_order(
         yield run.start, next(waiting[int(ids_S[run.start])])
 
 
-def _framed(pieces: list[Piece]) -> ShownTurn:
-    """The pieces of a turn without its frame. A frame that is trained is not left out."""
+def _framed(pieces: list[TextPiece]) -> ShownTurn:
+    """The pieces of a turn without its frame, unless the frame is trained."""
     role = ""
     if len(pieces) > 1 and pieces[0].text == START and not (pieces[0].trained or pieces[1].trained):
         role, _, body = pieces[1].text.partition("\n")
         pieces = [*([replace(pieces[1], text=body)] if body else []), *pieces[2:]]
-    if pieces and pieces[-1] == Piece("\n"):
+    if pieces and pieces[-1] == TextPiece("\n"):
         pieces = pieces[:-1]
     return ShownTurn(role, tuple(pieces))

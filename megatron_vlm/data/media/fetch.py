@@ -1,7 +1,7 @@
-"""Files over http(s), only from public addresses: a data set must not read the inside of a network.
+"""Files over http(s), from public addresses only: a data set must not reach a private network.
 
-A name is resolved once, its address checked, and the connection made to that very address, so
-that a name which resolves differently the second time gains nothing. Redirects pass the same check.
+A name is resolved once, its address checked, and the connection made to that same address, so a
+name that resolves differently the second time gains nothing. Redirects pass the same check.
 """
 
 import ipaddress
@@ -19,14 +19,14 @@ TIMEOUT_S = 20.0
 
 
 def is_public(address: str) -> bool:
-    """Whether the address is one of the open internet."""
+    """Whether the address belongs to the public internet."""
     parsed = ipaddress.ip_address(address)
     mapped = getattr(parsed, "ipv4_mapped", None)
     return (mapped or parsed).is_global
 
 
 def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> bytes:
-    """The bytes behind a URL, at most MAX_BYTES, or a DataError that names it."""
+    """The content of a URL, at most MAX_BYTES, or a DataError that starts with `where`."""
     try:
         for _ in range(MAX_REDIRECTS + 1):
             body, location = _request(url, where, allowed)
@@ -41,7 +41,7 @@ def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> b
 
 
 def _request(url: str, where: str, allowed: Callable[[str], bool]) -> tuple[bytes, str | None]:
-    """One request: the body, or where it redirects to."""
+    """One request: the body and None, or the address that it redirects to."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise DataError(f"{where}: redirects to {url[:120]!r}, which is not http(s)")
@@ -54,15 +54,11 @@ def _request(url: str, where: str, allowed: Callable[[str], bool]) -> tuple[byte
         )
     host = f"[{address}]" if ":" in address else address
     target = httpx.URL(url).copy_with(host=host)
-    # No proxy: behind one it would resolve the name itself and the check would say nothing.
+    headers, names = {"Host": parts.netloc.rpartition("@")[2]}, {"sni_hostname": parts.hostname}
+    # No proxy: it would resolve the name itself, and the check would mean nothing.
     with (
         httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
-        client.stream(
-            "GET",
-            target,
-            headers={"Host": parts.netloc.rpartition("@")[2]},
-            extensions={"sni_hostname": parts.hostname},
-        ) as response,
+        client.stream("GET", target, headers=headers, extensions=names) as response,
     ):
         if response.is_redirect:
             return b"", response.headers["location"]

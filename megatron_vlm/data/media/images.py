@@ -1,8 +1,8 @@
-"""From a picture to Qwen3-VL's patches, bit for bit what Hugging Face's processor gives.
+"""A picture becomes Qwen3-VL's patches, bit for bit those of Hugging Face's processor.
 
-Patches stay bytes: rescaling and normalising map each of 256 values of a channel to one float, so
-a table does it, on the device, after the patches have travelled at a quarter (with the frame that
-a still image repeats in time, an eighth) of the size.
+Patches stay bytes: rescaling and normalising map each of the 256 values of a channel to a float,
+which a table does on the device, after the patches have travelled at a quarter of the size (an
+eighth, since a still image repeats its frame in time).
 
 Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 """
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
 
-# The fields that must be on, for patches to be a table look-up of resized RGB bytes.
+# Fields that must be true, or patches would not be a table look-up of resized RGB bytes.
 _NEEDED = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+_OWN_NAMES = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "resample")
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What preprocessor_config.json says."""
+    """The settings in preprocessor_config.json."""
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -43,7 +44,7 @@ class ImageSettings:
     def from_checkpoint(
         folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> "ImageSettings":
-        """The checkpoint's own settings; the two bounds may be given instead."""
+        """The checkpoint's own settings; the two bounds, if given, replace its own."""
         path = Path(folder) / "preprocessor_config.json"
         if not path.is_file():
             raise ConfigError(f"no {path}: the checkpoint's image processor settings are needed")
@@ -53,16 +54,11 @@ class ImageSettings:
                 raise ConfigError(f"{path}: {key} is {raw[key]}; only true is supported")
         size = raw.get("size") or {}
         found = ImageSettings(
-            **{
-                key: raw[key]
-                for key in ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor")
-                if key in raw
-            },
+            **{key: raw[key] for key in _OWN_NAMES if key in raw},
             min_pixels=min_pixels or raw.get("min_pixels") or size.get("shortest_edge", 65536),
             max_pixels=max_pixels or raw.get("max_pixels") or size.get("longest_edge", 16777216),
             mean=tuple(raw.get("image_mean", (0.5, 0.5, 0.5))),
             std=tuple(raw.get("image_std", (0.5, 0.5, 0.5))),
-            resample=raw.get("resample", 3),
         )
         if found.min_pixels > found.max_pixels:
             raise ConfigError(
@@ -71,27 +67,37 @@ class ImageSettings:
         return found
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Hugging Face's smart_resize: multiples of a visual token's side, area within bounds."""
+        """The size that the picture is resized to."""
         side = self.patch_size * self.merge_size
-        new_h, new_w = round(height / side) * side, round(width / side) * side
-        if new_h * new_w > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            new_h = max(side, math.floor(height / shrink / side) * side)
-            new_w = max(side, math.floor(width / shrink / side) * side)
-        elif new_h * new_w < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            new_h = math.ceil(height * grow / side) * side
-            new_w = math.ceil(width * grow / side) * side
-        return new_h, new_w
+        return smart_resize(height, width, side, self.min_pixels, self.max_pixels)
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """image_grid_thw of a picture of this size."""
+        """The image_grid_thw of a picture of this size."""
         new_h, new_w = self.resized(height, width)
         return (1, new_h // self.patch_size, new_w // self.patch_size)
 
 
+def smart_resize(
+    height: int, width: int, side: int, least: int, most: int, count: int = 1, span: int = 1
+) -> tuple[int, int]:
+    """Hugging Face's: sides are multiples of a token's, and the pixels of all `count` frames, of
+    which each patch spans `span` in time, are in bounds."""
+    new_h, new_w = round(height / side) * side, round(width / side) * side
+    # The rounded count of frames decides whether to resize; the true one, by how much.
+    total = round(count / span) * span * new_h * new_w
+    if total > most:
+        shrink = math.sqrt(count * height * width / most)
+        new_h = max(side, math.floor(height / shrink / side) * side)
+        new_w = max(side, math.floor(width / shrink / side) * side)
+    elif total < least:
+        grow = math.sqrt(least / (count * height * width))
+        new_h = math.ceil(height * grow / side) * side
+        new_w = math.ceil(width * grow / side) * side
+    return new_h, new_w
+
+
 def image_patches(image: PIL.Image.Image, settings: ImageSettings) -> np.ndarray:
-    """Patches [P, C] of an RGB picture as bytes, one frame."""
+    """The patches [P, C] of an RGB picture as bytes, of a single frame."""
     height, width = settings.resized(image.height, image.width)
     if (width, height) != image.size:
         image = image.resize((width, height), resample=settings.resample)
@@ -99,24 +105,24 @@ def image_patches(image: PIL.Image.Image, settings: ImageSettings) -> np.ndarray
     pixels = np.asarray(image).reshape(
         height // patch // merge, merge, patch, width // patch // merge, merge, patch, 3
     )
-    # Patches that merge into one token stand together.
+    # Patches that merge into one token are adjacent.
     ordered = pixels.transpose(0, 3, 1, 4, 6, 2, 5)
     return np.ascontiguousarray(ordered).reshape(-1, 3 * patch * patch)
 
 
 def normalisation_table(mean: Sequence[float], std: Sequence[float], rescale: float) -> Tensor:
-    """[3, 256]: what each byte of each channel becomes. In numpy, with Hugging Face's own order of
-    operations and precisions, for the same bits."""
+    """[3, 256]: the float for each byte of each channel. In numpy, with Hugging Face's own order of
+    operations and precisions, to get the same bits."""
     rescaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
     mean_3, std_3 = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
     return torch.from_numpy((rescaled - mean_3) / std_3)
 
 
 def expand_patches(patches_PC: Tensor, table: Tensor, width: int) -> Tensor:
-    """pixel_values [P, width] in fp32 from patches as bytes, on their device. The one frame of a
+    """pixel_values [P, width] in fp32 from patches as bytes, on their device. The single frame of a
     still picture is repeated in time; a video's patches have all frames already.
 
-    Shapes here: F bytes of a channel of a patch, R times that they are repeated."""
+    Shapes here: F bytes of a channel of a patch, R repetitions of them."""
     bytes_P3F = patches_PC.view(len(patches_PC), 3, -1)
     repeats = width // patches_PC.shape[1]
     pixels_P3RF = table.new_empty(len(patches_PC), 3, repeats, bytes_P3F.shape[2])

@@ -1,6 +1,6 @@
-"""Opening pictures that a data set points to: bounded, inside their folder, refused by name.
+"""Opening the pictures that a record points to, within limits and inside one folder.
 
-`image_size` reads a header only, so that samples are planned before anything is decoded;
+`image_size` reads only a header, so that samples can be planned before anything is decoded;
 `read_image` gives RGB as Hugging Face's processors make it.
 """
 
@@ -10,11 +10,12 @@ import io
 import urllib.parse
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
@@ -30,20 +31,25 @@ _ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap width and height
 class MediaPolicy:
     """What a record may point to."""
 
-    root: str  # paths are relative to this folder and stay inside it
+    root: str | None  # paths are relative to this folder and stay inside it; None: no paths at all
     allow_http: bool = False
-    exif_orientation: bool = True  # turn pictures as their camera says, as transformers does
+    exif_orientation: bool = True  # turn pictures upright by their EXIF tag, as transformers does
 
 
 def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
     """A path or file:// URL as a real path inside the root."""
+    if policy.root is None:
+        raise DataError(
+            f"{where}: {source[:120]!r} is a local file, and no folder is open to records; give "
+            "the file's content (bytes or a data URI), or set image_root"
+        )
     if source.startswith("file://"):
         source = urllib.parse.unquote(urllib.parse.urlsplit(source).path)
     root = Path(policy.root).resolve()
     try:
         path = (root / source).resolve()
         is_file = path.is_file()
-    except (OSError, ValueError) as error:  # too long, a NUL byte, a loop of links
+    except (OSError, ValueError) as error:  # too long, with a NUL byte, a loop of links
         raise DataError(f"{where}: {source[:120]!r} is not a path: {error}") from error
     if not path.is_relative_to(root):
         raise DataError(
@@ -56,17 +62,17 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
 
 
 def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]:
-    """(height, width) as the decoded picture will have them, from its header alone."""
+    """The (height, width) that the decoded picture will have, from its header alone."""
     with _opened(image, policy, where) as opened:
         width, height = opened.size
-        # A PNG without EXIF in front of its pixels would be decoded to look behind them.
+        # Pillow would decode a PNG to look for EXIF after its pixels: only EXIF before them counts.
         known = opened.format != "PNG" or "exif" in opened.info
         turned = policy.exif_orientation and known and opened.getexif().get(_ORIENTATION, 1) >= 5
     return (width, height) if turned else (height, width)
 
 
 def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
-    """The picture in RGB; a corrupt or truncated file is refused."""
+    """The picture in RGB; corrupt and truncated files are refused."""
     with _opened(image, policy, where) as opened:
         turned = PIL.ImageOps.exif_transpose(opened) if policy.exif_orientation else opened
         turned.load()
@@ -75,9 +81,13 @@ def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image
 
 @contextmanager
 def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image.Image]:
-    """The picture opened and closed again; what Pillow finds wrong inside names it."""
+    """Open the picture and close it again; Pillow's errors in between are raised with its name."""
     try:
-        with _open(image, policy, where) as opened:
+        opened = _open(image, policy, where)
+        # A picture that was given as a PIL image stays open: it belongs to the caller.
+        with nullcontext(opened) if opened is image.source else opened:
+            width, height = opened.size
+            check_aspect(height, width, f"{where}: {image.name} is {width} x {height} pixels")
             yield opened
     except (OSError, SyntaxError, EOFError, IndexError, ValueError) as error:
         if isinstance(error, DataError):
@@ -86,45 +96,53 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
 
 
 def _open(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
-    """The picture with its header read and its size checked, nothing decoded."""
+    """The picture with its header read, but not decoded."""
     source: Any = image.source
-    where = f"{where}: {image.name}"
+    if isinstance(source, PIL.Image.Image):
+        return source
     if isinstance(source, str):
-        source = _open_source(source, policy, where)
+        source = _open_source(source, policy, where, image.name)
+    where = f"{where}: {image.name}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            opened = (
-                source if isinstance(source, PIL.Image.Image) else PIL.Image.open(_file(source))
-            )
+            # Given a path, Pillow closes the file itself once the pixels are read.
+            return PIL.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         limit = PIL.Image.MAX_IMAGE_PIXELS
-        raise DataError(
-            f"{where} has more than {limit} pixels; make it smaller beforehand"
-        ) from error
+        raise DataError(f"{where} has more than {limit} pixels; shrink the file") from error
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise DataError(f"{where} is not an image that can be opened: {_first(error)}") from error
-    width, height = opened.size
+
+
+def check_aspect(height: int, width: int, what: str) -> None:
+    """Refuse what is too long for its width; `what` begins the message."""
     if max(width, height) > MAX_ASPECT * min(width, height):
-        opened.close()
         raise DataError(
-            f"{where} is {width} x {height} pixels; sides may differ by a factor of {MAX_ASPECT} "
-            "at most: crop or drop it"
+            f"{what}; sides may differ by a factor of {MAX_ASPECT} at most: crop or drop it"
         )
-    return opened
 
 
-def _open_source(source: str, policy: MediaPolicy, where: str) -> bytes | Path:
+def _open_source(source: str, policy: MediaPolicy, where: str, name: str) -> bytes | Path:
     if source.startswith("data:"):
-        return _data_uri(source, where)
+        return _decode_uri(source, f"{where}: {name}")
     if source.startswith(("http://", "https://")):
         if not policy.allow_http:
-            raise DataError(f"{where} is on the network; download it, or set data.allow_http=true")
-        return fetch(source, where)
+            raise DataError(
+                f"{where}: {name} is on the network; download it, or set data.allow_http=true"
+            )
+        return fetch(source, f"{where}: {name}")
     return resolve_path(source, policy, where)
 
 
-def _data_uri(uri: str, where: str) -> bytes:
+def data_uri(pixels: np.ndarray) -> str:
+    """A picture [height, width, 3] as a data URI. PNG keeps every pixel."""
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _decode_uri(uri: str, where: str) -> bytes:
     header, comma, body = uri.partition(",")
     if not comma or not header.endswith(";base64"):
         raise DataError(f"{where}: a data URI must be base64: data:image/png;base64,...")
@@ -132,11 +150,6 @@ def _data_uri(uri: str, where: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except binascii.Error as error:
         raise DataError(f"{where}: the data URI is not base64: {error}") from error
-
-
-def _file(source: bytes | Path) -> io.BytesIO | Path:
-    # Pillow opens a path itself and closes it once the pixels are read.
-    return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
 def _first(error: Exception) -> str:

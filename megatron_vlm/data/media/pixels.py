@@ -1,4 +1,4 @@
-"""Patches as bytes become pixel values on the device that needs them.
+"""Patches as bytes become pixel values, on the device that needs them.
 
 Shapes: P patches, C values of a patch.
 """
@@ -13,19 +13,19 @@ from megatron_vlm.data.media.video import VideoSettings, video_normalisation_tab
 
 
 class PixelTables:
-    """The checkpoint's normalisation of images and of videos, read when bytes first come."""
+    """The checkpoint's normalisation of images and of videos, read when it is first needed."""
 
     def __init__(self, folder: str, device: torch.device):
-        self.folder = folder
-        self.device = device
+        self.folder, self.device = folder, device
 
     def images(self, patches_PC: Tensor | None) -> Tensor | None:
-        """Floats as they are; bytes normalised."""
+        """The pixel values of images: bytes are normalised, floats are returned unchanged."""
         if patches_PC is None or patches_PC.dtype != torch.uint8:
             return patches_PC
         return expand_patches(patches_PC, *self._image_table)
 
     def videos(self, patches_PC: Tensor | None) -> Tensor | None:
+        """The pixel values of videos, likewise."""
         if patches_PC is None or patches_PC.dtype != torch.uint8:
             return patches_PC
         return expand_patches(patches_PC, *self._video_table)

@@ -1,6 +1,6 @@
-"""From a video to Qwen3-VL's patches, value for value what Hugging Face's processor gives.
+"""A video becomes Qwen3-VL's patches, value for value those of Hugging Face's processor.
 
-`plan_video` says which frames are taken, at what size and under which timestamps; `video_patches`
+`plan_video` says which frames are taken, at what size and with which timestamps; `video_patches`
 makes the pixels. Patches stay bytes, as those of images do.
 
 Shapes: P patches, C values of a patch (3 channels x frames x side x side).
@@ -18,17 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vlm.data.media.media import MAX_ASPECT
+from megatron_vlm.data.media.images import smart_resize
+from megatron_vlm.data.media.media import check_aspect
 from megatron_vlm.errors import ConfigError, DataError
 
-# Other values would make other patches, so they are refused.
+# Any other value would make other patches, and is refused.
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
 _FIXED = {"resample": 3, "num_frames": None, **dict.fromkeys(_ON, True)}
 
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """What video_preprocessor_config.json says; the defaults are Hugging Face's class's."""
+    """The settings in video_preprocessor_config.json; the defaults are Hugging Face's."""
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -39,7 +40,7 @@ class VideoSettings:
     min_frames: int = 4
     max_frames: int = 768
     cap_pixels_per_frame: bool = False
-    max_video_tokens: int = 768  # of one frame, where that cap is on
+    max_video_tokens: int = 768  # of one frame, if that cap is on
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
@@ -52,7 +53,7 @@ class VideoSettings:
             if raw.get(key, needed) != needed:
                 raise ConfigError(f"{path}: {key} is {raw[key]}; only {needed} is supported")
         found = {item.name: raw[item.name] for item in fields(cls) if item.name in raw}
-        # Hugging Face reads the two bounds from size alone, whatever else the file has.
+        # Hugging Face reads the two bounds from size alone, whatever else is in the file.
         size = raw.get("size", {"shortest_edge": cls.min_pixels, "longest_edge": cls.max_pixels})
         found |= {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         found["cap_pixels_per_frame"] = bool(raw.get("cap_pixels_per_frame"))
@@ -64,7 +65,7 @@ class VideoSettings:
 
 
 def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """transformers 5 saves the settings inside processor_config.json, and prefers them there."""
+    """transformers 5 saves the settings in processor_config.json, and reads that file first."""
     nested = folder / "processor_config.json"
     if nested.is_file() and (found := json.loads(nested.read_text()).get("video_processor")):
         return nested, found
@@ -76,7 +77,7 @@ def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """A video before anything is chosen. Without fps, 24 is assumed."""
+    """What is known of a video before frames are chosen. Without fps, 24 is assumed."""
 
     num_frames: int
     fps: float | None
@@ -86,8 +87,8 @@ class VideoInfo:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """The frames to take, and what becomes of them. The last frame is repeated in time where they
-    do not fill their temporal patch."""
+    """The frames to take, their timestamps and size. If they do not fill the last temporal patch,
+    the last frame is repeated."""
 
     indices: tuple[int, ...]
     timestamps: tuple[float, ...]  # seconds, one for each temporal patch
@@ -99,8 +100,8 @@ class VideoPlan:
 def plan_video(
     info: VideoInfo, settings: VideoSettings, sample: bool = True, where: str = "the video"
 ) -> VideoPlan:
-    """Which frames, at what size. sample=False takes every frame, as Hugging Face does of frames
-    given one by one with do_sample_frames=False."""
+    """Choose frames and their size. sample=False takes every frame, as Hugging Face does with
+    do_sample_frames=False when it is given frames."""
     if info.fps is not None and not 0 < info.fps < math.inf:
         raise DataError(f"{where}: fps is {info.fps}; give frames per second above 0, or none")
     fps = 24 if info.fps is None else info.fps  # Hugging Face's guess
@@ -111,26 +112,21 @@ def plan_video(
     span = settings.temporal_patch_size
     if count < span:
         raise DataError(
-            f"{where}: {count} frames are taken of {info.num_frames}, but a patch spans {span} in "
+            f"{where}: {count} of {info.num_frames} frames are taken, but a patch spans {span} in "
             "time; drop the video, or give its frame as an image"
         )
     indices = np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
     times = [index / fps for index in (*indices, *indices[-1:] * (-count % span))]
+    # Midway between the first and the last frame of each temporal patch.
+    timestamps = tuple((times[i] + times[i + span - 1]) / 2 for i in range(0, len(times), span))
     height, width = _resized(count, info, settings, where)
-    return VideoPlan(
-        tuple(indices),
-        # The middle between the first and the last frame of each temporal patch.
-        tuple((times[i] + times[i + span - 1]) / 2 for i in range(0, len(times), span)),
-        (len(times) // span, height // settings.patch_size, width // settings.patch_size),
-        height,
-        width,
-    )
+    grid = (len(timestamps), height // settings.patch_size, width // settings.patch_size)
+    return VideoPlan(tuple(indices), timestamps, grid, height, width)
 
 
 def _resized(count: int, info: VideoInfo, settings: VideoSettings, where: str) -> tuple[int, int]:
-    """Hugging Face's smart_resize: multiples of a token's side, pixels of all frames in bounds."""
+    """The size of the resized frames, as Hugging Face's video processor chooses it."""
     side = settings.patch_size * settings.merge_size
-    span = settings.temporal_patch_size
     height, width = info.height, info.width
     most = settings.max_pixels
     if settings.cap_pixels_per_frame:
@@ -139,44 +135,25 @@ def _resized(count: int, info: VideoInfo, settings: VideoSettings, where: str) -
     if min(height, width) < side:
         scale = max(side / height, side / width)
         height, width = int(height * scale), int(width * scale)
-    if max(height, width) / min(height, width) > MAX_ASPECT:
-        raise DataError(
-            f"{where} is {info.width} x {info.height} pixels; sides may differ by a factor of "
-            f"{MAX_ASPECT} at most: crop or drop it"
-        )
-    new_h, new_w = round(height / side) * side, round(width / side) * side
-    # Whether to resize is asked of the rounded count of frames; by how much, of the true one.
-    total = round(count / span) * span * new_h * new_w
-    if total > most:
-        shrink = math.sqrt(count * height * width / most)
-        new_h = max(side, math.floor(height / shrink / side) * side)
-        new_w = max(side, math.floor(width / shrink / side) * side)
-    elif total < settings.min_pixels:
-        grow = math.sqrt(settings.min_pixels / (count * height * width))
-        new_h = math.ceil(height * grow / side) * side
-        new_w = math.ceil(width * grow / side) * side
-    return new_h, new_w
+    check_aspect(height, width, f"{where} is {info.width} x {info.height} pixels")
+    span = settings.temporal_patch_size
+    return smart_resize(height, width, side, settings.min_pixels, most, count, span)
 
 
-def video_text(
-    plan: VideoPlan,
-    merge_size: int,
-    start: str = "<|vision_start|>",
-    pad: str = "<|video_pad|>",
-    end: str = "<|vision_end|>",
-) -> str:
-    """What stands for one <|video_pad|> of the chat template: each temporal patch's time, then its
-    placeholders in brackets. transformers 5 keeps the template's own brackets around all this."""
+def video_text(plan: VideoPlan, merge_size: int) -> str:
+    """The text for one <|video_pad|> of the chat template: each temporal patch's time, then its
+    placeholders in brackets. transformers 5 keeps the template's own brackets around all of it."""
     _, height, width = plan.grid_thw
-    frame = start + pad * (height * width // merge_size**2) + end
+    pads = "<|video_pad|>" * (height * width // merge_size**2)
+    frame = f"<|vision_start|>{pads}<|vision_end|>"
     return "".join(f"<{seconds:.1f} seconds>{frame}" for seconds in plan.timestamps)
 
 
 def video_patches(
     frames: Iterable[np.ndarray], plan: VideoPlan, settings: VideoSettings
 ) -> np.ndarray:
-    """Patches [P, C] as bytes of the plan's frames, in Hugging Face's order of patches and values.
-    Frames may come one at a time; only resized ones are kept."""
+    """The patches [P, C] of the plan's frames as bytes, in Hugging Face's order of patches and
+    values. Of frames that come one at a time, only the resized ones are kept in memory."""
     resized, shapes = [], set()
     for frame in frames:
         assert frame.dtype == np.uint8 and frame.ndim == 3, "RGB bytes [height, width, 3]"
@@ -184,22 +161,22 @@ def video_patches(
         resized.append(_resize(frame, plan.height, plan.width))
     if len(resized) != len(plan.indices) or len(shapes) > 1:
         raise DataError(
-            f"a video planned with {len(plan.indices)} frames came with {len(resized)}, of shapes "
-            f"{sorted(shapes)}; give as many frames as planned, all of one size"
+            f"a video planned with {len(plan.indices)} frames has {len(resized)}, of shapes "
+            f"{sorted(shapes)}; give as many frames as planned, all of the same size"
         )
     t, h, w = plan.grid_thw
     side, merge, span = settings.patch_size, settings.merge_size, settings.temporal_patch_size
     resized += resized[-1:] * (t * span - len(resized))
     pixels = np.stack(resized).reshape(t, span, 3, h // merge, merge, side, w // merge, merge, side)
-    # Patches that merge into one token stand together; in a patch, frames stand inside channels.
+    # Patches that merge into one token are adjacent; within a patch, frames are inside channels.
     ordered = pixels.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return np.ascontiguousarray(ordered).reshape(t * h * w, -1)
 
 
 def _resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """[3, height, width] bytes, by the call that torchvision's resize makes for uint8 on a CPU. Its
-    kernel rounds between two passes: a detour over floats gives other bytes. Frames one at a time
-    give the bytes of Hugging Face's whole batch. Where the size stays, nothing is done."""
+    """[3, height, width] bytes, by the same call that torchvision's resize makes for uint8 on a
+    CPU. Its kernel rounds between two passes, so converting to floats would give other bytes.
+    Resizing frames one at a time gives the same bytes as Hugging Face's whole batch."""
     pixels = torch.tensor(frame).permute(2, 0, 1)[None]  # a copy: frames may be read-only
     if pixels.shape[2:] != (height, width):
         pixels = F.interpolate(
@@ -209,8 +186,8 @@ def _resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def video_normalisation_table(settings: VideoSettings) -> Tensor:
-    """[3, 256]: what each byte of each channel becomes. Hugging Face's video processor folds the
-    rescaling into mean and std; its image processor does not, and rounds otherwise."""
+    """[3, 256]: the float for each byte of each channel. Hugging Face's video processor folds the
+    rescaling into mean and std; its image processor does not, and rounds differently."""
     mean, std = (
         torch.tensor(values)[:, None] * (1.0 / settings.rescale_factor)
         for values in (settings.image_mean, settings.image_std)

@@ -1,4 +1,4 @@
-"""Video files, read through PyAV: how many frames, how large, and the frames themselves."""
+"""Video files, read through PyAV: the number of frames, their size, and the frames themselves."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ _OPEN_OPTIONS = {
     "format_whitelist": "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg",
     "protocol_whitelist": "file",
 }
-_REMEDY = "encode it anew (ffmpeg -i OLD NEW.mp4) or drop it"
+_REMEDY = "re-encode it (ffmpeg -i OLD NEW.mp4) or drop it"
 
 
 def probe_video(path: str | Path) -> VideoInfo:
-    """Length, rate and upright size. The file is read through, but decoded only where its own
-    count cannot be relied on: outside MP4, and in MP4 with packets that are not shown."""
+    """Length, frame rate and upright size. The whole file is read, but decoded only if the count
+    in its header cannot be relied on: outside MP4, and in MP4 with packets that are not shown."""
     with _open_video(path) as (container, stream):
         fps = float(stream.average_rate) if stream.average_rate else None
         stated = stream.frames if "mp4" in container.format.name else 0
@@ -43,11 +43,11 @@ def probe_video(path: str | Path) -> VideoInfo:
 
 
 def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """The frames with these ascending indices, RGB bytes [height, width, 3], upright; one at a
-    time, because all of a video's frames in full size are gigabytes.
+    """The frames with these ascending indices, upright, as RGB bytes [height, width, 3]. They come
+    one at a time, because all frames of a video in full size take gigabytes.
 
-    Decodes from the start, never seeks: seeking misses frames in many files. A phone's rotation
-    is applied, as by torchcodec from 0.11 on, which Hugging Face reads files with.
+    Decodes from the start and never seeks, which misses frames in many files. A phone's rotation
+    is applied, as torchcodec does from 0.11 on, with which Hugging Face reads files.
     """
     assert list(indices) == sorted(set(indices)), "indices must ascend"
     waiting = deque(indices)
@@ -68,13 +68,13 @@ def _decoded(path: str | Path) -> Iterator[Any]:
 
 
 def _quarter_turns(frame: Any) -> int:
-    """Counter-clockwise turns that set a frame upright. Mirroring and other angles are ignored."""
+    """Counter-clockwise turns that make a frame upright. Mirroring and other angles are ignored."""
     return round(frame.rotation / 90) % 4
 
 
 @contextmanager
 def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
-    """PyAV's container and its main video stream; what goes wrong inside names the file."""
+    """PyAV's container and its main video stream; its errors are raised with the file's name."""
     try:
         import av
     except ImportError as error:

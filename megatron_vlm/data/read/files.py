@@ -1,4 +1,4 @@
-"""Files as bytes: what they contain in a digest, where their lines are, unpacked where packed."""
+"""Files as bytes: their digests, their lines, and compressed ones unpacked."""
 
 import codecs
 import hashlib
@@ -11,12 +11,12 @@ import pyarrow
 
 from megatron_vlm.errors import ConfigError, DataError
 
-_WHOLE_DIGEST = 2**30  # files above this are digested in samples
+_WHOLE_DIGEST = 2**30  # larger files are digested in samples
 _SAMPLE = 2**20
 
 
 def file_digest(path: str) -> str:
-    """Of a file's content; of a very large one, of its size, time and evenly spaced samples."""
+    """A digest of a file's content, or of a very large one's size, time and evenly spaced parts."""
     stat = os.stat(path)
     hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
@@ -30,7 +30,8 @@ def file_digest(path: str) -> str:
 
 
 def unpacked(path: str, cache: Path | None) -> str:
-    """A compressed file has no lines to seek to: its content as a plain file in the cache."""
+    """The path of a plain file with the content; in the cache if this one is compressed, for that
+    has no lines to seek to."""
     if not path.endswith((".gz", ".zst")):
         return path
     if cache is None:
@@ -43,11 +44,11 @@ def unpacked(path: str, cache: Path | None) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        # Arrow's readers, because those of gzip and zstandard end a cut zst file without a word.
+        # Arrow's readers: those of gzip and zstandard silently accept a truncated zst file.
         with pyarrow.input_stream(path) as packed, open(partial, "wb") as plain:
             while block := packed.read(2**20):
                 plain.write(block)
-    except Exception as error:  # each library raises its own kinds
+    except Exception as error:  # each library raises its own
         partial.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be unpacked: {error}; is it complete?") from error
     os.replace(partial, target)
@@ -55,7 +56,7 @@ def unpacked(path: str, cache: Path | None) -> str:
 
 
 def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
-    """[start, end) of each line that is not blank, and its number from 1."""
+    """The [start, end) of each line that is not blank, and its number, from 1."""
     breaks, offset = [], 0
     with open(path, "rb") as file:
         mark = 3 if file.read(3) == codecs.BOM_UTF8 else 0

@@ -1,7 +1,7 @@
-"""From a raw dict of any of the formats people have to a Record.
+"""A raw dict, in any of the formats that people use, becomes a Record.
 
-Told apart by their keys: OpenAI `messages`, LLaVA and ShareGPT `conversations`, `prompt` with
-`completion`, Alpaca, and lists of encoded chunks. All become turns with parts.
+The keys tell the format: OpenAI `messages`, LLaVA and ShareGPT `conversations`, `prompt` with
+`completion`, Alpaca, and lists of encoded chunks. All but the last become turns with parts.
 """
 
 import json
@@ -11,37 +11,23 @@ from typing import Any
 import PIL.Image
 
 from megatron_vlm.data.read.marks import AWAITED_IMAGE, AWAITED_VIDEO, place_media
-from megatron_vlm.data.read.records import (
-    ROLES,
-    Chat,
-    Chunks,
-    Image,
-    ImageChunk,
-    Part,
-    Record,
-    Turn,
-    Video,
-)
+from megatron_vlm.data.read.records import Chat, Chunks, Image, ImageChunk, Part, Turn, Video
 from megatron_vlm.errors import DataError
 
 _ROLE_NAMES = {
-    **{role: role for role in ROLES},
+    **{role: role for role in ("system", "user", "assistant", "tool")},
     "developer": "system",
     "human": "user",
     **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing"), "assistant"),
     "function_call": "assistant",
     **dict.fromkeys(("observation", "function", "function_response"), "tool"),
 }
-_FORMATS = (
-    "messages; conversations; prompt and completion; instruction and output; chunks; or a "
-    "pair of an image and a text"
-)
 
 
-def parse_record(raw: Any, where: str) -> Record:
-    """The Record in a raw dict, or a DataError that says where and what is wrong with it."""
+def parse_record(raw: Any, where: str) -> Chat | Chunks:
+    """The Record in a raw dict, or a DataError that says what is wrong with it, and where."""
     if not isinstance(raw, Mapping):
-        raise DataError(f"{where}: a record is a JSON object, this is {_kind(raw)}")
+        raise DataError(f"{where}: a record is a JSON object, but this is {_kind(raw)}")
     raw = {key: value for key, value in raw.items() if value is not None}
     if "chunks" in raw or "model_input" in raw:
         return _parse_chunks(raw, where)
@@ -74,12 +60,14 @@ def _turns_of(raw: Mapping[str, Any], where: str) -> list[Turn]:
         answer = _text(raw, "output", where)
         return [*turns, Turn("user", (text,)), Turn("assistant", (answer,))]
     raise DataError(
-        f"{where}: the keys {sorted(raw)} are of no known format; give {_FORMATS}, see docs/data.md"
+        f"{where}: the keys {sorted(raw)} match no known format; give messages; conversations; "
+        "prompt and completion; instruction and output; chunks; or a pair of an image and a text; "
+        "see docs/data.md"
     )
 
 
 def _as_turns(value: Any, role: str, where: str) -> list[Turn]:
-    """A bare string as a turn of the role; a list as messages."""
+    """A string as one turn with this role; a list as messages."""
     if value is None or value == "":
         return [] if role == "system" else [Turn(role, ())]
     if isinstance(value, str):
@@ -91,19 +79,18 @@ def _parse_messages(messages: Any, where: str) -> list[Turn]:
     if isinstance(messages, str):
         messages = _json(messages, f"{where}: messages")
     if not _is_list(messages):
-        raise DataError(f"{where}: messages must be a list, this is {_kind(messages)}")
+        raise DataError(f"{where}: messages must be a list, but this is {_kind(messages)}")
     return [_parse_message(m, f"{where}: message {i}") for i, m in enumerate(messages)]
 
 
 def _parse_message(message: Any, where: str) -> Turn:
     if not isinstance(message, Mapping):
-        raise DataError(f"{where} must be an object, this is {_kind(message)}")
+        raise DataError(f"{where} must be an object, but this is {_kind(message)}")
     given = message.get("role") or message.get("from")
     role = _ROLE_NAMES.get(given) if isinstance(given, str) else None
     if role is None:
         raise DataError(f"{where} has role {given!r}; known roles: {', '.join(_ROLE_NAMES)}")
-    content = message.get("content")
-    content = message.get("value") if content is None else content
+    content = _first(message, "content", "value")
     calls = _dicts(message.get("tool_calls") or (), f"{where}: tool_calls")
     if given == "function_call":
         calls, content = _dicts(content, f"{where}: function_call"), None
@@ -118,14 +105,12 @@ def _parse_message(message: Any, where: str) -> Turn:
 
 
 def _parse_content(content: Any, where: str) -> tuple[Part, ...]:
-    if content is None or content == "":
+    if content is None:
         return ()
-    if isinstance(content, str):
-        return (content,)
-    if isinstance(content, Mapping):
+    if isinstance(content, str | Mapping):
         content = [content]
     if not _is_list(content):
-        raise DataError(f"{where}: content must be a string or a list, this is {_kind(content)}")
+        raise DataError(f"{where}: content must be a string or a list, not {_kind(content)}")
     parts = [_parse_part(part, f"{where}, part {i}") for i, part in enumerate(content)]
     return tuple(part for part in parts if part != "")
 
@@ -134,36 +119,31 @@ def _parse_part(part: Any, where: str) -> Part:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise DataError(f"{where} must be a string or an object, this is {_kind(part)}")
+        raise DataError(f"{where} must be a string or an object, but this is {_kind(part)}")
     part = {key: value for key, value in part.items() if value is not None}
-    kind = part.get("type") or next(
-        (k for k in ("text", "image", "image_url", "video") if k in part), ""
-    )
+    kinds = ("text", "image", "image_url", "video")
+    kind = part.get("type") or next((kind for kind in kinds if kind in part), "")
     if kind == "text":
         return _text(part, "text", where)
     if kind in ("image", "image_url"):
-        source = next(
-            (part[k] for k in ("image", "image_url", "url", "path", "base64") if k in part), None
-        )
-        if "base64" in part and source is part["base64"]:
-            source = f"data:image;base64,{source}"
+        source = _first(part, "image", "image_url", "url", "path")
+        if source is None and "base64" in part:
+            source = f"data:image;base64,{part['base64']}"
         return AWAITED_IMAGE if source is None else _image(source, where)
     if kind == "video":
-        source = next((part[k] for k in ("video", "url", "path") if k in part), None)
+        source = _first(part, "video", "url", "path")
         return AWAITED_VIDEO if source is None else _video(source, part.get("fps"), where)
     raise DataError(f"{where} has type {kind!r}; known: text, image, image_url, video")
 
 
 def _image(source: Any, where: str) -> Image:
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
-        found = [source[k] for k in ("bytes", "url", "path") if source.get(k) is not None]
-        source = found[0] if found else None
+        source = _first(source, "bytes", "url", "path")
     if isinstance(source, bytearray | memoryview):
         source = bytes(source)
     if not isinstance(source, str | bytes | PIL.Image.Image) or not source:
-        raise DataError(
-            f"{where}: an image is a path, URL, bytes or PIL image, not {_kind(source)}"
-        )
+        kind = _kind(source)
+        raise DataError(f"{where}: an image is a path, URL, bytes or PIL image, not {kind}")
     return Image(source)
 
 
@@ -183,18 +163,16 @@ def _video(source: Any, fps: Any, where: str) -> Video:
 
 
 def _column(raw: Mapping[str, Any], kind: str) -> list[Any]:
-    value = raw.get(f"{kind}s", raw.get(kind))
-    if value is None:
-        return []
+    value = raw.get(f"{kind}s", raw.get(kind, []))
     return list(value) if _is_list(value) else [value]
 
 
 def _parse_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """{"type": "function", "function": {"name": ..., "arguments": {...}}} from its variants."""
+    """{"type": "function", "function": {"name": ..., "arguments": {...}}} from a variant."""
     function = call.get("function", call)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise DataError(f"{where}: a tool call without the name of its function")
+        raise DataError(f"{where}: a tool call has no function name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _json(arguments, f"{where}: arguments of {name}")
@@ -210,7 +188,7 @@ def _parse_chunks(raw: Mapping[str, Any], where: str) -> Chunks:
     if not _is_list(chunks) or not len(chunks):
         raise DataError(f"{where}: chunks must be a list with at least one chunk")
     parsed = tuple(_parse_chunk(c, f"{where}: chunk {i}") for i, c in enumerate(chunks))
-    mask = next((raw[k] for k in ("mask", "loss_mask", "weights") if k in raw), None)
+    mask = _first(raw, "mask", "loss_mask", "weights")
     if mask is not None:
         if not _is_list(mask) or any(value not in (0, 1) for value in mask):
             raise DataError(f"{where}: the mask must be a list of 0 and 1, one for each token")
@@ -220,14 +198,14 @@ def _parse_chunks(raw: Mapping[str, Any], where: str) -> Chunks:
 
 def _parse_chunk(chunk: Any, where: str) -> tuple[int, ...] | ImageChunk:
     if not isinstance(chunk, Mapping):
-        raise DataError(f"{where} must be an object, this is {_kind(chunk)}")
+        raise DataError(f"{where} must be an object, but this is {_kind(chunk)}")
     chunk = {key: value for key, value in chunk.items() if value is not None}
     if "tokens" in chunk:
         tokens = chunk["tokens"]
         if not _is_list(tokens) or any(type(t) is not int or t < 0 for t in tokens):
             raise DataError(f"{where}: tokens must be a list of token ids")
         return tuple(tokens)
-    source = next((chunk[key] for key in ("data", "image", "location") if key in chunk), None)
+    source = _first(chunk, "data", "image", "location")
     if source is None:
         raise DataError(f"{where} has neither tokens nor an image; its keys are {sorted(chunk)}")
     if isinstance(source, str) and chunk.get("type") == "image" and "data" in chunk:
@@ -239,11 +217,11 @@ def _parse_chunk(chunk: Any, where: str) -> tuple[int, ...] | ImageChunk:
 
 
 def _dicts(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects, perhaps written as a JSON string, perhaps a single one."""
+    """A list of objects; a single one and a JSON string are understood, too."""
     value = _json(value, where) if isinstance(value, str) else value
     value = [value] if isinstance(value, Mapping) else value
     if not _is_list(value) or not all(isinstance(item, Mapping) for item in value):
-        raise DataError(f"{where} must be a list of objects, this is {_kind(value)}")
+        raise DataError(f"{where} must be a list of objects, but this is {_kind(value)}")
     return [dict(item) for item in value]
 
 
@@ -257,8 +235,13 @@ def _json(text: str, where: str) -> Any:
 def _text(raw: Mapping[str, Any], key: str, where: str) -> str:
     value = raw.get(key)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key} must be a string, this is {_kind(value)}")
+        raise DataError(f"{where}: {key} must be a string, but this is {_kind(value)}")
     return value
+
+
+def _first(raw: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of these keys that has one."""
+    return next((raw[key] for key in keys if raw.get(key) is not None), None)
 
 
 def _is_list(value: Any) -> bool:
@@ -266,4 +249,5 @@ def _is_list(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "null" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

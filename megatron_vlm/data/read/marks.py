@@ -1,4 +1,4 @@
-"""Where in a chat the pictures go that stand in a column of their own."""
+"""Images and videos that a record has in a column of their own find their places in the chat."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,30 +9,28 @@ from megatron_vlm.data.read.records import Image, Part, Turn, Video
 from megatron_vlm.errors import DataError
 
 _MARKS = re.compile(r"(<image>|<video>)")
-# Parts that name no picture: the record's `images` or `videos` column has it.
+# Parts without a source: the record's `images` or `videos` column has it.
 AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
 
 
 def place_media(
     turns: list[Turn], images: list[Image], videos: list[Video], where: str
 ) -> list[Turn]:
-    """Put the columns' images and videos where `<image>` marks or empty parts wait for them; where
-    nothing waits, at the start of the first user turn, as TRL does."""
+    """Put the columns' images and videos in the places of `<image>` marks and of parts without a
+    source; if there are none, at the start of the first user turn, as TRL does."""
     waiting: dict[str, list[Any]] = {"image": images, "video": videos}
     if images or videos:
         turns = [replace(turn, parts=_split_marks(turn.parts, waiting)) for turn in turns]
-    kinds: tuple[tuple[str, Image | Video, list[Any]], ...] = (
-        ("image", AWAITED_IMAGE, images),
-        ("video", AWAITED_VIDEO, videos),
-    )
-    for kind, awaited, column in kinds:
+    for kind, awaited in (("image", AWAITED_IMAGE), ("video", AWAITED_VIDEO)):
+        column = waiting[kind]
         places = sum(part == awaited for turn in turns for part in turn.parts)
-        if places == 0 and column and not _has_media(turns, type(awaited)):
+        present = any(isinstance(part, type(awaited)) for turn in turns for part in turn.parts)
+        if column and not present:
             turns = _prepend(turns, column, where)
         elif places != len(column):
             raise DataError(
-                f"{where}: {places} places for a {kind} (<{kind}> marks, or parts without a "
-                f"source) but {len(column)} in the record's {kind}s; give one for each place"
+                f"{where}: {places} {kind} places (<{kind}> marks, or parts without a source) "
+                f"but {len(column)} in the record's {kind}s; give one for each place"
             )
         source = iter(column)
         turns = [
@@ -42,12 +40,8 @@ def place_media(
     return turns
 
 
-def _has_media(turns: list[Turn], kind: type) -> bool:
-    return any(isinstance(part, kind) for turn in turns for part in turn.parts)
-
-
 def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tuple[Part, ...]:
-    """`a <image> b` as text, an awaited image, text; the line break after a mark goes with it."""
+    """`a <image> b` as text, an awaited image, text. A line break after a mark is dropped."""
     found: list[Part] = []
     for part in parts:
         if not isinstance(part, str):

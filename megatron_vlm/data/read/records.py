@@ -1,6 +1,6 @@
-"""What a record is, whatever file it came from: a chat of turns, or tokens with images between.
+"""Record: a chat of turns, or tokens with images between, whatever file it came from.
 
-`formats.py` makes these from raw dicts; nothing behind it knows about formats.
+`formats.py` makes them from raw dicts; the code after it knows nothing about formats.
 """
 
 from dataclasses import dataclass
@@ -8,18 +8,16 @@ from typing import Any
 
 import PIL.Image
 
-ROLES = ("system", "user", "assistant", "tool")
-
 
 @dataclass(frozen=True)
 class Image:
-    """A picture that nobody has opened yet: a path or URL, the bytes of a file, or a PIL image."""
+    """An image that is not opened yet: a path or URL, the bytes of a file, or a PIL image."""
 
     source: str | bytes | PIL.Image.Image
 
     @property
     def name(self) -> str:
-        """For messages: never the bytes."""
+        """A short name for messages."""
         if isinstance(self.source, str):
             return self.source if len(self.source) <= 120 else self.source[:100] + "..."
         return "an image given as " + ("bytes" if isinstance(self.source, bytes) else "PIL image")
@@ -27,16 +25,16 @@ class Image:
 
 @dataclass(frozen=True)
 class Video:
-    """A video file, or its frames already taken out."""
+    """A video file, or a list of frames."""
 
     source: str | tuple[Image, ...]
     fps: float | None = None  # of the frames given
 
     @property
     def name(self) -> str:
-        return (
-            self.source if isinstance(self.source, str) else f"a video of {len(self.source)} frames"
-        )
+        """A short name for messages."""
+        source = self.source
+        return source if isinstance(source, str) else f"a video of {len(source)} frames"
 
 
 Part = str | Image | Video
@@ -44,7 +42,7 @@ Part = str | Image | Video
 
 @dataclass(frozen=True)
 class Turn:
-    """One message. `trained` is the record's own word on it, None where it says nothing."""
+    """One message. `trained` is what the record says about it, None if it says nothing."""
 
     role: str
     parts: tuple[Part, ...]
@@ -61,13 +59,13 @@ class Chat:
     tools: tuple[dict[str, Any], ...] = ()
 
     def media(self, kind: type) -> list[Any]:
-        """All images, or all videos, in the order in which the model sees them."""
+        """All images, or all videos, in the order that the model sees them in."""
         return [part for turn in self.turns for part in turn.parts if isinstance(part, kind)]
 
 
 @dataclass(frozen=True)
 class ImageChunk:
-    """A picture among tokens, with the number of tokens its maker counted on."""
+    """An image among tokens, and the number of tokens that its maker expects it to take."""
 
     image: Image
     expected_tokens: int | None
@@ -75,14 +73,14 @@ class ImageChunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Tokens that somebody else encoded, with images between, and a mask of what is trained."""
+    """Tokens that were encoded elsewhere, with images between, and a mask of the trained ones."""
 
     where: str
     chunks: tuple[tuple[int, ...] | ImageChunk, ...]
     mask: tuple[bool, ...] | None
 
     def media(self, kind: type) -> list[Any]:
-        """As of a chat; chunk lists have no videos."""
+        """All images, in order; chunk lists have no videos."""
         images = [chunk.image for chunk in self.chunks if isinstance(chunk, ImageChunk)]
         return images if kind is Image else []
 

@@ -1,7 +1,7 @@
 """Where raw records come from: one small class for each way of reading, all with random access.
 
-A source answers `len`, `source[i]` (a raw dict), `where(i)` (for messages), `digest` (of its
-content) and `root` (where its images lie). Streams, which have none of these, are in `stream.py`.
+A source has `len`, `source[i]` (a raw dict), `where(i)` (for messages), `digest` (of its content)
+and `root` (the folder of its images). Streams, which have no random access, are in `stream.py`.
 """
 
 import glob
@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,21 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow
 
+from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.read.files import scan_lines, unpacked
 from megatron_vlm.data.read.tar import TarSource
 from megatron_vlm.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """One entry of data.train or data.eval."""
-
-    path: str  # file, glob, folder, or the name of a Hugging Face data set
-    weight: float = 1.0  # how often each record comes in an epoch; 0.5: every other epoch
-    split: str = "train"  # of a Hugging Face data set
-    subset: str | None = None  # its configuration
-    streaming: bool = False  # read a Hugging Face data set as it comes
-    image_root: str | None = None  # null: data.image_root
 
 
 class Source(Protocol):
@@ -48,28 +36,8 @@ class Source(Protocol):
     def digest(self) -> str: ...
 
 
-def parse_specs(value: Any, key: str) -> tuple[SourceSpec, ...]:
-    """data.train as specs: a string, a mapping, or a list of those."""
-    if value is None:
-        raise ConfigError(f"{key} is not set; give it as {key}=FILE")
-    entries = list(value) if isinstance(value, list | tuple) else [value]
-    known = [field.name for field in fields(SourceSpec)]
-    specs = []
-    for entry in entries:
-        entry = {"path": entry} if isinstance(entry, str) else entry
-        if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(known):
-            raise ConfigError(f"{key}: {entry!r} is not a path or an object of {', '.join(known)}")
-        spec = SourceSpec(**entry)
-        if not isinstance(spec.weight, int | float) or not 0 < spec.weight < 1000:
-            raise ConfigError(f"{key}: weight of {spec.path} is {spec.weight!r}; give 0 to 1000")
-        specs.append(spec)
-    if not specs:
-        raise ConfigError(f"{key} is an empty list; give at least one source")
-    return tuple(specs)
-
-
 def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
-    """The source of a spec, its index built, nothing else read."""
+    """The source of a spec, with its records located but not read."""
     root = spec.image_root or image_root
     paths = sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
     if not paths:
@@ -89,7 +57,7 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
     if kind in (".parquet", ".arrow"):
         return TableSource(_read_tables(kind[1:], paths), spec.path, root or folder)
     if kind == ".json":
-        return ListSource(_read_json(paths), spec.path, root or folder)
+        return ListSource(paths, spec.path, root or folder)
     if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
         return JsonlSource([unpacked(path, cache) for path in paths], paths, root or folder)
     if Path(paths[0]).is_dir():
@@ -100,13 +68,8 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
     )
 
 
-def _kind(path: str) -> str:
-    packed = path.endswith((".gz", ".zst"))
-    return "".join(Path(path).suffixes[-2:] if packed else Path(path).suffixes[-1:])
-
-
 class JsonlSource:
-    """JSON lines; one scan finds where the lines begin and what the digest is."""
+    """JSON lines; one scan finds the lines and the digest."""
 
     def __init__(self, files: Sequence[str], names: Sequence[str], root: str):
         self.files, self.names, self.root = list(files), list(names), root
@@ -131,17 +94,26 @@ class JsonlSource:
         except ValueError as error:
             raise DataError(f"{self.where(index)}: not a line of JSON: {error}") from error
         except RecursionError:
-            raise DataError(f"{self.where(index)}: nested too deeply") from None
+            raise DataError(f"{self.where(index)}: the JSON is nested too deeply") from None
 
     def where(self, index: int) -> str:
         return f"{self.names[self.file_of[index]]}:{self.lines[index]}"
 
 
 class ListSource:
-    """Records in memory: a .json file with one list."""
+    """Records in memory, from .json files that hold a list."""
 
-    def __init__(self, records: list[tuple[str, Any]], name: str, root: str):
-        self.records, self.name, self.root = records, name, root
+    def __init__(self, paths: Sequence[str], name: str, root: str):
+        self.name, self.root = name, root
+        self.records: list[tuple[str, Any]] = []  # where each is, and its content
+        for path in paths:
+            try:
+                content = json.loads(Path(path).read_bytes())
+            except (ValueError, RecursionError) as e:
+                raise DataError(f"{path}: not JSON: {e}; JSON lines are named .jsonl") from e
+            if not isinstance(content, list):
+                raise DataError(f"{path}: a .json file must hold one list of records")
+            self.records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]
 
     @cached_property
     def digest(self) -> str:
@@ -159,10 +131,10 @@ class ListSource:
 
 
 class TableSource:
-    """A table of Hugging Face `datasets`: Parquet, Arrow, save_to_disk, the Hub."""
+    """A table of Hugging Face `datasets`: Parquet, Arrow, save_to_disk, or from the Hub."""
 
     def __init__(self, dataset: Any, name: str, root: str):
-        # Arrow's own values: no image is decoded here, with the limits of somebody else.
+        # Arrow's own values: `datasets` would decode images, and without our limits.
         self.dataset = dataset.with_format("arrow")
         self.name, self.root = name, root
 
@@ -181,14 +153,14 @@ class TableSource:
 
 
 def table_row(table: Any) -> dict[str, Any]:
-    """The one row of an Arrow table as plain values."""
+    """The only row of an Arrow table, as plain values."""
     row = zip(table.schema.names, table.schema.types, table.to_pylist()[0].values(), strict=True)
     return {name: _plain(value, kind) for name, kind, value in row if value is not None}
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Arrow gives every struct the fields of all structs, null where one has none: they are left
-    out. `datasets` keeps values of mixed kinds as JSON: they are read, their nulls kept."""
+    """Arrow gives every struct the fields of all others, as nulls: these are left out. `datasets`
+    keeps values of mixed types as JSON: these are parsed, and their nulls kept."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
@@ -201,19 +173,6 @@ def _plain(value: Any, kind: Any) -> Any:
     return value
 
 
-def _read_json(paths: Sequence[str]) -> list[tuple[str, Any]]:
-    records = []
-    for path in paths:
-        try:
-            content = json.loads(Path(path).read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: not JSON: {error}; JSON lines are named .jsonl") from error
-        if not isinstance(content, list):
-            raise DataError(f"{path}: a .json file must hold one list of records")
-        records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]
-    return records
-
-
 def _read_tables(kind: str, paths: Sequence[str]) -> Any:
     import datasets
 
@@ -221,7 +180,7 @@ def _read_tables(kind: str, paths: Sequence[str]) -> Any:
         if kind == "parquet":
             return datasets.Dataset.from_parquet(list(paths))
         return datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
-    except Exception as error:  # pyarrow's and datasets' many kinds
+    except Exception as error:  # pyarrow and datasets raise many kinds
         raise DataError(f"{paths[0]}: not a readable {kind} file: {_root_cause(error)}") from error
 
 

@@ -14,7 +14,7 @@ _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 
 
 class TarSource:
-    """WebDataset shards, read at random: `datasets` would copy them into Arrow first, and Arrow
+    """WebDataset shards with random access. `datasets` would first copy them into Arrow, which
     refuses JSON members whose fields differ from sample to sample."""
 
     def __init__(self, paths: Sequence[str], root: str):
@@ -45,7 +45,7 @@ class TarSource:
 
 
 def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int, int]]]]:
-    """Samples of a shard: members that stand together and share their name up to the first dot."""
+    """The samples of a shard: adjacent members with the same name up to the first dot."""
     samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
     try:
         with tarfile.open(path, "r:") as tar:
@@ -67,7 +67,7 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
 
 def join_members(values: dict[str, Any], where: str) -> Any:
     """The members of a WebDataset sample as one record: the JSON with the pictures as its images,
-    or a picture and the text about it."""
+    or a picture and its caption."""
     pictures = [values[field] for field in sorted(values) if field.split(".")[-1] in _PICTURES]
     record, text = values.get("json"), values.get("txt")
     if record is not None:

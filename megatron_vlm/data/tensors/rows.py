@@ -1,4 +1,4 @@
-"""Rows as a TensorBatch and back: how a controller hands them to workers."""
+"""Rows as a TensorBatch and back: the form in which a controller hands them to workers."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 
-# Field of the batch, field of the row. The first two are needed, the others optional.
+# Field of the batch: field of the row. The first two are required.
 FIELDS = {
     "ids": "ids_S",
     "labels": "labels_S",
@@ -20,30 +20,29 @@ FIELDS = {
     "video_grid_thw": "video_grid_I3",
 }
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
-MASK = "response_mask"  # in the place of labels: true for the tokens that are supervised
+MASK = "response_mask"  # instead of labels: true for the supervised tokens
 VALUES = ("advantages", "old_log_probs", "ref_log_probs")  # what our losses read
 _NEEDED = ("ids", "labels")
 
 
 def batch_of(rows: Sequence[Row]) -> TensorBatch:
-    """One TensorList a field; a row without images is an empty tensor among the others."""
+    """A TensorList for each field; a row without images is an empty tensor among the others."""
     columns = {name: [getattr(row, field) for row in rows] for name, field in FIELDS.items()}
     for name in dict.fromkeys(name for row in rows for name in row.values_S):
         if name in columns or name == MASK:
-            raise DataError(f"values_S: {name!r} is what a batch calls a field; take another name")
+            raise DataError(f"values_S: a batch has a field {name!r} already; choose another name")
         columns[name] = [row.values_S.get(name) for row in rows]
-    return TensorBatch(
-        {
-            name: TensorList([torch.empty(0) if v is None else v for v in values])
-            for name, values in columns.items()
-            if name in _NEEDED or any(value is not None for value in values)
-        }
-    )
+    fields = {
+        name: TensorList([torch.empty(0) if value is None else value for value in values])
+        for name, values in columns.items()
+        if name in _NEEDED or any(value is not None for value in values)
+    }
+    return TensorBatch(fields)
 
 
 def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row]:
-    """The rows of a batch, with those values of each token that are named and there; other fields
-    are left to others."""
+    """The rows of a batch, with the named values of each token, as far as it has them. Its other
+    fields are ignored."""
     if "ids" not in batch or not ("labels" in batch or MASK in batch):
         missing = repr("ids") if "ids" not in batch else f"'labels' and none {MASK!r}"
         raise DataError(f"the batch has no field {missing}; it has {', '.join(batch.keys())}")
@@ -62,9 +61,9 @@ def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
         if mask_S.shape != ids_S.shape:
             raise DataError(
                 f"row {place}: {MASK} {tuple(mask_S.shape)} and ids {tuple(ids_S.shape)} must have "
-                "one shape"
+                "the same shape"
             )
         given["labels_S"] = torch.where(mask_S.bool(), ids_S, IGNORE)
-    # An empty tensor stands for none.
+    # An empty tensor stands for an absent one.
     values_S = {name: row[name] for name in value_names if len(row[name])}
     return Row(**given, values_S=values_S)  # type: ignore[arg-type]

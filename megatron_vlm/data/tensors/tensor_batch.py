@@ -1,7 +1,7 @@
 """TensorBatch: named fields with the same number of rows, each a Tensor or a TensorList.
 
-Slices, chunks and splits are views; a list of rows copies Tensor fields. It travels as bytes, as
-TensorLists do.
+Slices, chunks and splits are views; picking a list of rows copies Tensor fields. Between processes
+it travels as bytes, as TensorLists do.
 """
 
 import json
@@ -14,19 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.tensors import tensor_list as lists
 from megatron_vlm.data.tensors.tensor_bytes import dtype_name, not_ours, pack, unpack
-from megatron_vlm.data.tensors.tensor_list import (
-    Places,
-    Target,
-    TensorList,
-    chunk_rows,
-    one_device,
-    repeat_rows,
-    repeat_rows_interleave,
-    row_places,
-    same_values,
-    split_rows,
-)
+from megatron_vlm.data.tensors.tensor_list import Places, Target, TensorList
 from megatron_vlm.errors import DataError
 
 Value = Tensor | TensorList
@@ -34,9 +24,9 @@ Value = Tensor | TensorList
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TensorBatch:
-    """An immutable mapping of field names to Tensors (first dimension: rows) and TensorLists, all
-    of one length. Its length and iteration are over rows; keys, items and `in` over fields.
-    `meta` holds JSON values for the whole batch, which every operation hands on."""
+    """An immutable mapping of field names to Tensors (first dimension: rows) and TensorLists of the
+    same length. `len` and iteration are over rows; keys, items and `in` are over fields. `meta`
+    holds JSON values for the whole batch, which every operation passes on."""
 
     fields: Mapping[str, Value]
     meta: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +36,9 @@ class TensorBatch:
         for name, value in fields.items():
             if not isinstance(value, Value) or (isinstance(value, Tensor) and not value.dim()):
                 kind = "scalar" if isinstance(value, Tensor) else type(value).__name__
-                raise DataError(f"field {name!r} is a {kind}; give a Tensor of rows or TensorList")
+                raise DataError(
+                    f"field {name!r} is a {kind}; give a Tensor of rows or a TensorList"
+                )
             first = next(iter(fields))
             if len(value) != len(fields[first]):
                 raise DataError(
@@ -78,34 +70,34 @@ class TensorBatch:
     @overload
     def __getitem__(self, index: Places) -> "TensorBatch": ...
     def __getitem__(self, index: str | int | Places) -> "Value | dict[str, Tensor] | TensorBatch":
-        """A field by its name, a row (field -> Tensor) by an int, a batch by anything else."""
+        """A str picks a field, an int a row (field -> Tensor), anything else a batch of rows."""
         if isinstance(index, str):
             return self.fields[index]
         if isinstance(index, int | np.integer):
             place = range(len(self))[index]
             return {name: value[place] for name, value in self.items()}
-        places = row_places(index, len(self))
+        places = lists.row_places(index, len(self))
         return self._map(lambda value: _take(value, places))
 
     def __eq__(self, other: object) -> bool:
-        """Same fields in any order, same values as TensorList has it, same meta."""
+        """The same fields in any order, equal as TensorLists are, and the same meta."""
         if not isinstance(other, TensorBatch):
             return NotImplemented
         if self.keys() != other.keys() or self.meta != other.meta:
             return False
-        return all(_same(value, other[name]) for name, value in self.items())
+        return all(lists.same_values(value, other[name]) for name, value in self.items())
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}: {_kind(value)}" for name, value in self.items())
         return f"TensorBatch({len(self)} rows, {fields or 'no fields'}, meta: {list(self.meta)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _read_batch, (self.to_bytes(),)
+        return TensorBatch.from_bytes, (self.to_bytes(),)
 
     @property
     def device(self) -> torch.device | None:
-        """The one device of all fields; None without fields or rows."""
-        return one_device(
+        """The device that all fields share; None without fields or rows."""
+        return lists.one_device(
             (f"field {name!r}" + f" row {place}" * isinstance(value, TensorList), part)
             for name, value in self.items()
             for place, part in enumerate([value] if isinstance(value, Tensor) else value)
@@ -124,13 +116,13 @@ class TensorBatch:
         fields = {name: _cat(name, [batch[name] for batch in batches]) for name in first.fields}
         return TensorBatch(fields, first.meta)
 
-    chunk = chunk_rows
-    split = split_rows
-    repeat = repeat_rows
-    repeat_interleave = repeat_rows_interleave
+    chunk = lists.chunk_rows
+    split = lists.split_rows
+    repeat = lists.repeat_rows
+    repeat_interleave = lists.repeat_rows_interleave
 
     def to(self, target: Target, non_blocking: bool = False) -> "TensorBatch":
-        """All fields to a device; to a dtype only those of floats, as nn.Module.to has it."""
+        """All fields on a device; a dtype applies only to fields of floats, as in nn.Module.to."""
 
         def moved(value: Value) -> Value:
             floats = value.dtype is not None and value.dtype.is_floating_point
@@ -143,7 +135,7 @@ class TensorBatch:
         return self._map(lambda value: value.pin_memory())
 
     def select(self, names: Iterable[str]) -> "TensorBatch":
-        """These fields alone, in this order."""
+        """Only these fields, in this order."""
         names = list(names)
         for name in names:
             if name not in self:
@@ -159,7 +151,7 @@ class TensorBatch:
         return self.select(name for name in self.keys() if name not in gone)
 
     def to_bytes(self) -> bytes:
-        """Header and values, for from_bytes; values are detached and come to the host."""
+        """Header and values, for from_bytes; values are detached and copied to the host."""
         fields = {
             name: (False, [value]) if isinstance(value, Tensor) else (True, value.rows)
             for name, value in self.items()
@@ -168,9 +160,17 @@ class TensorBatch:
 
     @staticmethod
     def from_bytes(buffer: bytes | bytearray | memoryview) -> "TensorBatch":
-        """The batch that to_bytes wrote. Over a writable buffer its tensors are views, which keep
-        the buffer alive; over a read-only one (bytes) all are views of one copy."""
-        return _read_batch(buffer)
+        """The batch that to_bytes wrote. Its tensors are views of a writable buffer, which they
+        keep alive; of a read-only one (bytes) they are views of a single copy."""
+        fields, meta = unpack(buffer)
+        try:
+            values = {
+                name: TensorList(rows) if is_list else rows[0]
+                for name, (is_list, rows) in fields.items()
+            }
+            return TensorBatch(values, meta)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise not_ours(buffer, error) from error
 
     def _map(self, change: Callable[[Value], Value]) -> "TensorBatch":
         return TensorBatch({name: change(value) for name, value in self.items()}, self.meta)
@@ -179,19 +179,13 @@ class TensorBatch:
 def _take(value: Value, places: Sequence[int]) -> Value:
     if isinstance(value, TensorList):
         return value[places]
-    if isinstance(places, range) and places.step > 0:  # torch has no views that run backwards
+    if isinstance(places, range) and places.step > 0:  # torch has no backward views
         return value[places.start : places.stop : places.step]
     return value[torch.tensor(places, dtype=torch.long, device=value.device)]
 
 
-def _same(one: Value, other: Value) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return same_values(one, other)
-    return bool(one == other)
-
-
 def _kind(value: Value) -> str:
-    if isinstance(value, TensorList):  # its rows are compared when they are put together
+    if isinstance(value, TensorList):  # TensorList.cat compares its rows
         return "TensorList"
     shape = ", ".join(["rows", *map(str, value.shape[1:])])
     return f"{dtype_name(value.dtype)} [{shape}] on {value.device}"
@@ -221,28 +215,14 @@ def _cat(name: str, values: Sequence[Value]) -> Value:
 
 
 def _json(key: str, item: Any) -> Any:
-    """A copy of it, refused where JSON makes it something else: a tuple, a number as a key."""
+    """A copy of it; what JSON would change, such as a tuple or a number as a key, is refused."""
     try:
         copy = json.loads(json.dumps({key: item}))
     except (TypeError, ValueError):
         copy = None
     if copy != {key: item}:
         raise DataError(
-            f"meta {key!r} is {item!r:.60}, which JSON does not give back; use lists, "
+            f"meta {key!r} is {item!r:.60}, which JSON cannot represent; use lists, "
             "dicts with str keys, str, bool, None and finite numbers"
         )
     return copy[key]
-
-
-def _read_batch(buffer: bytes | bytearray | memoryview) -> TensorBatch:
-    fields, meta = unpack(buffer)
-    try:
-        return TensorBatch(
-            {
-                name: TensorList(rows) if is_list else rows[0]
-                for name, (is_list, rows) in fields.items()
-            },
-            meta,
-        )
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise not_ours(buffer, error) from error

@@ -1,4 +1,4 @@
-"""The bytes that TensorLists and TensorBatches travel as: a JSON header, then values, no pickle."""
+"""TensorLists and TensorBatches as bytes: a JSON header, then the values. There is no pickle."""
 
 import json
 import math
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from megatron_vlm.errors import DataError
 
-# The rows of a field, or the one tensor of a field that is a Tensor.
-Field = tuple[bool, Sequence[Tensor]]  # whether a list, and its rows
+# Whether a field is a TensorList, and its rows; if it is a Tensor, that tensor alone.
+Field = tuple[bool, Sequence[Tensor]]
 
-_MAGIC = b"MVROWS\x00\x01"  # the last byte is the version of the format
-_PREAMBLE = len(_MAGIC) + 8  # and the length of the header
-_ALIGN = 64  # a field starts on a cache line, where any dtype can be viewed
+_MAGIC = b"MVROWS\x00\x01"  # the last byte is the format's version
+_PREAMBLE = len(_MAGIC) + 8  # followed by the length of the header
+_ALIGN = 64  # fields start on cache lines, where any dtype can be viewed
 _NAMES = """bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64
 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"""
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 
 
 def pack(fields: Mapping[str, Field], meta: Mapping[str, Any]) -> bytes:
-    """Header and values; these are detached and come to the host."""
+    """Header and values; values are detached and copied to the host."""
     table: dict[str, Any] = {}
     pieces: list[Any] = []
     for name, (is_list, rows) in fields.items():
@@ -40,12 +40,12 @@ def pack(fields: Mapping[str, Field], meta: Mapping[str, Any]) -> bytes:
 
 
 def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], dict[str, Any]]:
-    """What pack was given. Over a writable buffer the tensors are views, which keep it alive; over
-    a read-only one (bytes) all are views of one copy."""
+    """What pack was given. The tensors are views of a writable buffer, which they keep alive; of a
+    read-only one (bytes) they are views of a single copy."""
     view = memoryview(buffer).cast("B")
     end = _PREAMBLE + int.from_bytes(view[len(_MAGIC) : _PREAMBLE], "little")
     fields: dict[str, Field] = {}
-    # torch checks every size and shape that the header says: views reach no byte beyond the end.
+    # torch checks every size and shape in the header: no view reaches beyond the end.
     try:
         if view[: len(_MAGIC)] != _MAGIC or end % _ALIGN:
             raise ValueError(f"they do not begin with {_MAGIC!r} and the length of a header")
@@ -69,7 +69,7 @@ def not_ours(buffer: bytes | bytearray | memoryview, why: Exception) -> DataErro
     """The error for bytes that pack did not write."""
     return DataError(
         f"{memoryview(buffer).nbytes} bytes are not what TensorBatch.to_bytes wrote: {why}; "
-        "give from_bytes all of that and nothing more"
+        "give from_bytes all of those and nothing more"
     )
 
 
@@ -79,10 +79,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _raw(name: str, row: Tensor) -> np.ndarray:
-    """The values as bytes on the host, in order; copied only where they do not lie so."""
+    """The values as bytes on the host, in order; copied only if they are not there already."""
     if dtype_name(row.dtype) not in DTYPES or row.layout != torch.strided or row.is_meta:
         raise DataError(
-            f"field {name!r}: no bytes for {row.layout} {row.dtype} on {row.device}; "
+            f"field {name!r}: {row.layout} {row.dtype} on {row.device} cannot become bytes; "
             f"give dense tensors that hold values, of {', '.join(DTYPES)}"
         )
     host = row.detach().cpu().contiguous().resolve_neg()
@@ -91,11 +91,7 @@ def _raw(name: str, row: Tensor) -> np.ndarray:
 
 
 def _over(view: memoryview) -> Tensor:
-    """The buffer's own memory, or a copy where it is read-only (a tensor is always writable) or
-    begins at an address that no float may have."""
-    if not view.readonly:
-        flat = torch.frombuffer(view, dtype=torch.uint8)
-        return flat if flat.data_ptr() % 16 == 0 else flat.clone()
-    copy = torch.empty(len(view), dtype=torch.uint8)
-    copy.numpy()[:] = np.frombuffer(view, dtype=np.uint8)
-    return copy
+    """The buffer's own memory; or a copy if it is read-only (a tensor is always writable) or not
+    aligned for floats."""
+    flat = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    return flat if flat.data_ptr() % 16 == 0 else flat.clone()

@@ -1,7 +1,7 @@
 """TensorList: rows of different shapes.
 
-Slices, chunks, splits are views. It travels between processes as bytes under a JSON header, never
-as pickled tensors: pickle (so copy.deepcopy as well) brings values to the host and detaches them.
+Slices, chunks and splits are views. Between processes it travels as bytes after a JSON header, and
+never as pickled tensors: pickling (and so copy.deepcopy) copies values to the host, detached.
 """
 
 import operator
@@ -17,46 +17,46 @@ from torch import Tensor
 from megatron_vlm.data.tensors.tensor_bytes import dtype_name, pack, unpack
 from megatron_vlm.errors import DataError
 
-Places = slice | Sequence[int] | Tensor  # which rows: integers, or a bool for each
+Places = slice | Sequence[int] | Tensor  # integers, or a bool for each row
 Target = torch.device | torch.dtype | str | int
 
 
 class HasRows(Protocol):
-    """What TensorList and TensorBatch share: rows that can be counted and picked."""
+    """What TensorList and TensorBatch have in common: rows that can be counted and picked."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-Rows = TypeVar("Rows", bound=HasRows)
+Same = TypeVar("Same", bound=HasRows)
 
 
-def chunk_rows(self: Rows, n: int) -> list[Rows]:
-    """Exactly n parts, as even as they come: the first are longer, the last may be empty."""
+def chunk_rows(self: Same, n: int) -> list[Same]:
+    """Exactly n parts, as even as possible: the first are longer, the last may be empty."""
     if n < 1:
         raise DataError(f"chunk: {n} parts of {len(self)} rows; give at least 1")
     return split_rows(self, [len(self) // n + (part < len(self) % n) for part in range(n)])
 
 
-def split_rows(self: Rows, sizes: Sequence[int]) -> list[Rows]:
+def split_rows(self: Same, sizes: Sequence[int]) -> list[Same]:
     """Consecutive parts of these sizes, which must cover all rows."""
     if sum(sizes) != len(self) or min(sizes, default=0) < 0:
         raise DataError(
             f"split: sizes {list(sizes)} add up to {sum(sizes)} but there are {len(self)} rows; "
-            "give sizes from 0 on that cover them"
+            "give sizes of at least 0 that cover them"
         )
     return [self[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
 
 
-def repeat_rows(self: Rows, n: int) -> Rows:
-    """All rows n times over. Rows of a TensorList share their memory with their repetitions."""
+def repeat_rows(self: Same, n: int) -> Same:
+    """All rows n times. Rows of a TensorList share their memory with their repetitions."""
     if n < 0:
         raise DataError(f"repeat: {n} times {len(self)} rows; give at least 0")
     return self[[*range(len(self))] * n]
 
 
-def repeat_rows_interleave(self: Rows, counts: int | Sequence[int] | Tensor) -> Rows:
-    """Each row `counts` times, or as often as its own count says, its repetitions together."""
+def repeat_rows_interleave(self: Same, counts: int | Sequence[int] | Tensor) -> Same:
+    """Each row `counts` times, or as often as its own count says, repetitions adjacent."""
     counts = [counts] * len(self) if isinstance(counts, int) else counts
     each = [operator.index(count) for count in counts]
     if len(each) != len(self) or min(each, default=0) < 0:
@@ -69,8 +69,8 @@ def repeat_rows_interleave(self: Rows, counts: int | Sequence[int] | Tensor) -> 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TensorList:
-    """Tensors of one dtype and rank, one a row. An empty tensor stands for an absent row: it may
-    have any rank, and takes the dtype and the device of the rows that hold something."""
+    """Tensors of one dtype and rank, one for each row. An empty tensor stands for an absent row: it
+    may have any rank, and takes the dtype and the device of the rows that are not empty."""
 
     rows: Sequence[Tensor]
 
@@ -107,7 +107,7 @@ class TensorList:
         return TensorList([self.rows[place] for place in row_places(index, len(self))])
 
     def __eq__(self, other: object) -> bool:
-        """Same dtypes, shapes and values, on whatever devices; NaN equals NaN."""
+        """The same dtypes, shapes and values, on any devices; NaN equals NaN."""
         if not isinstance(other, TensorList):
             return NotImplemented
         return len(self) == len(other) and all(map(same_values, self.rows, other.rows))
@@ -129,7 +129,7 @@ class TensorList:
 
     @property
     def device(self) -> torch.device | None:
-        """The one device of all rows; None without rows."""
+        """The device that all rows share; None without rows."""
         return one_device((f"row {place}", row) for place, row in enumerate(self.rows))
 
     @staticmethod
@@ -148,13 +148,13 @@ class TensorList:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "TensorList":
-        # A repeated row is changed once: on a device it must not take its memory n times.
+        # A repeated row is changed once, lest it take its memory n times on a device.
         changed = {key: change(row) for key, row in {id(row): row for row in self.rows}.items()}
         return TensorList([changed[id(row)] for row in self.rows])
 
 
 def row_places(index: Places, length: int) -> Sequence[int]:
-    """Rows as numbers from 0 on: a range for a slice, else a list."""
+    """The rows as numbers from 0: a range for a slice, else a list."""
     if isinstance(index, slice):
         return range(length)[index]
     table = torch.as_tensor(index)
@@ -180,8 +180,10 @@ def one_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
     return first[1] if first else None
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Equal in dtype, shape and values; NaN equals NaN."""
+def same_values(one: Any, other: Any) -> bool:
+    """Two Tensors or TensorLists, equal in dtype, shape and values; NaN equals NaN."""
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return bool(one == other)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     other = other.to(one.device)

@@ -1,22 +1,48 @@
-"""`megatron-vlm report RUN`: what a run logged, as one page, RUN/report.html."""
+"""`megatron-vlm report RUN ...`: what one run logged, or several, as one page."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_vlm.display.charts import chart_css, chart_scripts
+from megatron_vlm.display.html import document
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.run.report.examples import read_examples
-from megatron_vlm.run.report.metrics import read_metrics
-from megatron_vlm.run.report.page import render_report
+from megatron_vlm.run.report.comparison import comparison_page
+from megatron_vlm.run.report.metrics import LoggedRun, read_metrics
+from megatron_vlm.run.report.page import run_page
 
 
-def write_report(run: Path) -> Path:
-    """Write RUN/report.html from what the run has logged so far; its path."""
-    metrics = read_metrics(run / "metrics.jsonl")
-    config = run / "config.yaml"
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    page = render_report(run.resolve().name, metrics, read_examples(run / "examples.json"), text)
-    path = run / "report.html"
+def write_report(*folders: Path, out: Path | None = None) -> Path:
+    """Write the page of what these runs have logged so far to `out`; its path. Without `out` it is
+    RUN/report.html, and FIRST_RUN/comparison.html for several runs."""
+    runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    if len(runs) == 1:
+        [run], [folder] = runs, folders
+        title, body = f"{run.name}: training report", run_page(run, folder / "examples.json")
+    else:
+        title, body = f"{len(runs)} runs compared", comparison_page(runs)
+    css = chart_css() + Path(__file__).with_name("report.css").read_text()
+    path = out or folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
-        path.write_text(page, encoding="utf-8")
+        path.write_text(document(title, css, body, chart_scripts()), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     return path
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path; as many parts as it takes to tell the runs apart."""
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ConfigError(
+            f"{len(paths)} runs were given, {len(set(paths))} of them different; give each run once"
+        )
+    parts = 1
+    while len({path.parts[-parts:] for path in paths}) < len(paths):
+        parts += 1
+    return ["/".join(path.parts[-parts:]) for path in paths]
+
+
+def _read(folder: Path, name: str) -> LoggedRun:
+    config = folder / "config.yaml"
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    return LoggedRun(name, read_metrics(folder / "metrics.jsonl"), text)

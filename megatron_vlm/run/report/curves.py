@@ -1,15 +1,19 @@
-"""Which curves a run's page has: the loss first, what explains it, what it cost, what it scored."""
+"""Which charts a page has: the loss first, what explains it, what it cost, what it scored.
+
+One run has a colour for each set; of several runs, each has its colour.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_vlm.display.charts import Chart, Marks, Series, draw
+from megatron_vlm.display.charts import Chart, Curve, StepMarks, figure
 from megatron_vlm.display.html import Html, table, tag
-from megatron_vlm.display.scales import number, smooth
-from megatron_vlm.run.report.metrics import Evaluation, RunMetrics, best_of
+from megatron_vlm.display.numbers import number, smooth
+from megatron_vlm.run.lines import EvalLine
+from megatron_vlm.run.report.metrics import LoggedRun, best_of
 
 _MOST_ROWS = 200  # of the table of evaluations
 _SMOOTH_FROM = 80  # steps
@@ -21,44 +25,79 @@ NAMES = {
 }
 
 
-def curve_section(metrics: RunMetrics) -> Iterator[Html]:
+@dataclass(frozen=True)
+class StepChart:
+    """A chart of what every step logs. `keys`: a field of StepLine for each curve."""
+
+    title: str
+    keys: dict[str, str]  # name of the curve: field
+    unit: str = ""
+    percent: bool = False
+    may_log: bool = False
+    steady: bool = False  # needs no smoothing
+    optional: bool = False  # left out where nothing is above 0
+
+
+_STEP_CHARTS = (
+    StepChart("Learning rate", {"learning rate": "lr"}, steady=True),
+    StepChart("Gradient norm", {"norm": "grad_norm"}, may_log=True),
+    StepChart("Tokens", {"all": "tokens_per_s", "trained": "trained_tokens_per_s"}, "per second"),
+    StepChart("Images", {"images": "images_per_s"}, "per second", optional=True),
+    StepChart("Step time", {"time": "seconds"}, "seconds", may_log=True),
+    StepChart("Padding", {"padding": "padding"}, "of all positions", percent=True),
+    StepChart("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, optional=True),
+    StepChart("Memory", {"memory": "memory_gb"}, "GB", steady=True),
+)
+
+
+def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     """Curves of what was logged with each step."""
     yield tag("h2", "Curves over steps", id="curves")
-    if not len(metrics.steps_N):
+    if not any(len(run.metrics.steps_N) for run in runs):
         yield tag("p", "No step was logged.", class_="quiet")
         return
-    first, last = _span(metrics)
-    resumes = np.array([start["step"] for start in metrics.starts[1:]], dtype=float)
-    marks = (
-        Marks("not applied", metrics.steps_N[metrics.skipped_N]),
-        Marks("resumed", resumes[(resumes > first) & (resumes <= last)], tall=True),
-    )
-    loss = Chart("Loss", _loss_series(metrics), may_log=True, marks=marks, height=300)
-    yield draw(loss, first, last)
-    yield tag("div", *(draw(chart, first, last) for chart in _small(metrics)), class_="charts")
+    script = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
+    yield tag("noscript", tag("p", script, class_="alarm"))
+    help_ = "Drag over a chart to zoom in on steps, double-click to zoom out."
+    yield tag("p", help_, class_="quiet note")
+    span = _span(runs)
+    losses = _curves(runs, {"training": "loss"}) + _score_curves(runs, "loss")
+    loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs, *span)), height=300)
+    yield figure(loss, *span)
+    small = []
+    for plan in _STEP_CHARTS:
+        curves = _curves(runs, plan.keys, plan.steady)
+        if plan.optional and not any(np.nanmax(c.y, initial=0) > 0 for c in curves):
+            continue
+        small.append(Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log))
+    yield tag("div", *(figure(chart, *span) for chart in small), class_="charts")
 
 
-def score_section(metrics: RunMetrics) -> Iterator[Html]:
-    """Curves and a table of each named set; nothing where nothing was evaluated."""
-    if not metrics.evaluations:
+def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
+    """Charts and a table of each set; nothing where nothing was evaluated."""
+    every = [e for run in runs for e in run.metrics.evaluations]
+    if not every:
         return
     yield tag("h2", "Evaluation", id="evaluation")
     charts = []
     for score, name in NAMES.items():
-        if series := _score_series(metrics, score):
-            chart = Chart(name.capitalize(), series, percent=score != "loss")
-            charts.append(draw(chart, *_span(metrics)))
+        if curves := _score_curves(runs, score):
+            chart = Chart(name.capitalize(), curves, percent=score != "loss")
+            charts.append(figure(chart, *_span(runs)))
     yield tag("div", *charts, class_="charts")
-    most = max(3, _MOST_ROWS // len(metrics.sets()))
-    scores = [s for s in NAMES if any(math.isfinite(e.scores[s]) for e in metrics.evaluations)]
-    sets = metrics.sets().values()
-    rows = [row for evaluations in sets for row in _rows(evaluations, scores, most)]
+    scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in every)]
+    most = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))
+    rows = [
+        (run.name, *row) if len(runs) > 1 else row
+        for run in runs
+        for evaluations in run.metrics.sets().values()
+        for row in _rows(evaluations, scores, most)
+    ]
     caption = "* the best of its set."
-    if len(rows) < len(metrics.evaluations):
+    if len(rows) < len(every):
         caption += f" Of each set, the best and the last {most:,}."
-    yield table(
-        ("set", "step", *map(NAMES.__getitem__, scores), "samples", "seconds"), rows, caption
-    )
+    columns = ("set", "step", *map(NAMES.__getitem__, scores), "samples", "seconds")
+    yield table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
 
 
 def score_text(score: str, value: float) -> str:
@@ -66,60 +105,68 @@ def score_text(score: str, value: float) -> str:
     return number(value, percent=score != "loss")
 
 
-def _small(metrics: RunMetrics) -> Iterator[Chart]:
-    x, figures = metrics.steps_N, metrics.figures
-    yield Chart("Learning rate", (Series("", x, figures["lr"]),))
-    yield Chart("Gradient norm", _noisy("", x, figures["grad_norm"]), may_log=True)
-    every = _noisy("all", x, figures["tokens_per_s"])
-    trained = _noisy("trained", x, figures["trained_tokens_per_s"], 1)
-    yield Chart("Tokens", every + trained, "a second")
-    if np.nanmax(figures["images_per_s"], initial=0) > 0:
-        yield Chart("Images", _noisy("", x, figures["images_per_s"]), "a second")
-    yield Chart("Time of a step", _noisy("", x, figures["seconds"]), "seconds", may_log=True)
-    yield Chart("Padding", _noisy("", x, figures["padding"]), "of all positions", percent=True)
-    if np.isfinite(figures["mfu"]).any():
-        yield Chart("MFU", _noisy("", x, figures["mfu"]), "of the peak FLOP/s", percent=True)
-    yield Chart("Memory", (Series("", x, figures["memory_gb"]),), "GB")
-
-
-def _noisy(name: str, x: np.ndarray, y: np.ndarray, colour: int = 0) -> tuple[Series, ...]:
-    """Of each step and, where there are enough, the mean around it."""
-    if len(x) < _SMOOTH_FROM:
-        return (Series(name, x, y, colour),)
-    return Series(name, x, y, colour, faint=True), Series(name, *smooth(x, y), colour)
-
-
-def _loss_series(metrics: RunMetrics) -> tuple[Series, ...]:
-    """The training's, and points of each set. Its legend explains the other curves, too."""
-    curves = _noisy("training", metrics.steps_N, metrics.figures["loss"])
-    if len(curves) == 2:
-        raw, mean = curves
-        curves = (replace(raw, name="each step"), replace(mean, name="mean around it"))
-    return (*curves, *_score_series(metrics, "loss"))
-
-
-def _score_series(metrics: RunMetrics, score: str) -> tuple[Series, ...]:
-    """A score of every set that has it; a set has one colour all over the page."""
+def _curves(
+    runs: Sequence[LoggedRun], keys: dict[str, str], steady: bool = False
+) -> tuple[Curve, ...]:
+    """Each step of each run and, where there are enough, the smoothed curve over it. A comparison
+    shows the first key alone."""
     found = []
-    for colour, (name, evaluations) in enumerate(metrics.sets().items(), start=1):
-        x = np.array([e.step for e in evaluations])
-        y = np.array([e.scores[score] for e in evaluations])
-        found.append(Series(name, x, y, colour, dots=True))
-    return tuple(series for series in found if np.isfinite(series.y).any())
+    for place, run in enumerate(runs):
+        x_N, alone = run.metrics.steps_N, len(runs) == 1
+        for colour, (name, key) in enumerate(keys.items()):
+            y_N = run.metrics.figures[key]
+            if not alone:
+                colour, name = place, run.name
+            if steady or len(x_N) < _SMOOTH_FROM:
+                found.append(Curve(name, x_N, y_N, colour, run=place))
+            else:
+                raw = name if not alone else f"{name}, each step" if len(keys) > 1 else "each step"
+                found.append(Curve(raw, x_N, y_N, colour, True, False, place, alone))
+                mean = name if len(keys) > 1 or not alone else "smoothed"
+                found.append(Curve(mean, *smooth(x_N, y_N), colour, run=place))
+            if not alone:
+                break
+    return tuple(found)
+
+
+def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:
+    """A score of every set that has it. A set of a single run has one colour on the whole page."""
+    found = []
+    for place, run in enumerate(runs):
+        for colour, (name, evaluations) in enumerate(run.metrics.sets().items(), start=1):
+            x = np.array([e.step for e in evaluations])
+            y = np.array([e.score(score) for e in evaluations])
+            if len(runs) > 1:
+                colour, name = place, f"{run.name}: {name}"
+            found.append(Curve(name, x, y, colour, dots=True, run=place))
+    return tuple(curve for curve in found if np.isfinite(curve.y).any())
+
+
+def _marks(runs: Sequence[LoggedRun], first: float, last: float) -> Iterator[StepMarks]:
+    """Where steps were not applied, and where a run was resumed."""
+    for place, run in enumerate(runs):
+        metrics = run.metrics
+        yield StepMarks("not applied", metrics.steps_N[metrics.skipped_N], run=place)
+        resumes = np.array([start.step for start in metrics.starts[1:]], dtype=float)
+        inside = resumes[(resumes > first) & (resumes <= last)]
+        yield StepMarks("resumed", inside, tall=True, run=place)
 
 
 def _rows(
-    evaluations: list[Evaluation], scores: Sequence[str], most: int
+    evaluations: list[EvalLine], scores: Sequence[str], most: int
 ) -> Iterator[tuple[str, ...]]:
     best = {score: best_of(evaluations, score) for score in scores}
     for i, e in enumerate(evaluations):
         stars = {score: "\u00a0*" if e is best[score] else "" for score in scores}
         if i >= len(evaluations) - most or any(stars.values()):
-            texts = (score_text(key, e.scores[key]) + stars[key] for key in scores)
+            texts = (score_text(key, e.score(key)) + stars[key] for key in scores)
             yield (e.name, f"{e.step:,}", *texts, f"{e.samples:,}", number(e.seconds))
 
 
-def _span(metrics: RunMetrics) -> tuple[float, float]:
-    """All curves have the same steps across."""
-    steps = [*metrics.steps_N[:1], *metrics.steps_N[-1:], *(e.step for e in metrics.evaluations)]
+def _span(runs: Sequence[LoggedRun]) -> tuple[float, float]:
+    """All charts of a page reach over the same steps."""
+    steps: list[float] = []
+    for run in runs:
+        steps += [*run.metrics.steps_N[:1], *run.metrics.steps_N[-1:]]
+        steps += [e.step for e in run.metrics.evaluations]
     return float(min(steps)), float(max(steps))

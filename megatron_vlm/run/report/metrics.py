@@ -1,87 +1,94 @@
 """metrics.jsonl of a run folder, as arrays.
 
-Steps count from 0, as the loop does; evaluations and starts name how many steps were done. What a
-resumed run did again replaces what stood there, and what lay behind its checkpoint is gone with
-the weights it was measured on.
+A step that a resumed run did again replaces the first one. What came after the checkpoint that it
+resumed from is dropped: it was measured on weights that are gone.
 
 Shapes: N steps.
 """
 
-import json
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, from_json
 
-_FIGURES = (
-    *("loss", "lr", "grad_norm", "seconds", "tokens_per_s", "trained_tokens_per_s"),
-    *("images_per_s", "padding", "mfu", "memory_gb"),
-)
-_ROW = ("step", "epoch", "skipped", *_FIGURES)
-_NAN = math.nan
+_ROW = tuple(field.name for field in fields(StepLine))
 # What an evaluation measures, and which end of it is the best.
 SCORES = {"loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One set, measured after `step` steps. A score that is absent or no number is nan."""
-
-    step: int
-    name: str
-    scores: dict[str, float]
-    samples: int
-    seconds: float
 
 
 @dataclass(frozen=True)
 class RunMetrics:
     """What a run logged, in the order of steps. A figure that was null is nan."""
 
-    history: tuple[dict[str, Any], ...]  # lines of starts and events, as they came
+    history: tuple[StartLine | EventLine, ...]  # as they came
     steps_N: np.ndarray
     epochs_N: np.ndarray
     skipped_N: np.ndarray
-    figures: dict[str, np.ndarray]  # by the keys of a step's line, each [N]
-    evaluations: tuple[Evaluation, ...]
-    seconds: float  # of all steps, those done again included
+    figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
+    evaluations: tuple[EvalLine, ...]
+    seconds: float  # of all steps, with those that were done again
     replaced: int  # steps that were done again or lost
-    unreadable: int  # lines, such as the last of a killed run
+    unreadable: int  # lines, such as the last one of a killed run
 
     @property
     def steps_done(self) -> int:
         return int(self.steps_N[-1]) + 1 if len(self.steps_N) else 0
 
     @property
-    def starts(self) -> list[dict[str, Any]]:
-        return [line for line in self.history if line["kind"] == "start"]
+    def starts(self) -> list[StartLine]:
+        return [line for line in self.history if isinstance(line, StartLine)]
 
     @property
-    def last_start(self) -> dict[str, Any]:
-        return self.starts[-1] if self.starts else {}
+    def last_start(self) -> StartLine | None:
+        return self.starts[-1] if self.starts else None
 
-    def sets(self) -> dict[str, list[Evaluation]]:
-        """The evaluations of each named set."""
-        found: dict[str, list[Evaluation]] = {}
+    @property
+    def tokens_per_s(self) -> float:
+        """The median; nan where there is none."""
+        rate_N = self.figures["tokens_per_s"]
+        rate_N = rate_N[np.isfinite(rate_N)]
+        return float(np.median(rate_N)) if len(rate_N) else math.nan
+
+    def losses(self) -> dict[str, tuple[float, int]]:
+        """The last and the best loss of training, each with its step."""
+        loss_N = self.figures["loss"]
+        finite = np.flatnonzero(np.isfinite(loss_N))
+        if not len(finite):
+            return {}
+        rows = {"last": finite[-1], "best": finite[np.argmin(loss_N[finite])]}
+        return {name: (float(loss_N[row]), int(self.steps_N[row])) for name, row in rows.items()}
+
+    def sets(self) -> dict[str, list[EvalLine]]:
+        """The evaluations of each set."""
+        found: dict[str, list[EvalLine]] = {}
         for evaluation in self.evaluations:
             found.setdefault(evaluation.name, []).append(evaluation)
         return found
 
 
-def best_of(evaluations: list[Evaluation], score: str) -> Evaluation | None:
-    """The first evaluation with the best of this score."""
-    measured = [e for e in evaluations if math.isfinite(e.scores[score])]
-    return SCORES[score](measured, key=lambda e: e.scores[score]) if measured else None
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run as a page shows it."""
+
+    name: str
+    metrics: RunMetrics
+    config: str  # config.yaml
+
+
+def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
+    """The first evaluation with the best value of this score."""
+    measured = [e for e in evaluations if math.isfinite(e.score(score))]
+    return SCORES[score](measured, key=lambda e: e.score(score)) if measured else None
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """All lines of the file. Lines of a kind that is not known are passed over."""
+    """All lines of the file. Lines of an unknown kind are skipped."""
     reading = _Reading()
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -93,52 +100,46 @@ def read_metrics(path: Path) -> RunMetrics:
 
 
 class _Reading:
-    """Lines so far. Rows of numbers in one flat array: there may be hundreds of thousands."""
+    """Lines so far. Rows of numbers are in one flat array: there may be hundreds of thousands."""
 
     def __init__(self) -> None:
         self.rows = array("d")
         self.resumes: list[tuple[int, int]] = []  # after so many rows, so many steps were done
-        self.evaluations: dict[tuple[str, int], Evaluation] = {}
-        self.history: list[dict[str, Any]] = []
+        self.evaluations: dict[tuple[str, int], EvalLine] = {}
+        self.history: list[StartLine | EventLine] = []
         self.unreadable = 0
 
-    def take(self, line: str) -> None:
-        if not line.strip():
+    def take(self, text: str) -> None:
+        if not text.strip():
             return
         try:
-            self._take(json.loads(line))
+            line = from_json(text)
         except (ValueError, TypeError, KeyError, AttributeError):
             self.unreadable += 1
+            return
+        if isinstance(line, StepLine):
+            self.rows.extend(vars(line).values())
+        elif isinstance(line, EvalLine):
+            self.evaluations[line.name, line.step] = line
+        elif line is not None:
+            self.history.append(line)
+            if isinstance(line, StartLine):
+                self._resume(line.step)
 
-    def _take(self, line: dict[str, Any]) -> None:
-        kind = line.get("kind")
-        if kind == "step":
-            place = (int(line["step"]), int(line.get("epoch", 0)), bool(line.get("skipped")))
-            figures = [_NAN if (value := line.get(key)) is None else value for key in _FIGURES]
-            # Made whole before it is appended: half a row would shift all that follow.
-            self.rows.extend(array("d", (*place, *figures)))
-        elif kind == "eval":
-            evaluation = _evaluation(line)
-            self.evaluations[evaluation.name, evaluation.step] = evaluation
-        elif kind == "event":
-            self.history.append({**line, "step": int(line["step"]), "text": str(line["text"])})
-        elif kind == "start":
-            step = int(line["step"])
-            self.history.append({**line, "step": step})
-            self.resumes.append((len(self.rows) // len(_ROW), step))
-            self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
+    def _resume(self, step: int) -> None:
+        self.resumes.append((len(self.rows) // len(_ROW), step))
+        self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
 
     def metrics(self) -> RunMetrics:
         rows = np.array(self.rows).reshape(-1, len(_ROW))
-        rows[~np.isfinite(rows)] = _NAN
         kept = rows[list(self._kept(rows[:, 0].astype(np.int64)))]
         columns = dict(zip(_ROW, kept.T, strict=True))
         return RunMetrics(
             history=tuple(self.history),
-            steps_N=columns["step"].astype(np.int64),
-            epochs_N=columns["epoch"].astype(np.int64),
-            skipped_N=columns["skipped"].astype(bool),
-            figures={key: columns[key] for key in _FIGURES},
+            steps_N=columns.pop("step").astype(np.int64),
+            epochs_N=columns.pop("epoch").astype(np.int64),
+            skipped_N=columns.pop("skipped").astype(bool),
+            figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
             seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
             replaced=len(rows) - len(kept),
@@ -146,21 +147,9 @@ class _Reading:
         )
 
     def _kept(self, steps: np.ndarray) -> Iterator[int]:
-        """Rows of the run as it stands: the last of each step, none that a resume left behind."""
+        """Rows of the run as it is now: the last one of each step, none that a resume dropped."""
         alive = np.ones(len(steps), dtype=bool)
         for rows_before, steps_done in self.resumes:
             alive[:rows_before] &= steps[:rows_before] < steps_done
         last = {int(steps[row]): int(row) for row in np.flatnonzero(alive)}
         return (last[step] for step in sorted(last))
-
-
-def _number(line: dict[str, Any], key: str) -> float:
-    """A figure; nan where it is null or absent."""
-    value = line.get(key)
-    return float(value) if value is not None and math.isfinite(value) else math.nan
-
-
-def _evaluation(line: dict[str, Any]) -> Evaluation:
-    scores = {key: _number(line, key) for key in SCORES}
-    seconds = _number(line, "seconds")
-    return Evaluation(int(line["step"]), str(line["name"]), scores, int(line["samples"]), seconds)

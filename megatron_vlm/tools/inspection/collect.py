@@ -1,4 +1,4 @@
-"""What `inspect` says of a whole data set: statistics, faults, padding and balance.
+"""What `inspect` reports about a whole data set: statistics, faults, padding and balance.
 
 Sizes come from the index alone: nothing is decoded for them.
 """
@@ -22,14 +22,14 @@ from megatron_vlm.data.batch.batching import (
 )
 from megatron_vlm.data.batch.dataset import DataSet
 from megatron_vlm.data.batch.position import Position
-from megatron_vlm.data.encode.views import ShownSample, show_sample
+from megatron_vlm.data.encode.views import ShownSample
 
 MOST_STEPS = 500  # whose plans are measured: planning a whole large epoch would take minutes
 
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """What became of the records of one source."""
+    """What happened to the records of one source."""
 
     name: str
     weight: float
@@ -42,14 +42,14 @@ class SourceFigures:
 
 @dataclass(frozen=True)
 class Column:
-    """One size of every sample."""
+    """One measure of every sample."""
 
     name: str
     values: np.ndarray
 
     @property
     def summary(self) -> tuple[float, ...]:
-        """As SUMMARY names them."""
+        """The figures that SUMMARY names."""
         low, median, p95, high = np.percentile(self.values, (0, 50, 95, 100)).tolist()
         return (int(self.values.sum()), low, median, float(self.values.mean()), p95, high)
 
@@ -59,7 +59,7 @@ SUMMARY = ("total", "min", "median", "mean", "p95", "max")
 
 @dataclass(frozen=True)
 class Way:
-    """One way of making micro-batches, over all measured steps."""
+    """One way of forming micro-batches, over all measured steps."""
 
     name: str
     padding: float  # part of all positions that is padding
@@ -81,7 +81,7 @@ class Batching:
 
     @property
     def caption(self) -> str:
-        """What was measured."""
+        """What was measured, in a sentence."""
         rows, tokens = self.limits.rows, self.limits.tokens
         size = f"train.micro_batch_size={rows}"
         if tokens is not None:
@@ -98,7 +98,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All of it."""
+    """Everything that `inspect` shows."""
 
     settings: tuple[tuple[str, str], ...]
     num_samples: int
@@ -111,7 +111,7 @@ class Inspection:
 
     @property
     def rules(self) -> list[tuple[str, int, str]]:
-        """Each rule that dropped records, how many, and the place of the first; most first."""
+        """Each rule that dropped records, how many, and where the first was; most first."""
         counts = Counter(rule for _, rule in self.dropped)
         first = {rule: where for where, rule in reversed(self.dropped)}
         return [(rule, count, first[rule]) for rule, count in counts.most_common()]
@@ -125,7 +125,7 @@ def collect(
     return Inspection(
         _settings(cfg),
         sum(map(len, data.indexes)),
-        tuple(show_sample(data, number, pictures) for number in numbers),
+        tuple(data.show(number, pictures) for number in numbers),
         tuple(_source_figures(data)),
         tuple(
             Column(name, np.concatenate([getattr(index, field) for index in data.indexes]))
@@ -194,7 +194,7 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
 
 
 def _way(name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]) -> Way:
-    """Steps together: padding over all positions, the others as means."""
+    """All steps together: padding over all positions, the other figures as means."""
     real = [sum(size.tokens for size in sizes) for sizes in steps]
     positions = sum(n / (1 - step.padding) for n, step in zip(real, measured, strict=True))
     imbalances = [step.imbalance for step in measured]

@@ -1,4 +1,4 @@
-"""`megatron-vlm inspect`: open the data of a configuration, look at it, say what is there."""
+"""`megatron-vlm inspect`: open the data of a configuration and report what is in it."""
 
 import logging
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_vlm.config import load_config
+from megatron_vlm.config.validate import require
 from megatron_vlm.data.batch.dataset import DataSet, open_data
-from megatron_vlm.data.read.sources import parse_specs
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.source import Source
+from megatron_vlm.family import read_sizes
 from megatron_vlm.tools.inspection.collect import collect
 from megatron_vlm.tools.inspection.page import render_page
 from megatron_vlm.tools.inspection.terminal import print_inspection
@@ -29,13 +29,14 @@ def run_inspect(
         raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
     cfg = load_config(overrides, config_name)
     logging.getLogger("megatron_vlm.data").setLevel(logging.ERROR)  # told below, once
-    if any(spec.streaming for spec in parse_specs(cfg.data.train, "data.train")):
+    require(cfg, "data.train")
+    if any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
             "data.train streams, and a stream has no sizes to count; give a file with its first "
             "records, or turn streaming off"
         )
-    hf_config = Source(cfg.model.path).config
-    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, hf_config)
+    sizes = read_sizes(cfg.model.path)
+    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
     assert isinstance(data, DataSet)
     count = sum(map(len, data.indexes))
     if sample is not None and not 0 <= sample < count:

@@ -4,13 +4,20 @@ import itertools
 import math
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
 
 import numpy as np
 
-from megatron_vlm.data.encode.views import Piece, ShownSample, ShownTurn, View
-from megatron_vlm.display.html import Html, contents, data_uri, document, table, tag, tiles, visible
-from megatron_vlm.tools.inspection.collect import SUMMARY, Batching, Column, Inspection, figure
-from megatron_vlm.tools.inspection.style import CSS
+from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece, View
+from megatron_vlm.data.media.media import data_uri
+from megatron_vlm.display.html import Html, contents, document, table, tag, tiles, visible
+from megatron_vlm.tools.inspection.collect import Column, Inspection, figure
+from megatron_vlm.tools.inspection.tables import (
+    batch_table,
+    dropped_table,
+    size_table,
+    source_table,
+)
 
 _MOST_ERRORS = 50
 _MOST_BARS = 24
@@ -19,7 +26,8 @@ _MOST_BARS = 24
 def render_page(inspection: Inspection) -> str:
     """The whole page."""
     body = (*_header(inspection), *_samples(inspection), *_figures(inspection))
-    return document("What the model sees", CSS, body)
+    css = Path(__file__).with_name("inspection.css").read_text()
+    return document("What the model sees", css, body)
 
 
 def _header(inspection: Inspection) -> Iterator[Html]:
@@ -70,7 +78,7 @@ def _sample(shown: ShownSample, total: int) -> Html:
 
 
 def _turn(turn: ShownTurn) -> Html:
-    """Role and text, and under the text the pictures whose placeholders stand in it."""
+    """Role and text, and below the text the pictures whose placeholders are in it."""
     said: list[Html] = []
     for trained, pieces in itertools.groupby(turn.pieces, key=lambda piece: piece.trained):
         parts = [_piece(piece) for piece in pieces]
@@ -82,14 +90,14 @@ def _turn(turn: ShownTurn) -> Html:
     return tag("div", role, text, class_="turn")
 
 
-def _piece(piece: Piece) -> Html:
+def _piece(piece: TextPiece) -> Html:
     if piece.view is not None:
         return tag("span", piece.text, class_="chip")
     if piece.special:
         return tag("span", piece.text, class_="special")
     if not piece.trained:
         return Html(escape(visible(piece.text)))
-    # A trained newline would not be seen otherwise. The sign is not part of what is copied.
+    # A trained newline would be invisible otherwise. The sign is not part of what is copied.
     newline = tag("span", class_="newline") + "\n"
     return Html(newline.join(escape(visible(line)) for line in piece.text.split("\n")))
 
@@ -112,45 +120,19 @@ def _figures(inspection: Inspection) -> Iterator[Html]:
     yield tag("h2", "Sizes of samples", id="sizes")
     charted = [column for column in inspection.columns if column.name != "patches"]
     yield tag("div", *map(histogram, charted), class_="charts")
-    yield table(
-        ("of a sample", *SUMMARY),
-        [(column.name, *map(figure, column.summary)) for column in inspection.columns],
-    )
+    yield table(*size_table(inspection))
     yield tag("h2", "Sources", id="sources")
-    yield table(
-        ("source", "weight", "records", "samples", "dropped", "wrong", "per epoch"),
-        [
-            (s.name, f"{s.weight:g}")
-            + tuple(map(figure, (s.records, s.samples, s.dropped, s.wrong, s.per_epoch)))
-            for s in inspection.sources
-        ],
-    )
+    yield table(*source_table(inspection))
     yield tag("h2", "Micro-batches", id="batches")
-    yield _batching(inspection.batching)
+    yield table(*batch_table(inspection))
     if inspection.dropped or inspection.errors:
         yield tag("h2", "Left out", id="left-out")
         yield from _faults(inspection)
 
 
-def _batching(batching: Batching) -> Html:
-    rows = [
-        (
-            way.name,
-            f"{way.padding:.1%}",
-            f"{way.imbalance:.3f}x",
-            f"{way.worst:.3f}x",
-            figure(way.micro_batches),
-        )
-        for way in batching.ways
-    ]
-    header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
-    return table(header, rows, batching.caption)
-
-
 def _faults(inspection: Inspection) -> Iterator[Html]:
     if inspection.dropped:
-        rows = [(rule, figure(count), where) for rule, count, where in inspection.rules]
-        yield table(("dropped by rule", "records", "the first"), rows)
+        yield table(*dropped_table(inspection))
     if not inspection.errors:
         return
     messages = [tag("li", message) for message in inspection.errors[:_MOST_ERRORS]]
@@ -162,7 +144,7 @@ def _faults(inspection: Inspection) -> Iterator[Html]:
 
 
 def histogram(column: Column) -> Html:
-    """Bars of whole numbers, as inline SVG 320 x 130."""
+    """A histogram of whole numbers, as inline SVG of 320 x 130."""
     start, step, counts = bins(column.values)
     width = min(312 / len(counts), 44)
     bars = []

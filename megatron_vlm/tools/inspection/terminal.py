@@ -1,6 +1,6 @@
-"""An inspection in the terminal. Without colours, trained text stands in {+ +}, as in a word diff.
+"""An inspection in the terminal. Without colours, trained text is in {+ +}, as in a word diff.
 
-All that comes from records is `Text`, never rich's markup, with control characters spelled out.
+Everything from records is `Text`, never rich's markup, with control characters spelled out.
 """
 
 from itertools import groupby
@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vlm.data.encode.views import Piece, ShownSample, ShownTurn
+from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece
 from megatron_vlm.display.html import visible
 from megatron_vlm.display.tables import plain_table
-from megatron_vlm.tools.inspection.collect import (
-    SUMMARY,
-    Batching,
-    Inspection,
-    SourceFigures,
-    figure,
+from megatron_vlm.tools.inspection.collect import Inspection
+from megatron_vlm.tools.inspection.tables import (
+    batch_table,
+    dropped_table,
+    size_table,
+    source_table,
 )
 
 TRAINED = "black on green"
@@ -32,13 +32,13 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     for shown in inspection.shown:
         _print_sample(shown, inspection.num_samples, console, coloured)
     if inspection.shown:
-        trained = Piece("trained", trained=True)
+        trained = TextPiece("trained", trained=True)
         legend = turn_text(ShownTurn("", (trained,)), coloured)
         console.print(legend, Text(": the loss is taken on these tokens", "dim"), "\n", sep="")
-    console.print(_sources(inspection.sources))
-    console.print(_statistics(inspection))
+    console.print(_table(*source_table(inspection)))
+    console.print(_table(*size_table(inspection)))
     _print_faults(inspection, console)
-    console.print(_batching(inspection.batching))
+    console.print(_table(*batch_table(inspection)))
 
 
 def turn_text(turn: ShownTurn, coloured: bool) -> Text:
@@ -55,7 +55,7 @@ def turn_text(turn: ShownTurn, coloured: bool) -> Text:
     return text
 
 
-def _style(piece: Piece) -> str:
+def _style(piece: TextPiece) -> str:
     if piece.view is not None:
         return VIEW
     return SPECIAL if piece.special else ""
@@ -80,27 +80,9 @@ def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bo
     console.print()
 
 
-def _sources(sources: tuple[SourceFigures, ...]) -> Table:
-    table = _table("source", ("weight", "records", "samples", "dropped", "wrong", "per epoch"))
-    for source in sources:
-        counts = (source.records, source.samples, source.dropped, source.wrong, source.per_epoch)
-        table.add_row(Text(visible(source.name)), f"{source.weight:g}", *map(figure, counts))
-    return table
-
-
-def _statistics(inspection: Inspection) -> Table:
-    table = _table(f"of {inspection.num_samples:,} samples", SUMMARY)
-    for column in inspection.columns:
-        table.add_row(column.name, *map(figure, column.summary))
-    return table
-
-
 def _print_faults(inspection: Inspection, console: Console) -> None:
     if inspection.dropped:
-        table = _table("dropped by rule", ("records", "the first"))
-        for rule, count, where in inspection.rules:
-            table.add_row(Text(rule), figure(count), Text(visible(where)))
-        console.print(table)
+        console.print(_table(*dropped_table(inspection)))
     if not inspection.errors:
         return
     console.print(Text(f"wrong records: {len(inspection.errors):,}", "bold"))
@@ -111,21 +93,11 @@ def _print_faults(inspection: Inspection, console: Console) -> None:
     console.print()
 
 
-def _batching(batching: Batching) -> Table:
-    table = _table(
-        "rows taken", ("padding", "busiest rank", "in its worst step", "micro-batches a step")
-    )
-    for way in batching.ways:
-        loads = (f"{way.imbalance:.3f}x", f"{way.worst:.3f}x")
-        table.add_row(way.name, f"{way.padding:.1%}", *loads, figure(way.micro_batches))
-    table.caption = batching.caption
-    table.caption_justify = "left"
-    return table
-
-
-def _table(first: str, numbers: tuple[str, ...]) -> Table:
-    table = plain_table()
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right")
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], caption: str) -> Table:
+    table = plain_table(caption=caption or None, caption_justify="left")
+    for name in header:
+        first = name == header[0]
+        table.add_column(name, overflow="fold", justify="left" if first else "right")
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
     return table

@@ -1,0 +1,90 @@
+"""The entries of data.train and data.eval: each source of records, and each evaluation set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source of records; docs/data.md has a table of these options."""
+
+    path: str  # file, glob, folder, or the name of a Hugging Face data set
+    weight: float = 1.0  # how often each record comes in an epoch; 0.5: every other epoch
+    split: str = "train"  # of a Hugging Face data set
+    subset: str | None = None  # its configuration
+    streaming: bool = False  # read a Hugging Face data set as it comes
+    image_root: str | None = None  # null: data.image_root
+
+
+@dataclass(frozen=True)
+class EvalSource:
+    """One evaluation set."""
+
+    name: str  # as scores, predictions and checkpoint.best call it
+    source: SourceSpec
+
+
+def parse_sources(value: Any, key: str) -> tuple[SourceSpec, ...]:
+    """The sources of a path, a mapping, or a list of those; none of null."""
+    if value is None:
+        return ()
+    entries = list(value) if isinstance(value, list | tuple) else [value]
+    if not entries:
+        raise ConfigError(f"{key} is an empty list; give at least one source")
+    return tuple(_parse_source(entry, key) for entry in entries)
+
+
+def _parse_source(entry: Any, key: str) -> SourceSpec:
+    given = {"path": entry} if isinstance(entry, str) else entry
+    known = [item.name for item in fields(SourceSpec)]
+    valid = isinstance(given, dict) and isinstance(given.get("path"), str)
+    if not valid or set(given) - set(known):
+        raise ConfigError(f"{key}: {entry!r} is not a path or an object of {', '.join(known)}")
+    spec = SourceSpec(**given)
+    # A weight stays an int where it was one: the fingerprint of the data, by which a run resumes,
+    # spells it out.
+    if not isinstance(spec.weight, int | float) or not 0 < spec.weight < 1000:
+        raise ConfigError(f"{key}: weight of {spec.path} is {spec.weight!r}; give 0 to 1000")
+    return spec
+
+
+def parse_sets(value: Any) -> tuple[EvalSource, ...]:
+    """data.eval, each source a set of its own, named as in {name: SOURCE} or after its file."""
+    if isinstance(value, dict) and "path" not in value:
+        return tuple(EvalSource(str(name), _only(name, entry)) for name, entry in value.items())
+    specs = parse_sources(value, "data.eval")
+    names = [Path(spec.path).name.split(".")[0] for spec in specs]
+    return tuple(
+        EvalSource(name if names.count(name) == 1 else f"{name}-{place}", spec)
+        for place, (name, spec) in enumerate(zip(names, specs, strict=True))
+    )
+
+
+def _only(name: Any, entry: Any) -> SourceSpec:
+    specs = parse_sources(entry, key := f"data.eval.{name}")
+    if len(specs) != 1:
+        raise ConfigError(f"{key} has {len(specs)} sources; give each set exactly one")
+    return specs[0]
+
+
+def plain_sources(specs: Sequence[SourceSpec]) -> Any:
+    """What `parse_sources` reads back as these, in its shortest form."""
+    entries = [_plain_source(spec) for spec in specs]
+    return entries[0] if len(entries) == 1 else entries or None
+
+
+def _plain_source(spec: SourceSpec) -> Any:
+    given = {key: value for key, value in vars(spec).items() if value != vars(SourceSpec).get(key)}
+    return given if len(given) > 1 else spec.path
+
+
+def plain_sets(sets: Sequence[EvalSource]) -> Any:
+    """What `parse_sets` reads back as these: without names where they are the files' own."""
+    plain = plain_sources([held_out.source for held_out in sets])
+    if parse_sets(plain) == tuple(sets):
+        return plain
+    return {held_out.name: _plain_source(held_out.source) for held_out in sets}

@@ -1,0 +1,58 @@
+"""Numbers on their way into a page: as text, and as fewer points that show the same curve."""
+
+import math
+
+import numpy as np
+
+COLUMNS = 600  # that a curve is thinned to
+
+
+def number(value: float, percent: bool = False) -> str:
+    """Four digits, or all of a large number; - where there is none."""
+    if not math.isfinite(value):
+        return "-"
+    if percent:
+        return f"{100 * value:.1f}%" if abs(value) >= 0.01 else f"{100 * value:.2f}%"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def time_spent(seconds: float) -> str:
+    """4,000 s as 1 h 6 min: the two largest units."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 24 * 3600:
+        return f"{whole // 3600} h {whole // 60 % 60} min"
+    return f"{whole // 86400} d {whole // 3600 % 24} h"
+
+
+def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last point, and the lowest and the highest one of each column."""
+    if len(x) <= 2 * columns:
+        return x, y
+    place = ((x - x[0]) / (x[-1] - x[0]) * columns).astype(np.int64).clip(max=columns - 1)
+    kept = {0, len(x) - 1}
+    for part in np.split(np.arange(len(x)), np.flatnonzero(np.diff(place)) + 1):
+        finite = part[np.isfinite(y[part])]
+        if len(finite):
+            kept |= {int(finite[np.argmin(y[finite])]), int(finite[np.argmax(y[finite])])}
+        else:
+            kept.add(int(part[0]))
+    rows = np.array(sorted(kept))
+    return x[rows], y[rows]
+
+
+def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of a fortieth of the curve around each point, or around each column of a long
+    curve. Only neighbours are summed: a running total would lose a small loss after a large one."""
+    finite = np.isfinite(y)
+    x, y = x[finite].astype(float), y[finite]
+    if not len(x):
+        return x, y
+    starts = np.unique(np.linspace(0, len(x), COLUMNS, endpoint=False).astype(np.int64))
+    counts = np.diff([*starts, len(x)])
+    window = np.ones(2 * (len(starts) // 80) + 1)
+    sums, total = (np.convolve(v, window, "same") for v in (np.add.reduceat(y, starts), counts))
+    return np.add.reduceat(x, starts) / counts, sums / total

@@ -1,0 +1,120 @@
+"""Where this process stands among all ranks. Nothing else reads Megatron's parallel_state."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
+
+CutGroup = Literal["tp"]  # over which a parameter can be cut; experts will add "ep"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This process among those that it shares one kind of work with."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The layout and this process's place in it; `Grid.create` builds the process groups."""
+
+    dims: ParallelDims
+    rank: int  # of the whole job
+    tp: Axis
+    pp: Axis  # its rank is the pipeline stage
+    dp: Axis  # its rank is the data parallel replica
+    replica: Axis  # the TP x PP ranks of one replica; the first of them loads its data
+
+    @staticmethod
+    def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "Grid":
+        """Megatron's process groups over an initialised torch.distributed world. Groups that this
+        process already has, from another worker, must have the same layout."""
+        if parallel_state.model_parallel_is_initialized():
+            _check_same_groups(dims)
+        else:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=dims.tp,
+                pipeline_model_parallel_size=dims.pp,
+                expert_model_parallel_size=dims.ep,
+                create_gloo_process_groups=False,
+                distributed_timeout_minutes=timeout_minutes,
+            )
+            model_parallel_cuda_manual_seed(seed)
+        grid = Grid(
+            dims,
+            dist.get_rank(),
+            _axis(parallel_state.get_tensor_model_parallel_group()),
+            _axis(parallel_state.get_pipeline_model_parallel_group()),
+            _axis(parallel_state.get_data_parallel_group()),
+            _axis(parallel_state.get_model_parallel_group()),
+        )
+        place = (dims.tp_rank_of(grid.rank), dims.stage_of(grid.rank), dims.replica_of(grid.rank))
+        assert place == (grid.tp.rank, grid.pp.rank, grid.dp.rank), (
+            "Megatron orders ranks otherwise"
+        )
+        return grid
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first pipeline stage, which has the vision tower."""
+        return self.pp.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last pipeline stage, which has the head."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process loads the data of its replica and answers for it."""
+        return self.replica.rank == 0
+
+    def along(self, cut: CutGroup | None) -> tuple[int, int]:
+        """(rank, size) among the processes that a parameter is cut over; (0, 1) for a whole one."""
+        return (self.tp.rank, self.tp.size) if cut == "tp" else (0, 1)
+
+    def gather(self, cut: CutGroup | None, mine: Tensor) -> list[Tensor]:
+        """The parts of a parameter from all processes that it is cut over. A collective."""
+        if cut is None:
+            return [mine]
+        parts = [mine.new_empty(mine.shape) for _ in range(self.tp.size)]
+        dist.all_gather(parts, mine, group=self.tp.group)
+        return parts
+
+    def from_last_stage(self, tensor: Tensor) -> None:
+        """Broadcast the last stage's values to all stages, in place."""
+        source = dist.get_process_group_ranks(self.pp.group)[-1]
+        dist.broadcast(tensor, source, group=self.pp.group)
+
+    def from_leader(self, box: list[Any], device: Any) -> None:
+        """Broadcast the picklable objects of the replica's first rank, in place."""
+        if self.replica.size > 1:
+            source = dist.get_process_group_ranks(self.replica.group)[0]
+            dist.broadcast_object_list(box, source, group=self.replica.group, device=device)
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def _check_same_groups(dims: ParallelDims) -> None:
+    there = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+    if there != (dims.tp, dims.pp, dims.ep):
+        raise ConfigError(
+            "parallel.tp={}, pp={}, ep={}, but this process has a worker with tp={}, pp={}, "
+            "ep={}, and all workers of a process share its groups; give both one layout, or "
+            "start the second in processes of its own".format(dims.tp, dims.pp, dims.ep, *there)
+        )

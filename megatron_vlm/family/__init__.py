@@ -1,0 +1,40 @@
+"""What depends on the model's family. To add one, write a module beside qwen3_vl.py and list its
+Family here; nothing outside this room reads the fields of config.json."""
+
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.family import Family
+from megatron_vlm.family.qwen3_vl import QWEN3_VL
+from megatron_vlm.family.sizes import ModelSizes
+
+FAMILIES = {family.model_type: family for family in (QWEN3_VL,)}
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """The config.json of a checkpoint."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(
+            f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
+            "checkpoint, e.g. one that `hf download NAME --local-dir DIR` wrote"
+        )
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    return config
+
+
+def family_of(config: PretrainedConfig, path: str | Path) -> Family:
+    """The family that a config.json names; models of others are refused."""
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model.path={path}: its config.json says model_type={config.model_type!r}; this "
+            "version trains dense Qwen3-VL (model_type='qwen3_vl')"
+        )
+    return FAMILIES[config.model_type]
+
+
+def read_sizes(folder: str | Path) -> ModelSizes:
+    """What config.json says, in our own names."""
+    config = read_config(folder)
+    return family_of(config, folder).sizes_of(config)

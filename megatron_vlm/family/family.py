@@ -1,0 +1,41 @@
+"""Family: what a model family brings along."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from megatron_vlm.family.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class HFNames:
+    """How a checkpoint of the family calls its tensors."""
+
+    language: str  # prefix of the decoder's tensors
+    vision: str  # prefix of the tower's tensors
+    head: str
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.language}embed_tokens.weight"
+
+    @property
+    def final_norm(self) -> str:
+        return f"{self.language}norm.weight"
+
+    def layer(self, number: int) -> str:
+        """Prefix of one decoder layer."""
+        return f"{self.language}layers.{number}."
+
+
+@dataclass(frozen=True)
+class Family:
+    """One instance per family. `tower` builds the vision tower, with unset weights, from
+    config.json: on a device, and recomputing its blocks in the backward if asked to."""
+
+    model_type: str  # as config.json names it
+    names: HFNames
+    sizes_of: Callable[[PretrainedConfig], ModelSizes]
+    tower: Callable[[PretrainedConfig, torch.device, bool], torch.nn.Module]

@@ -1,0 +1,120 @@
+"""The sizes of a model: the numbers of its config.json, and every tensor with its shape and part.
+
+Name table, loading, checkpoints, memory estimate, FLOPs and the start-up report all read them here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+from torch import Tensor
+
+
+class Part(StrEnum):
+    """The parts of a model, as the start-up report lists them."""
+
+    vision = "vision"  # the tower without its mergers
+    merger = "merger"  # the projector and the DeepStack projectors
+    embed = "embed"
+    decoder = "decoder"
+    head = "head"
+
+    @property
+    def switch(self) -> str:
+        """Which of model.freeze_*, optim.*_lr and optim.*_weight_decay governs it."""
+        return self.value if self in (Part.vision, Part.merger) else "language"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a Hugging Face checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+
+    @property
+    def num_values(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """The decoder."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, ...]  # frequencies of time, height and width
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Width of all key heads together."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """The tower."""
+
+    depth: int
+    hidden: int
+    ffn: int
+    out_hidden: int
+    patch_values: int  # numbers in one patch: channels x frames x side x side
+    merge: int  # side of the square of patches that becomes one token
+    deepstack: int  # features beside the merged ones
+
+    @property
+    def levels(self) -> int:
+        """Features of each visual token: the merged ones and one set per DeepStack layer."""
+        return 1 + self.deepstack
+
+
+@dataclass(frozen=True)
+class PlaceholderRun:
+    """The tokens of one image, or of one frame of a video: [start, start + height * width)."""
+
+    start: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class VisionTokens:
+    """The token ids that stand for visual features, and where rows that have some are placed."""
+
+    image_id: int
+    video_id: int
+    merge: int  # side of the square of patches that becomes one token
+    # Position ids [3, S] of a row from its length and its runs of placeholders.
+    positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A whole model."""
+
+    text: TextSizes
+    vision: VisionSizes
+    tokens: VisionTokens
+    tied: bool  # the head shares the embedding's weight
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor of the checkpoint, by its Hugging Face name."""
+        return {tensor.name: tensor.shape for tensor in self.tensors}

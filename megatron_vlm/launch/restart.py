@@ -1,0 +1,70 @@
+"""One attempt after another at a job: waiting for its ranks, stopping them, starting them again."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, say
+
+GRACE_S = 10.0  # for the other ranks to say why they end too, once one has failed
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended: with the first rank that failed, if any did."""
+
+    status: int
+    reason: str = ""
+    stopped: bool = False  # after a signal to the launcher
+
+    @property
+    def failed(self) -> bool:
+        """Whether another attempt may help."""
+        return not self.stopped and self.status not in (0, MISTAKE, PREEMPTED)
+
+
+def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> int:
+    """Call `attempt` with the number of restarts so far, again after each failure, at most
+    `max_restarts` times; the exit status of the job."""
+    for restart in range(max_restarts + 1):
+        ending = attempt(restart)
+        if not ending.failed:
+            break
+        if ending.reason:
+            say(ending.reason)
+        if restart < max_restarts:
+            say(f"starting again, restart {restart + 1} of launch.max_restarts={max_restarts}")
+    return ending.status
+
+
+@contextlib.contextmanager
+def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
+    """In the body, signals that ask to stop are passed to `send`; yields those that came."""
+    received: list[int] = []
+
+    def forward(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        send(number)
+
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
+    """Wait until all ranks have ended, or until GRACE_S after the first failure. `ended` waits a
+    moment, and returns the ranks that ended since it was last called."""
+    failure: Ending | None = None
+    until = float("inf")
+    while count and time.monotonic() < until:
+        for ending in ended():
+            count -= 1
+            if ending.status and failure is None:
+                failure, until = ending, time.monotonic() + GRACE_S
+    return failure or Ending(0)

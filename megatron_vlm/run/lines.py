@@ -1,0 +1,118 @@
+"""The lines of metrics.jsonl: what a run writes is what its report reads.
+
+Steps count from 0, as in the loop. An evaluation, an event and a start say how many steps were
+done before them.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StartLine:
+    """Once per start or resume."""
+
+    time: str
+    step: int
+    platform: str
+    world: int
+    layout: dict[str, int]
+    parameters: int
+    trainable: int
+    model: str
+    samples: int | None  # None for a stream
+    total_steps: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One step of the global batch. A figure that is not finite is written as null."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    tokens_per_s: float
+    trained_tokens_per_s: float
+    images_per_s: float
+    padding: float
+    mfu: float | None
+    memory_gb: float
+    skipped: bool = False  # not applied: its loss or gradient was not finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalLine:
+    """The scores of one evaluation set; None is a score that was not asked for."""
+
+    step: int
+    name: str
+    loss: float
+    token_accuracy: float
+    ranking: float | None = None
+    exact_match: float | None = None
+    samples: int
+    seconds: float
+
+    def score(self, key: str) -> float:
+        """nan where it was not asked for."""
+        value = getattr(self, key)
+        return math.nan if value is None else value
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """Something that a reader of the report should know, too."""
+
+    step: int
+    text: str
+
+
+Line = StartLine | StepLine | EvalLine | EventLine
+_KINDS: dict[str, type[Line]] = {
+    **{"start": StartLine, "step": StepLine},
+    **{"eval": EvalLine, "event": EventLine},
+}
+
+
+def to_json(line: Line) -> str:
+    """The text of a line: null for a number that is not finite, nothing for a default of None."""
+    kind = next(name for name, kind in _KINDS.items() if type(line) is kind)
+    absent = {f.name for f in fields(line) if f.default is None and getattr(line, f.name) is None}
+    kept = {key: _finite(value) for key, value in vars(line).items() if key not in absent}
+    return json.dumps({"kind": kind, **kept})
+
+
+def from_json(text: str) -> Line | None:
+    """None for a kind that is not known; ValueError, TypeError, KeyError or AttributeError for what
+    is no line."""
+    raw = json.loads(text)
+    if (kind := _KINDS.get(raw["kind"])) is None:
+        return None
+    readers = _READERS[kind]
+    return kind(**{key: readers[key](value) for key, value in raw.items() if key in readers})
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _figure(value: float | None) -> float:
+    """nan for null, and for what a careless writer may have put: NaN, Infinity."""
+    return float(value) if value is not None and math.isfinite(value) else math.nan
+
+
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    **{int: int, str: str, bool: bool, dict[str, int]: dict, dict[str, str]: dict},
+    int | None: lambda count: None if count is None else int(count),
+}
+# How each field is read, by its type; what is not plain is a figure, which may be null.
+_READERS: dict[type[Line], dict[str, Callable[[Any], Any]]] = {
+    kind: {f.name: _PLAIN.get(f.type, _figure) for f in fields(kind)} for kind in _KINDS.values()
+}

@@ -1,0 +1,39 @@
+"""The tables of an inspection, for the terminal and the page alike: header, rows, caption."""
+
+from megatron_vlm.tools.inspection.collect import SUMMARY, Inspection, figure
+
+TableContent = tuple[tuple[str, ...], list[tuple[str, ...]], str]
+
+
+def source_table(inspection: Inspection) -> TableContent:
+    """What happened to the records of each source."""
+    header = ("source", "weight", "records", "samples", "dropped", "wrong", "per epoch")
+    rows: list[tuple[str, ...]] = []
+    for source in inspection.sources:
+        counts = (source.records, source.samples, source.dropped, source.wrong, source.per_epoch)
+        rows.append((source.name, f"{source.weight:g}", *map(figure, counts)))
+    return header, rows, ""
+
+
+def size_table(inspection: Inspection) -> TableContent:
+    """How tokens, images and patches are distributed over the samples."""
+    rows = [(column.name, *map(figure, column.summary)) for column in inspection.columns]
+    return (f"of {inspection.num_samples:,} samples", *SUMMARY), rows, ""
+
+
+def batch_table(inspection: Inspection) -> TableContent:
+    """Padding and balance of each way to form micro-batches."""
+    header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
+    rows: list[tuple[str, ...]] = []
+    for way in inspection.batching.ways:
+        loads = (f"{way.imbalance:.3f}x", f"{way.worst:.3f}x")
+        rows.append((way.name, f"{way.padding:.1%}", *loads, figure(way.micro_batches)))
+    return header, rows, inspection.batching.caption
+
+
+def dropped_table(inspection: Inspection) -> TableContent:
+    """The rules that dropped records."""
+    rows: list[tuple[str, ...]] = [
+        (rule, figure(count), where) for rule, count, where in inspection.rules
+    ]
+    return ("dropped by rule", "records", "the first"), rows, ""

@@ -1,0 +1,137 @@
+# .venv/bin/python -m pytest tests/test_seams.py
+"""What the next parts build on: a parameter that is ours alone (an adapter), several chunks of the
+model on one rank, and names that mean one thing."""
+
+import ast
+import json
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from megatron_vlm.checkpoint.held import held_pieces, shapes_of
+from megatron_vlm.checkpoint.pieces import (
+    PieceReader,
+    make_index,
+    rank_file,
+    safetensors_chunks,
+)
+from megatron_vlm.family.sizes import Part, TensorSpec
+from megatron_vlm.hf.export import gather_tensors
+from megatron_vlm.hf.load import held_params, load_hf
+from megatron_vlm.hf.names import WHOLE, Entry, Origin, _columns, exported
+from megatron_vlm.worker import MegatronWorker
+from tests.runs import call
+from tests.test_parity import layout
+
+PACKAGE = Path(__file__).parent.parent / "megatron_vlm"
+ADAPTER = torch.arange(24.0).view(4, 6)
+NORM = torch.arange(5.0)
+
+
+def adapter_entry(chunk: int) -> Entry:
+    spec = TensorSpec("adapter.weight", tuple(ADAPTER.shape), Part.decoder)
+    return Entry("adapter", (spec,), _columns(6), 0, Part.decoder, chunk, Origin.ours)
+
+
+def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
+    """What checkpoints ask of a worker: the real one's model as chunk 0, and a chunk with an
+    adapter, cut over TP, and a norm that Hugging Face knows."""
+    rank, ranks = worker.grid.along("tp")
+    extra = nn.Module()
+    extra.adapter = nn.Parameter(ADAPTER[:, rank * 6 // ranks : (rank + 1) * 6 // ranks].clone())
+    extra.norm = nn.Parameter(NORM.clone())
+    norm = Entry("norm", (TensorSpec("extra.norm", (5,), Part.decoder),), WHOLE, 0, Part.decoder, 1)
+    chunks, table = [*worker.chunks, extra], [*worker.table, adapter_entry(1), norm]
+    held = held_params(chunks, table, 0)
+    for param in held.values():
+        param.requires_grad_(False)  # what is not trained is written as it is
+    return SimpleNamespace(
+        chunks=chunks,
+        table=table,
+        held=held,
+        grid=worker.grid,
+        optimizer=None,
+        source=worker.source,
+    )
+
+
+def write(worker: MegatronWorker, folder: Path) -> tuple[list[str], list[str]]:
+    """This rank's file; the tensors that a Hugging Face export would have, and the new ones'
+    values in it."""
+    extended = with_second_chunk(worker)
+    pieces = list(held_pieces(extended, writing=True))
+    rank = worker.grid.rank
+    with open(folder / rank_file(rank), "wb") as file:
+        for part in safetensors_chunks({piece.name: piece.data for piece in pieces}):
+            file.write(part)
+    places = [(piece.key, piece.place) for piece in pieces]
+    (folder / f"{rank}.json").write_text(json.dumps(places))
+    if rank == 0:
+        (folder / "shapes.json").write_text(json.dumps(shapes_of(extended)))
+    named = list(gather_tensors(extended.chunks, extended.table, extended.grid))
+    return [name for name, _ in named], exported(extended.table)
+
+
+def read(worker: MegatronWorker, folder: Path) -> list[list[float]]:
+    """Fill this rank's extended model from what other layouts wrote."""
+    extended = with_second_chunk(worker)
+    for param in extended.held.values():
+        param.data.fill_(-1)
+    shapes = json.loads((folder / "shapes.json").read_text())
+    files = sorted(folder.glob("[0-9]*.json"))
+    places = [[(key, tuple(place)) for key, place in json.loads(f.read_text())] for f in files]
+    reader = PieceReader(folder, make_index(shapes, places))
+    pieces = list(held_pieces(extended, writing=False))
+    reader.check(pieces, shapes_of(extended))
+    for piece in pieces:
+        reader.fill(piece)
+    return [extended.chunks[1].adapter.tolist(), extended.chunks[1].norm.tolist()]
+
+
+class _In:
+    """A callable for the pool that carries its folder."""
+
+    def __init__(self, function, folder: Path):
+        self.function, self.folder = function, folder
+
+    def __call__(self, worker):
+        return self.function(worker, self.folder)
+
+
+def test_what_is_ours_alone_is_kept_in_checkpoints_and_never_exported(pool, tiny, tmp_path):
+    path = tiny()
+    for gathered, names in pool.run(call, 2, path, layout(tp=2), _In(write, tmp_path)):
+        assert gathered == names and "extra.norm" in names
+        assert "adapter.weight" not in names
+    assert pool.run(call, 1, path, layout(), _In(read, tmp_path)) == [
+        [ADAPTER.tolist(), NORM.tolist()]
+    ]
+    halves = pool.run(call, 2, path, layout(tp=2), _In(read, tmp_path))
+    assert [half[0] for half in halves] == [ADAPTER[:, :3].tolist(), ADAPTER[:, 3:].tolist()]
+
+
+def loads_around_adapters(worker: MegatronWorker) -> list[float]:
+    """A checkpoint knows nothing of an adapter: loading leaves it as it was made."""
+    chunk = nn.Module()
+    chunk.adapter = nn.Parameter(ADAPTER.clone())
+    entry = adapter_entry(0)
+    load_hf(held_params([chunk], [entry], 0), worker.source, worker.grid)
+    return chunk.adapter.flatten().tolist()
+
+
+def test_loading_leaves_what_is_ours_alone(pool, tiny):
+    case = layout()
+    assert pool.run(call, 1, tiny(), case, loads_around_adapters) == [ADAPTER.flatten().tolist()]
+
+
+def test_one_name_means_one_thing():
+    """No two classes of the package share a name."""
+    classes = defaultdict(set)
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].add(str(file.relative_to(PACKAGE)))
+    assert {name: files for name, files in classes.items() if len(files) > 1} == {}
