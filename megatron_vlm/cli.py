@@ -71,7 +71,7 @@ def _command(
 ) -> argparse.ArgumentParser:
     """A command with the name of its function. The paragraphs of the function's docstring are its
     line in the list of commands, the description, and the text below the options."""
-    line, description, *rest = (run.__doc__ or "").split("\n\n")
+    line, description, *rest = (run.__doc__ or "\n\n").split("\n\n")
     texts = {"help": line, "description": description, "epilog": rest[0] if rest else None}
     parser = commands.add_parser(run.__name__.strip("_"), **texts, **more)
     parser.set_defaults(run=run)

@@ -16,6 +16,7 @@ from megatron_vlm.data.encode.sample import Dropped
 from megatron_vlm.data.media.images import expand_patches, normalisation_table
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.family.qwen3_vl import MARKS
 from tests.chats import CHATS, hf_encode, hf_processor, image, say, text
 
 CORPUS = Path(__file__).parent / "golden" / "chat_ids.json"
@@ -207,7 +208,7 @@ def test_templates_that_are_not_chatml_are_refused(reader, tiny):
         tokenizer.chat_template = template
         encoder = reader().encoder
         with pytest.raises(ConfigError, match=words):
-            encoder.renderer = ChatRenderer(tokenizer, "refuse")
+            encoder.renderer = ChatRenderer(tokenizer, "refuse", MARKS)
             ours = replace(reader(), encoder=encoder)
             ours.encode(CHATS["text"], "x:1")
 

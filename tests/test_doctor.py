@@ -13,8 +13,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from megatron_vlm.tools import doctor, machine
 from megatron_vlm.distributed.device import Gpu, find_gpus
+from megatron_vlm.tools import doctor, machine
 from megatron_vlm.tools.doctor import (
     EXTRAS,
     MISSING,
@@ -197,7 +197,7 @@ def test_no_gpu_is_fine_and_a_driver_without_one_is_not():
     (check,) = gpu_checks([], None, None)
     assert (check.status, check.found) == (OK, "none: CPU with gloo, in fp32")
     (check,) = gpu_checks([], "550.54", "2.27.5")
-    assert check.status == WARNING and "driver 550.54 is here" in check.found
+    assert check.status == WARNING and "driver 550.54 is installed" in check.found
     assert "CUDA build of torch" in check.advice
 
 

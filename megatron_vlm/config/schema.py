@@ -98,7 +98,7 @@ class TrainConfig:
     micro_batch_size: int = 1  # rows of one micro-batch
     micro_batch_tokens: int | None = None  # instead: as many rows as fit, padding included
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on cuda, fp32 on cpu
-    seed: int = 0  # of every random generator except the order of records
+    seed: int = 0  # of the random generators of the ranks; without dropout nothing draws from them
     on_nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite
     max_nonfinite: int = 10  # skipped steps in a row; one more stops the run
     packing: bool = False  # must be false: see docs/parallelism.md

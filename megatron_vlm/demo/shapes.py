@@ -209,9 +209,8 @@ class _Maker:
             fewest, most = self._how_many(kind)
             made = (self._scene(self.rng.randint(fewest, most)) for _ in range(_CHOICE))
             scenes = [scene for scene in made if scene not in self.drawn]
-            found: list[_Asked] = [
-                ((scene,), q) for scene in scenes for q in questions(scene) if q.kind == kind
-            ]
+            found: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
+            found = [(asked, q) for asked, q in found if q.kind == kind]
             pairs = zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ()
             for both in pairs:
                 for which, scene in zip(("first", "second"), both, strict=True):

@@ -34,6 +34,11 @@ def family_of(config: PretrainedConfig, path: str | Path) -> Family:
     return FAMILIES[config.model_type]
 
 
+def read_family(folder: str | Path) -> Family:
+    """The family of a checkpoint."""
+    return family_of(read_config(folder), folder)
+
+
 def read_sizes(folder: str | Path) -> ModelSizes:
     """What config.json says, in our own names."""
     config = read_config(folder)

@@ -31,11 +31,22 @@ class HFNames:
 
 
 @dataclass(frozen=True)
+class VisionMarks:
+    """The special tokens around and in place of images, as the chat template writes them."""
+
+    start: str
+    end: str
+    image: str  # stands for one visual token of an image
+    video: str
+
+
+@dataclass(frozen=True)
 class Family:
     """One instance per family. `tower` builds the vision tower, with unset weights, from
     config.json: on a device, and recomputing its blocks in the backward if asked to."""
 
     model_type: str  # as config.json names it
     names: HFNames
+    marks: VisionMarks
     sizes_of: Callable[[PretrainedConfig], ModelSizes]
     tower: Callable[[PretrainedConfig, torch.device, bool], torch.nn.Module]

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megatron_vlm.family.family import Family, HFNames
+from megatron_vlm.family.family import Family, HFNames, VisionMarks
 from megatron_vlm.family.sizes import (
     ModelSizes,
     Part,
@@ -139,4 +139,5 @@ def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
     return positions_3S
 
 
-QWEN3_VL = Family("qwen3_vl", NAMES, sizes_of, build_tower)
+MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN3_VL = Family("qwen3_vl", NAMES, MARKS, sizes_of, build_tower)

@@ -13,7 +13,7 @@ from megatron_vlm.step.losses import LossFunction, Objective
 from megatron_vlm.worker import StepMetrics
 
 T = TypeVar("T")
-Join = Callable[[list[Any]], T]  # what is made of one result from each replica, in order
+Join = Callable[[list[Any]], T]  # from the replicas' results, in order
 Parts = Sequence[ReplicaBatch] | None
 
 

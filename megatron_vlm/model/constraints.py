@@ -14,7 +14,7 @@ from megatron_vlm.family.sizes import ModelSizes
 _PACKING = "rows packed into one sequence would need per-image position resets and block masks"
 _CP = "context parallelism would cut an image's tokens, and its DeepStack features, over ranks"
 _SP = "sequence parallelism would cut the sequence into which visual features are scattered"
-_INTERLEAVED = "the interleaved schedule sends tensors of one fixed shape"
+_INTERLEAVED = "this version builds one chunk of the model per pipeline stage"
 _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which is off here"
 
 

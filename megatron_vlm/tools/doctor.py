@@ -103,11 +103,14 @@ def all_checks() -> Iterator[Check]:
     yield files_check(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
+def _check(name: str, good: bool, found: str, advice: str, otherwise: str = WARNING) -> Check:
+    """Where all is good, no advice is needed."""
+    return Check(name, OK, found) if good else Check(name, otherwise, found, advice)
+
+
 def python_check(version: str, allowed: SpecifierSet) -> Check:
     """The interpreter against requires-python."""
-    if version in allowed:
-        return Check("Python", OK, version)
-    return Check("Python", MISSING, version, f"needs {allowed}")
+    return _check("Python", version in allowed, version, f"needs {allowed}", MISSING)
 
 
 def package_check(
@@ -115,16 +118,17 @@ def package_check(
 ) -> Check:
     """One package: is it installed, in the range, and does it import? `extra` is empty for what
     every run needs; packages of extras are never missing."""
-    name, status = requirement.name, WARNING if extra else MISSING
     get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
     advice = f"{EXTRAS[extra]}: {get}" if extra else get
     if found is None:
-        return Check(name, status, "not installed", advice)
-    if not requirement.specifier.contains(found, prereleases=True):
-        return Check(name, status, f"{found}, outside {requirement.specifier}", advice)
-    if problem is not None:
-        return Check(name, status, f"{found}, but its import fails: {problem}", advice)
-    return Check(name, OK, found)
+        fault = "not installed"
+    elif not requirement.specifier.contains(found, prereleases=True):
+        fault = f"{found}, outside {requirement.specifier}"
+    elif problem is not None:
+        fault = f"{found}, but its import fails: {problem}"
+    else:
+        return Check(requirement.name, OK, found)
+    return Check(requirement.name, WARNING if extra else MISSING, fault, advice)
 
 
 def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
@@ -135,23 +139,18 @@ def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> I
     kinds = Counter((gpu.name, round(gpu.memory / _GIB)) for gpu in gpus)
     names = ", ".join(f"{count} x {name}, {size} GiB" for (name, size), count in kinds.items())
     yield Check("GPU", OK, f"{names}; driver {driver or 'unknown'}")
-    if nccl is None:
-        yield Check("NCCL", MISSING, "not in this torch", "install a CUDA build of torch")
-    else:
-        yield Check("NCCL", OK, nccl)
-    without = sorted({gpu.name for gpu in gpus if not gpu.bf16})
-    if without:
-        advice = "set train.precision=fp32; bf16 needs compute capability 8.0"
-        yield Check("bf16", WARNING, f"not in the hardware of {', '.join(without)}", advice)
-    else:
-        yield Check("bf16", OK, "in the hardware")
-    unknown = sorted({gpu.name for gpu in gpus if gpu.peak_flops is None})
-    if unknown:
-        advice = "MFU will not be shown; add the device to PEAK_FLOPS_BF16 in distributed/device.py"
-        yield Check("peak FLOP/s", WARNING, f"not known of {', '.join(unknown)}", advice)
-    else:
-        peaks = sorted({gpu.peak_flops / 1e12 for gpu in gpus if gpu.peak_flops is not None})
-        yield Check("peak FLOP/s", OK, ", ".join(f"{peak:,.0f} TFLOP/s" for peak in peaks))
+    found, advice = nccl or "not in this torch", "install a CUDA build of torch"
+    yield _check("NCCL", nccl is not None, found, advice, MISSING)
+    without = ", ".join(sorted({gpu.name for gpu in gpus if not gpu.bf16}))
+    found = f"not in the hardware of {without}" if without else "in the hardware"
+    advice = "set train.precision=fp32; bf16 needs compute capability 8.0"
+    yield _check("bf16", not without, found, advice)
+    unknown = ", ".join(sorted({gpu.name for gpu in gpus if gpu.peak_flops is None}))
+    peaks = sorted({gpu.peak_flops / 1e12 for gpu in gpus if gpu.peak_flops is not None})
+    known = ", ".join(f"{peak:,.0f} TFLOP/s" for peak in peaks)
+    found = f"not known of {unknown}" if unknown else known
+    advice = "MFU will not be shown; add the device to PEAK_FLOPS_BF16 in distributed/device.py"
+    yield _check("peak FLOP/s", not unknown, found, advice)
 
 
 def _no_gpu(driver: str | None) -> Check:
@@ -163,54 +162,44 @@ def _no_gpu(driver: str | None) -> Check:
 
 def gloo_check(problem: str | None, has_gpu: bool) -> Check:
     """Whether two processes can add up a tensor. On GPUs, NCCL does that."""
-    if problem is None:
-        return Check("gloo", OK, "two processes can communicate")
+    found = problem or "two processes can communicate"
     advice = (
         "the host's name must resolve to an address of this machine (see /etc/hosts); "
         "GLOO_SOCKET_IFNAME=lo picks the interface"
     )
-    return Check("gloo", WARNING if has_gpu else MISSING, problem, advice)
+    return _check("gloo", problem is None, found, advice, WARNING if has_gpu else MISSING)
 
 
 def compiler_check(path: str | None, has_gpu: bool) -> Check:
     """On GPUs, Triton compiles the launchers of Megatron's fused kernels when it first runs them.
     On the CPU nothing is compiled."""
-    if path is not None:
-        return Check("C compiler", OK, path)
-    if not has_gpu:
+    if path is None and not has_gpu:
         return Check("C compiler", OK, "none, and training on the CPU needs none")
-    return Check("C compiler", MISSING, "none", "Triton needs one: apt-get install gcc, or set CC")
+    advice = "Triton needs one: apt-get install gcc, or set CC"
+    return _check("C compiler", path is not None, path or "none", advice, MISSING)
 
 
 def shm_check(free: int | None) -> Check:
     """Workers hand their batches over in shared memory."""
+    found = "does not exist" if free is None else f"{free / _GIB:,.1f} GiB free"
     advice = "docker run --shm-size=8g (or --ipc=host); or data.num_workers=0"
-    if free is None:
-        return Check("/dev/shm", WARNING, "does not exist", advice)
-    return Check("/dev/shm", *_enough(free, _LITTLE_SHM, advice))
+    return _check("/dev/shm", (free or 0) >= _LITTLE_SHM, found, advice)
 
 
 def disk_check(key: str, folder: Path, free: int, writable: bool) -> Check:
     """Room for what the configuration's `key` stores there: encoded text or checkpoints."""
-    name = f"disk for {key}"
+    name, found = f"disk for {key}", f"{free / _GIB:,.1f} GiB free at {folder}"
     if not writable:
         return Check(name, WARNING, f"{folder} cannot be written", f"set {key} to another folder")
     advice = (
         "a checkpoint of the 2B model with its optimizer takes about 30 GiB; "
         f"set {key} to a folder on a larger disk"
     )
-    status, found, advice = _enough(free, _LITTLE_DISK, advice)
-    return Check(name, status, f"{found} at {folder}", advice)
+    return _check(name, free >= _LITTLE_DISK, found, advice)
 
 
 def files_check(limit: int) -> Check:
     """Sockets, workers and shards are all open files."""
     if limit == resource.RLIM_INFINITY:
         return Check("open files", OK, "unlimited")
-    status = OK if limit >= _FEW_FILES else WARNING
-    return Check("open files", status, f"{limit:,}", "" if status == OK else "ulimit -n 65536")
-
-
-def _enough(free: int, least: int, advice: str) -> tuple[str, str, str]:
-    found = f"{free / _GIB:,.1f} GiB free"
-    return (OK, found, "") if free >= least else (WARNING, found, advice)
+    return _check("open files", limit >= _FEW_FILES, f"{limit:,}", "ulimit -n 65536")

@@ -4,7 +4,6 @@ import datetime
 import importlib
 import importlib.metadata
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ import tomllib
 import warnings
 from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -89,8 +89,6 @@ def import_problem(name: str) -> str | None:
 
 def driver_version() -> str | None:
     """The version that nvidia-smi reports; None without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TALK_S)
@@ -111,13 +109,10 @@ def cache_folder() -> Path:
 def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
     """Start two processes that communicate; why they could not, or None."""
     with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", program, f"{folder}/store"]
+        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", program, f"{folder}/store", str(rank), str(_TALK_S)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            subprocess.Popen([*command, str(rank), str(_TALK_S)], **pipes, text=True)
             for rank in (0, 1)
         ]
         end = time.monotonic() + start_s + _TALK_S

@@ -57,51 +57,26 @@ def estimate(
     bytes of a weight."""
     found = []
     for stage in range(dims.pp):
-        counts = {True: 0, False: 0}
+        held = trained = 0
         for entry in table:
             if entry.stage == stage:
-                cut = 1 if entry.layout.cut is None else dims.tp
-                counts[entry.is_frozen(cfg.model)] += entry.num_values // cut
-        trained = counts[False]
+                values = entry.num_values // (1 if entry.layout.cut is None else dims.tp)
+                held += values
+                trained += 0 if entry.is_frozen(cfg.model) else values
         # Adam's moments, and fp32 main weights where the model's are not fp32.
         state = _FP32 * (2 if itemsize == _FP32 else 3) * trained
         if cfg.parallel.distributed_optimizer:
             state //= dims.dp
-        found.append(
-            StageMemory(
-                itemsize * sum(counts.values()),
-                _FP32 * trained,
-                state,
-                _activations(cfg, sizes, dims, stage, batches, itemsize),
-            )
-        )
+        kept = [_activations(cfg, sizes, dims, stage, batch, itemsize) for batch in batches]
+        in_flight = sum(sorted(kept, reverse=True)[: dims.pp - stage])  # most on the first stage
+        found.append(StageMemory(itemsize * held, _FP32 * trained, state, in_flight))
     return found
 
 
 def _activations(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    stage: int,
-    batches: Sequence[BatchSizes],
-    itemsize: int,
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, batch: BatchSizes, itemsize: int
 ) -> int:
-    """What the micro-batches that a stage has in flight keep: most are in flight on the first."""
-    each = sorted(
-        (_of_micro_batch(cfg, sizes, dims, stage, batch, itemsize) for batch in batches),
-        reverse=True,
-    )
-    return sum(each[: dims.pp - stage])
-
-
-def _of_micro_batch(
-    cfg: Config,
-    sizes: ModelSizes,
-    dims: ParallelDims,
-    stage: int,
-    batch: BatchSizes,
-    itemsize: int,
-) -> int:
+    """Bytes that a stage keeps of a micro-batch for its backward."""
     text, vision = sizes.text, sizes.vision
     layers, hidden = dims.layers_per_stage[stage], text.hidden
     values = batch.padded_tokens * layers * layer_values(cfg, sizes, dims.tp)
@@ -124,12 +99,11 @@ def _of_micro_batch(
 def layer_values(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     """Numbers that one decoder layer keeps per token for its backward."""
     text = sizes.text
-    query, key = text.query, text.kv
     if cfg.model.recompute == "full":
         return text.hidden
-    cut = 5 * text.ffn + 5 * query + 4 * key
+    cut = 5 * text.ffn + 5 * text.query + 4 * text.kv
     if cfg.model.recompute == "selective":
-        cut -= query  # core attention's own output and its statistics
+        cut -= text.query  # core attention's own output and its statistics
     return 6 * text.hidden + cut // tp
 
 
@@ -139,9 +113,8 @@ def patch_values(cfg: Config, sizes: ModelSizes) -> int:
     pixels = vision.patch_values
     if cfg.model.freeze_vision and cfg.model.freeze_merger:
         return pixels
-    width = vision.hidden
-    block = 2 * vision.ffn + 12 * width
+    block = 2 * vision.ffn + 12 * vision.hidden
     if cfg.model.recompute_vision or cfg.model.freeze_vision:
-        block = width
-    merger = 3 * width + vision.out_hidden // vision.merge**2
+        block = vision.hidden
+    merger = 3 * vision.hidden + vision.out_hidden // vision.merge**2
     return pixels + vision.depth * block + vision.levels * merger

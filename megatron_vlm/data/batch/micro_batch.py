@@ -112,13 +112,13 @@ def collate(
         if len(piece)
     ]
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
-    visual = {name: _cat([getattr(row.row, name) for row in rows]) for name in VISUAL_FIELDS}
-    batch = MicroBatch(tokens_BS5, lengths, tuple(places), **visual)
-    if not value_names:
-        return batch
-    values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
-    values_BSF = pad_sequence(values, batch_first=True)
-    return replace(batch, values_BSF=values_BSF, value_names=tuple(value_names))
+    others: dict[str, Any] = {"value_names": tuple(value_names)}
+    for name in VISUAL_FIELDS:
+        others[name] = _cat([getattr(row.row, name) for row in rows])
+    if value_names:
+        values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
+        others["values_BSF"] = pad_sequence(values, batch_first=True)
+    return MicroBatch(tokens_BS5, lengths, tuple(places), **others)
 
 
 def cut_micro_batches(

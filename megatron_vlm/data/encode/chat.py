@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.read.records import Chat, Image, Turn
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.family import VisionMarks
 
 START, END = "<|im_start|>", "<|im_end|>"
-VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
-IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 
 
@@ -53,12 +52,12 @@ class Rendered:
 class ChatRenderer:
     """The tokenizer, with what it takes to find the messages in its template's output."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: str):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: str, marks: VisionMarks):
         if not tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
         self.tokenizer = tokenizer
-        self.special_tokens = special_tokens
-        names = (START, END, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
+        self.special_tokens, self.marks = special_tokens, marks
+        names = (START, END, marks.image, marks.video, marks.start, marks.end)
         ids = tokenizer.convert_tokens_to_ids(list(names))
         for name, token in zip(names, ids, strict=True):
             if token is None or tokenizer.convert_ids_to_tokens(token) != name:
@@ -77,7 +76,7 @@ class ChatRenderer:
         text = self.tokenizer.apply_chat_template(
             [_message(turn) for turn in chat.turns], tools=list(chat.tools) or None, tokenize=False
         )
-        text, video_chars = _fill(text, videos, cut)
+        text, video_chars = _fill(text, self.marks.video, videos, cut)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
         messages = self._messages(chat, text, ids_U, starts_U)
@@ -215,11 +214,11 @@ def _message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": content, **calls}
 
 
-def _fill(text: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:
+def _fill(text: str, mark: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:
     """The text with each video placeholder replaced, and their places, not counting the cuts."""
-    before, *rest = text.split(VIDEO_PAD)
+    before, *rest = text.split(mark)
     if len(rest) != len(videos):
-        raise ConfigError(f"the template renders {len(rest)} {VIDEO_PAD} for {len(videos)} videos")
+        raise ConfigError(f"the template renders {len(rest)} {mark} for {len(videos)} videos")
     starts = []
     for video, after in zip(videos, rest, strict=True):
         starts.append(len(before) - (before.count(cut) if cut else 0))

@@ -22,6 +22,7 @@ from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Video
 from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_family
 from megatron_vlm.family.sizes import ModelSizes, VisionTokens
 
 
@@ -65,7 +66,8 @@ class Reader:
 
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
-    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_path), cfg.special_tokens)
+    tokenizer, marks = AutoTokenizer.from_pretrained(model_path), read_family(model_path).marks
+    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks)
     images = ImageSettings.from_checkpoint(model_path, cfg.min_pixels, cfg.max_pixels)
     return Encoder(renderer, images, VideoSettings.from_checkpoint(model_path), cfg)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.encode.chat import VIDEO_PAD, ChatRenderer, Rendered
+from megatron_vlm.data.encode.chat import ChatRenderer, Rendered
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.media import MediaPolicy, image_size, resolve_path
 from megatron_vlm.data.media.video import (
@@ -23,6 +23,7 @@ from megatron_vlm.data.media.video import (
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.read.records import Chat, Chunks, Image, ImageChunk, Record, Video
 from megatron_vlm.errors import DataError
+from megatron_vlm.family.family import VisionMarks
 
 Grid = tuple[int, int, int]
 
@@ -55,7 +56,7 @@ class Dropped(Exception):  # noqa: N818 - not an error
     """A record that a rule of the configuration leaves out; the message is the rule."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encoder:
     """Everything that turns records into samples. Picklable, for worker processes."""
 
@@ -76,7 +77,10 @@ class Encoder:
             for i, video in enumerate(record.media(Video))
         ]
         if isinstance(record, Chat):
-            texts = [_one_pad_a_frame(plan, self.videos.merge_size) for plan in plans]
+            texts = [
+                _one_pad_a_frame(plan, self.videos.merge_size, self.renderer.marks)
+                for plan in plans
+            ]
             rendered = self.renderer.render(record, texts, self.cfg.train_on)
             rendered = self.renderer.opened(rendered) if prompt else rendered
         else:
@@ -185,13 +189,12 @@ class Encoder:
 
     def _fit(self, sample: Sample, spans: Sequence["Span"], where: str) -> Sample:
         """The sample within data.max_tokens and data.max_images, by data.truncation."""
-        cfg = self.cfg
-        images = [span for span in spans if span.kind == "image"]
+        cfg, tokens, images = self.cfg, len(sample.ids_S), len(sample.image_grids)
         over = []
-        if len(sample.ids_S) > cfg.max_tokens:
-            over.append(f"{len(sample.ids_S)} tokens, above data.max_tokens={cfg.max_tokens}")
-        if cfg.max_images is not None and len(images) > cfg.max_images:
-            over.append(f"{len(images)} images, above data.max_images={cfg.max_images}")
+        if tokens > cfg.max_tokens:
+            over.append(f"{tokens} tokens, above data.max_tokens={cfg.max_tokens}")
+        if cfg.max_images is not None and images > cfg.max_images:
+            over.append(f"{images} images, above data.max_images={cfg.max_images}")
         if over and cfg.truncation == "error":
             raise DataError(
                 f"{where}: {' and '.join(over)}; raise the limit, lower data.max_pixels, or set "
@@ -230,7 +233,7 @@ def cut_sample(
     )
 
 
-def _one_pad_a_frame(plan: VideoPlan, merge: int) -> str:
+def _one_pad_a_frame(plan: VideoPlan, merge: int, marks: VisionMarks) -> str:
     """The video's text with a single placeholder for each frame, to be expanded by count."""
     count = plan.grid_thw[1] * plan.grid_thw[2] // merge**2
-    return video_text(plan, merge).replace(VIDEO_PAD * count, VIDEO_PAD)
+    return video_text(plan, merge, marks).replace(marks.video * count, marks.video)

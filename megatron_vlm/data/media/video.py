@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_vlm.data.media.images import smart_resize
 from megatron_vlm.data.media.media import check_aspect
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.family import VisionMarks
 
 # Any other value would make other patches, and is refused.
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
@@ -140,12 +141,11 @@ def _resized(count: int, info: VideoInfo, settings: VideoSettings, where: str) -
     return smart_resize(height, width, side, settings.min_pixels, most, count, span)
 
 
-def video_text(plan: VideoPlan, merge_size: int) -> str:
-    """The text for one <|video_pad|> of the chat template: each temporal patch's time, then its
+def video_text(plan: VideoPlan, merge_size: int, marks: VisionMarks) -> str:
+    """The text for one video of the chat template: each temporal patch's time, then its
     placeholders in brackets. transformers 5 keeps the template's own brackets around all of it."""
     _, height, width = plan.grid_thw
-    pads = "<|video_pad|>" * (height * width // merge_size**2)
-    frame = f"<|vision_start|>{pads}<|vision_end|>"
+    frame = marks.start + marks.video * (height * width // merge_size**2) + marks.end
     return "".join(f"<{seconds:.1f} seconds>{frame}" for seconds in plan.timestamps)
 
 

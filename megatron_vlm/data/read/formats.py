@@ -22,6 +22,10 @@ _ROLE_NAMES = {
     "function_call": "assistant",
     **dict.fromkeys(("observation", "function", "function_response"), "tool"),
 }
+_FORMATS = (
+    "messages; conversations; prompt and completion; instruction and output; chunks; or a "
+    "pair of an image and a text"
+)
 
 
 def parse_record(raw: Any, where: str) -> Chat | Chunks:
@@ -60,9 +64,7 @@ def _turns_of(raw: Mapping[str, Any], where: str) -> list[Turn]:
         answer = _text(raw, "output", where)
         return [*turns, Turn("user", (text,)), Turn("assistant", (answer,))]
     raise DataError(
-        f"{where}: the keys {sorted(raw)} match no known format; give messages; conversations; "
-        "prompt and completion; instruction and output; chunks; or a pair of an image and a text; "
-        "see docs/data.md"
+        f"{where}: the keys {sorted(raw)} match no known format; give {_FORMATS}; see docs/data.md"
     )
 
 

@@ -63,18 +63,15 @@ class Stream:
             dataset.load_state_dict(read)
         records = iter(dataset)
         while tables := list(itertools.islice(records, self.window)):
-            for count, index in enumerate(self._order(epoch, window, len(tables))):
+            generator = np.random.default_rng([self.seed, epoch, window])
+            order = generator.permutation(len(tables)) if self.shuffle else np.arange(len(tables))
+            for count, index in enumerate(order.tolist()):
                 if count >= used:
                     where = f"{self.name}: record {window * self.window + index}"
                     after = {"window": window, "used": count + 1, "state": read}
                     yield StreamRecord(tables[index], where, after)
             # A copy: the data set keeps changing its own.
             window, used, read = window + 1, 0, copy.deepcopy(dataset.state_dict())
-
-    def _order(self, epoch: int, window: int, length: int) -> list[int]:
-        generator = np.random.default_rng([self.seed, epoch, window])
-        order = generator.permutation(length) if self.shuffle else np.arange(length)
-        return order.tolist()
 
 
 def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> Stream:
@@ -94,8 +91,7 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
     root = specs[0].image_root or cfg.image_root or os.getcwd()  # validate.py: they share one
     # Arrow's own values: `datasets` would decode images, and without our limits.
     dataset, name = mixed.with_format("arrow"), " + ".join(spec.path for spec in specs)
-    shuffle = train and cfg.shuffle
-    return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, shuffle)
+    return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, train and cfg.shuffle)
 
 
 def _open(spec: SourceSpec) -> Any:

@@ -28,19 +28,6 @@ MOST_STEPS = 500  # whose plans are measured: planning a whole large epoch would
 
 
 @dataclass(frozen=True)
-class SourceFigures:
-    """What happened to the records of one source."""
-
-    name: str
-    weight: float
-    records: int
-    samples: int
-    dropped: int
-    wrong: int
-    per_epoch: int
-
-
-@dataclass(frozen=True)
 class Column:
     """One measure of every sample."""
 
@@ -55,6 +42,8 @@ class Column:
 
 
 SUMMARY = ("total", "min", "median", "mean", "p95", "max")
+SOURCE_COUNTS = ("records", "samples", "dropped", "wrong", "per epoch")
+Source = tuple[str, float, tuple[int, ...]]  # name, weight, and the figures of SOURCE_COUNTS
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ class Inspection:
     settings: tuple[tuple[str, str], ...]
     num_samples: int
     shown: tuple[ShownSample, ...]
-    sources: tuple[SourceFigures, ...]
+    sources: tuple[Source, ...]
     columns: tuple[Column, ...]
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]
@@ -122,20 +111,17 @@ def collect(
 ) -> Inspection:
     """Everything about a data set; the samples with these numbers are shown."""
     faults = [index.faults for index in data.indexes]
+    titles = {"supervised": "trained tokens"}
+    columns = tuple(
+        Column(titles.get(name, name), np.concatenate([getattr(i, name) for i in data.indexes]))
+        for name in ("tokens", "supervised", "images", "patches")
+    )
     return Inspection(
         _settings(cfg),
         sum(map(len, data.indexes)),
         tuple(data.show(number, pictures) for number in numbers),
-        tuple(_source_figures(data)),
-        tuple(
-            Column(name, np.concatenate([getattr(index, field) for index in data.indexes]))
-            for name, field in (
-                ("tokens", "tokens"),
-                ("trained tokens", "supervised"),
-                ("images", "images"),
-                ("patches", "patches"),
-            )
-        ),
+        tuple(_sources(data)),
+        columns,
         tuple(entry for fault in faults for entry in fault.dropped),
         tuple(message for fault in faults for message in fault.errors),
         measure_batching(cfg, data, ranks),
@@ -155,21 +141,11 @@ def _settings(cfg: Config) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _source_figures(data: DataSet) -> Iterator[SourceFigures]:
-    order = data.order
-    for source, index, weight, count in zip(
-        data.sources, data.indexes, order.weights, order.counts, strict=True
-    ):
-        faults = index.faults
-        yield SourceFigures(
-            source.name,
-            weight,
-            len(source),
-            len(index),
-            len(faults.dropped),
-            len(faults.errors),
-            count,
-        )
+def _sources(data: DataSet) -> Iterator[Source]:
+    parts = zip(data.sources, data.indexes, data.order.weights, data.order.counts, strict=True)
+    for source, index, weight, per_epoch in parts:
+        lost = (len(index.faults.dropped), len(index.faults.errors))
+        yield source.name, weight, (len(source), len(index), *lost, per_epoch)
 
 
 def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
@@ -188,9 +164,8 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
             rows = max(1, round(len(sizes) / planned[-1].micro_batches))
         naive.append(measure(naive_plan(sizes, ranks, rows), sizes))
     ways = (_way("as planned", planned, steps), _way("in plain order", naive, steps))
-    return Batching(
-        ranks, batch_size, limits, math.ceil(len(data.order) / batch_size), len(steps), ways
-    )
+    total = math.ceil(len(data.order) / batch_size)
+    return Batching(ranks, batch_size, limits, total, len(steps), ways)
 
 
 def _way(name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]) -> Way:

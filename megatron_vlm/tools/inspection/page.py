@@ -11,13 +11,8 @@ import numpy as np
 from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece, View
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.display.html import Html, contents, document, table, tag, tiles, visible
+from megatron_vlm.tools.inspection import tables
 from megatron_vlm.tools.inspection.collect import Column, Inspection, figure
-from megatron_vlm.tools.inspection.tables import (
-    batch_table,
-    dropped_table,
-    size_table,
-    source_table,
-)
 
 _MOST_ERRORS = 50
 _MOST_BARS = 24
@@ -40,16 +35,15 @@ def _header(inspection: Inspection) -> Iterator[Html]:
         links.append(("left-out", "Left out"))
     yield contents(links)
     totals = {column.name: column.summary[0] for column in inspection.columns}
-    yield tiles(
-        [
-            (figure(inspection.num_samples), "samples"),
-            (figure(totals["tokens"]), "tokens"),
-            (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
-            (figure(totals["images"]), "images"),
-            (figure(len(inspection.dropped)), "dropped"),
-            (figure(len(inspection.errors)), "wrong"),
-        ]
-    )
+    figures = [
+        (figure(inspection.num_samples), "samples"),
+        (figure(totals["tokens"]), "tokens"),
+        (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
+        (figure(totals["images"]), "images"),
+        (figure(len(inspection.dropped)), "dropped"),
+        (figure(len(inspection.errors)), "wrong"),
+    ]
+    yield tiles(figures)
 
 
 def _samples(inspection: Inspection) -> Iterator[Html]:
@@ -120,11 +114,11 @@ def _figures(inspection: Inspection) -> Iterator[Html]:
     yield tag("h2", "Sizes of samples", id="sizes")
     charted = [column for column in inspection.columns if column.name != "patches"]
     yield tag("div", *map(histogram, charted), class_="charts")
-    yield table(*size_table(inspection))
+    yield table(*tables.size_table(inspection))
     yield tag("h2", "Sources", id="sources")
-    yield table(*source_table(inspection))
+    yield table(*tables.source_table(inspection))
     yield tag("h2", "Micro-batches", id="batches")
-    yield table(*batch_table(inspection))
+    yield table(*tables.batch_table(inspection))
     if inspection.dropped or inspection.errors:
         yield tag("h2", "Left out", id="left-out")
         yield from _faults(inspection)
@@ -132,14 +126,13 @@ def _figures(inspection: Inspection) -> Iterator[Html]:
 
 def _faults(inspection: Inspection) -> Iterator[Html]:
     if inspection.dropped:
-        yield table(*dropped_table(inspection))
+        yield table(*tables.dropped_table(inspection))
     if not inspection.errors:
         return
     messages = [tag("li", message) for message in inspection.errors[:_MOST_ERRORS]]
-    more = len(inspection.errors) - len(messages)
-    title = f"Wrong records: {len(inspection.errors):,}" + (
-        f", the first {len(messages)}" if more else ""
-    )
+    title = f"Wrong records: {len(inspection.errors):,}"
+    if len(inspection.errors) > len(messages):
+        title += f", the first {len(messages)}"
     yield tag("div", tag("p", title), tag("ol", *messages, class_="alarm"), class_="card")
 
 
@@ -151,21 +144,11 @@ def histogram(column: Column) -> Html:
     for place, count in enumerate(counts):
         first = start + place * step
         span = f"{first:,}" if step == 1 else f"{first:,} to {first + step - 1:,}"
-        tall = 84 * count / max(counts)
         title = tag("title", f"{span}: {count:,} samples")
-        bars.append(
-            tag(
-                "g",
-                title,
-                tag(
-                    "rect",
-                    x=f"{4 + place * width:.2f}",
-                    y=f"{104 - tall:.2f}",
-                    width=f"{width - 1.5:.2f}",
-                    height=f"{tall:.2f}",
-                ),
-            )
-        )
+        tall = 84 * count / max(counts)
+        box = {"x": 4 + place * width, "y": 104 - tall, "width": width - 1.5, "height": tall}
+        rect = tag("rect", **{name: f"{value:.2f}" for name, value in box.items()})
+        bars.append(tag("g", title, rect))
     end = 4 + len(counts) * width
     last = start + (len(counts) - 1) * step
     labels = [

@@ -1,18 +1,17 @@
 """The tables of an inspection, for the terminal and the page alike: header, rows, caption."""
 
-from megatron_vlm.tools.inspection.collect import SUMMARY, Inspection, figure
+from collections.abc import Sequence
 
-TableContent = tuple[tuple[str, ...], list[tuple[str, ...]], str]
+from megatron_vlm.tools.inspection.collect import SOURCE_COUNTS, SUMMARY, Inspection, figure
+
+TableContent = tuple[tuple[str, ...], Sequence[tuple[str, ...]], str]
 
 
 def source_table(inspection: Inspection) -> TableContent:
     """What happened to the records of each source."""
-    header = ("source", "weight", "records", "samples", "dropped", "wrong", "per epoch")
-    rows: list[tuple[str, ...]] = []
-    for source in inspection.sources:
-        counts = (source.records, source.samples, source.dropped, source.wrong, source.per_epoch)
-        rows.append((source.name, f"{source.weight:g}", *map(figure, counts)))
-    return header, rows, ""
+    sources = inspection.sources
+    rows = [(name, f"{weight:g}", *map(figure, counts)) for name, weight, counts in sources]
+    return ("source", "weight", *SOURCE_COUNTS), rows, ""
 
 
 def size_table(inspection: Inspection) -> TableContent:
@@ -24,7 +23,7 @@ def size_table(inspection: Inspection) -> TableContent:
 def batch_table(inspection: Inspection) -> TableContent:
     """Padding and balance of each way to form micro-batches."""
     header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for way in inspection.batching.ways:
         loads = (f"{way.imbalance:.3f}x", f"{way.worst:.3f}x")
         rows.append((way.name, f"{way.padding:.1%}", *loads, figure(way.micro_batches)))
@@ -33,7 +32,5 @@ def batch_table(inspection: Inspection) -> TableContent:
 
 def dropped_table(inspection: Inspection) -> TableContent:
     """The rules that dropped records."""
-    rows: list[tuple[str, ...]] = [
-        (rule, figure(count), where) for rule, count, where in inspection.rules
-    ]
+    rows = [(rule, figure(count), where) for rule, count, where in inspection.rules]
     return ("dropped by rule", "records", "the first"), rows, ""

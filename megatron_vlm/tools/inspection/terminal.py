@@ -3,6 +3,7 @@
 Everything from records is `Text`, never rich's markup, with control characters spelled out.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
@@ -12,13 +13,8 @@ from rich.text import Text
 from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece
 from megatron_vlm.display.html import visible
 from megatron_vlm.display.tables import plain_table
+from megatron_vlm.tools.inspection import tables
 from megatron_vlm.tools.inspection.collect import Inspection
-from megatron_vlm.tools.inspection.tables import (
-    batch_table,
-    dropped_table,
-    size_table,
-    source_table,
-)
 
 TRAINED = "black on green"
 VIEW = "cyan"
@@ -35,10 +31,10 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
         trained = TextPiece("trained", trained=True)
         legend = turn_text(ShownTurn("", (trained,)), coloured)
         console.print(legend, Text(": the loss is taken on these tokens", "dim"), "\n", sep="")
-    console.print(_table(*source_table(inspection)))
-    console.print(_table(*size_table(inspection)))
+    console.print(_table(*tables.source_table(inspection)))
+    console.print(_table(*tables.size_table(inspection)))
     _print_faults(inspection, console)
-    console.print(_table(*batch_table(inspection)))
+    console.print(_table(*tables.batch_table(inspection)))
 
 
 def turn_text(turn: ShownTurn, coloured: bool) -> Text:
@@ -62,13 +58,9 @@ def _style(piece: TextPiece) -> str:
 
 
 def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bool) -> None:
-    console.print(
-        Text.assemble(
-            (f"sample {shown.number} of {total:,}", "bold"),
-            f"  {visible(shown.where)}\n",
-            (shown.figures, SPECIAL),
-        )
-    )
+    title = (f"sample {shown.number} of {total:,}", "bold")
+    where = f"  {visible(shown.where)}\n"
+    console.print(Text.assemble(title, where, (shown.figures, SPECIAL)))
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -82,7 +74,7 @@ def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bo
 
 def _print_faults(inspection: Inspection, console: Console) -> None:
     if inspection.dropped:
-        console.print(_table(*dropped_table(inspection)))
+        console.print(_table(*tables.dropped_table(inspection)))
     if not inspection.errors:
         return
     console.print(Text(f"wrong records: {len(inspection.errors):,}", "bold"))
@@ -93,7 +85,7 @@ def _print_faults(inspection: Inspection, console: Console) -> None:
     console.print()
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], caption: str) -> Table:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], caption: str) -> Table:
     table = plain_table(caption=caption or None, caption_justify="left")
     for name in header:
         first = name == header[0]
