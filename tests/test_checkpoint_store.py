@@ -173,7 +173,7 @@ def test_folders_that_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="is a file"):
         find_latest(tmp_path / "run")
     partial_of(step_folder(tmp_path, 1)).write_text("a file")
-    with pytest.raises(CheckpointError, match=r"step-00000001.partial cannot be made"):
+    with pytest.raises(CheckpointError, match=r"step-00000001.partial cannot be created"):
         begin(step_folder(tmp_path, 1))
 
 

@@ -22,13 +22,14 @@ from rich.console import Console
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batch.batching import Limits, group_cost, plan_batch
 from megatron_vlm.data.batch.dataset import open_data
-from megatron_vlm.data.encode.chat import IMAGE_PAD, START, VIDEO_PAD
+from megatron_vlm.data.encode.chat import START
 from megatron_vlm.data.encode.views import unpatch
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
 from megatron_vlm.display.html import visible
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.family.qwen3_vl import MARKS
 from megatron_vlm.tools.inspection.collect import collect, figure
 from megatron_vlm.tools.inspection.command import run_inspect
 from megatron_vlm.tools.inspection.page import bins, render_page, tag
@@ -177,7 +178,7 @@ def test_shown_text_is_all_of_the_tokens(name, seen):
         for piece in turn.pieces:
             written = piece.text
             if piece.view is not None:
-                pad = VIDEO_PAD if piece.view.label.startswith("video") else IMAGE_PAD
+                pad = MARKS.video if piece.view.label.startswith("video") else MARKS.image
                 written = pad * piece.view.num_tokens
             whole += written
             trained += written if piece.trained else ""

@@ -58,7 +58,7 @@ def no_sum_over_tp() -> Iterator[None]:
     """Each rank's tower learns from its own images only: the sum over TP is left out."""
     import megatron_vlm.step.optimizer as optimizer
 
-    with mock.patch.object(optimizer, "sum_shared_images", lambda model: None):
+    with mock.patch.object(optimizer, "sum_shared_images", lambda model, tp: None):
         yield
 
 
