@@ -18,8 +18,8 @@ from megatron_vlm.hf.source import HFCheckpoint
 
 
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
-    """Write `out` from a checkpoint, or the newest one of a run; returns that. All but the weights
-    comes from the Hugging Face folder that was trained, or from `model_path`."""
+    """Write `out` from a checkpoint or the newest one of a run, and return which. Everything but the
+    weights comes from the Hugging Face folder that was trained, or from `model_path`."""
     check_new(Path(out))
     folder = find_checkpoint(Path(given))
     store.verify(folder)
@@ -41,7 +41,7 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
 
 
 def find_checkpoint(given: Path) -> Path:
-    """The folder itself, or of a run (or its folder of checkpoints) the newest complete one."""
+    """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
     if (given / store.COMPLETE).is_file():
         return given
     for folder in (given / "checkpoints", given):

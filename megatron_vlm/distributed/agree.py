@@ -16,7 +16,7 @@ from megatron_vlm.distributed.process import STOP_SIGNALS
 
 
 class Vote(enum.IntEnum):
-    """What a rank has to say before all go on; the highest vote decides."""
+    """What a rank has to say before all continue; the highest vote decides."""
 
     OK = 0
     STOP = 1

@@ -96,7 +96,7 @@ class ParallelDims:
 
 
 def _stages(asked: list[int] | None, pp: int, num_layers: int) -> tuple[int, ...]:
-    """The asked layout, checked; or a balanced one, its remainder on the middle stages,
+    """The layout asked for, checked; or a balanced one, its remainder on the middle stages,
     because the first also has the vision tower and the last the head."""
     if asked is None:
         if num_layers < pp:

@@ -22,7 +22,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """Those of one set, after `step` steps."""
+    """The examples of one set, after `step` steps."""
 
     name: str
     step: int

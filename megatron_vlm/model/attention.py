@@ -72,7 +72,7 @@ class CachedAttention(MegatronModule):
         self, query_BND: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, mask_B11T: Tensor | None
     ) -> Tensor:
         """One new token a row. Alone it has no causal order, so the query heads that share a
-        key/value head stand in the place of tokens, and no key is copied for each of them."""
+        key/value head take the place of tokens, and no key is copied for each of them."""
         out_BGRD = F.scaled_dot_product_attention(
             query_BND.unflatten(1, (key_BTGD.shape[2], -1)),
             key_BTGD.transpose(1, 2),

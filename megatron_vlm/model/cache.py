@@ -14,7 +14,7 @@ class KVCache:
     """The cache of one batch, in the decoder layers of one stage.
 
     Column t of a row holds its token t, so rows of different lengths need no common start. What
-    stands right of a row's tokens is masked, and overwritten as the row grows.
+    is to the right of a row's tokens is masked, and overwritten as the row grows.
     """
 
     def __init__(self, lengths: Sequence[int], columns: int, device: torch.device):
@@ -30,7 +30,7 @@ class KVCache:
         return self.mask_B11T is None
 
     def advance(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, each by one token."""
+        """Continue with these rows, each by one token."""
         if len(rows) < len(self.lengths):
             kept = torch.tensor(rows, device=self.device)
             self.layers = {

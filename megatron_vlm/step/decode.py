@@ -5,7 +5,7 @@ token of every row that has not stopped. A pass is a MicroBatch like any other, 
 long, and Megatron's forward-only schedule takes it from stage to stage.
 
 Shapes: S tokens, B rows of a batch, V this rank's part of the padded vocabulary, T the ranks of
-TP, 3 the axes of a position, 5 the columns of a token as in data/batch.py.
+TP, 3 the axes of a position, 5 the columns of a token as in data/encode/row.py.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def generate(
 
     All ranks of a replica pass the same prompts and get the same answers; replicas may pass
     different ones, or none. Labels are ignored. A batch has at most `batch_rows` rows; as many
-    batches as there are pipeline stages are under way together.
+    batches as there are pipeline stages are in flight together.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_rows", batch_rows)):
         if value < 1:

@@ -32,7 +32,7 @@ class WorkModel:
         )
 
     def row(self, tokens: int, supervised: int, patches: int, patch_pairs: int) -> int:
-        """Of one row's forward; its backward is twice that."""
+        """The operations of one row's forward; its backward takes twice as many."""
         return (
             self.per_token * tokens
             + self.per_token_pair * tokens * (tokens + 1) // 2
