@@ -18,7 +18,7 @@ from megatron_vlm.hf.source import HFCheckpoint
 
 
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
-    """Write `out` from a checkpoint or the newest one of a run, and return which. Everything but the
+    """Write `out` from a checkpoint or the newest one of a run, and return which. All but the
     weights comes from the Hugging Face folder that was trained, or from `model_path`."""
     check_new(Path(out))
     folder = find_checkpoint(Path(given))
