@@ -62,9 +62,9 @@ def test_sources_are_written_as_people_write_them():
 
 
 def test_a_plus_sets_a_key_and_a_tilde_restores_its_default():
-    given = ["+optim.lr=2", "~data.train", "~log.profile_ranks"]
+    given = ["+optim.lr=2", "+run=there", "~data.train", "~log.profile_ranks"]
     cfg = load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]", *given])
-    assert (cfg.optim.lr, cfg.data.train, cfg.log.profile_ranks) == (2, (), [0])
+    assert (cfg.optim.lr, cfg.run, cfg.data.train, cfg.log.profile_ranks) == (2, "there", (), [0])
     text = to_yaml(load_config(["model.path=x", "data=shapes", "log.profile_ranks=[1]"]))
     assert from_yaml(text, given).data.train == () and from_yaml(text, given).optim.lr == 2
 

@@ -111,7 +111,7 @@ def _plain(override: str) -> str:
     """Every key exists: +key=value sets it as key=value does, and ~key restores its default.
     Groups are left to Hydra."""
     key = _key(override)
-    if "." not in key or override[0] not in "+~":
+    if override[0] not in "+~" or is_dataclass(key_types().get(key, Config)):
         return override
     if override[0] == "+":
         return override.lstrip("+")
