@@ -25,6 +25,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.load import check_tensors, held_params, load_hf
@@ -62,7 +63,7 @@ class MegatronWorker:
         self.platform: Platform = pick_platform(cfg.platform)
         self.source = HFCheckpoint(cfg.model.path)
         sizes, family = self.source.sizes, self.source.family
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
         # Everything that can be refused is refused here, before a process group or a weight.
         self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
         check_config(cfg, sizes, self.dims)

@@ -18,7 +18,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.checkpoint.pieces import Piece, PieceReader, RowBlock, cut, rectangles
+from megatron_vlm.checkpoint.pieces import (
+    Piece,
+    PieceReader,
+    RowBlock,
+    cut,
+    make_index,
+    rectangles,
+)
 from megatron_vlm.checkpoint.state import load, save
 from megatron_vlm.checkpoint.store import find_latest, partial_of, step_folder
 from megatron_vlm.errors import CheckpointError
@@ -293,6 +300,19 @@ def test_cut_leaves_padding_out():
         ("m/a@11,3", [[3.0, 4.0, 5.0]]),
         ("m/b@0,0", [[6.0, 7.0, 8.0]]),
     ]
+
+
+def test_a_checkpoint_without_every_tensor_is_refused():
+    shapes = {"a": (4, 3), "b": (2,)}
+    whole = [[("a", (0, 0, 2, 3)), ("b", (0, 0, 2, 1))], [("a", (2, 0, 2, 3))]]
+    assert set(make_index(shapes, whole)) == {"a", "b"}
+    for held, words in (
+        (whole[:1], "1 of 2 tensors are incomplete, the first: of a, the ranks wrote 6 values out"),
+        (whole[1:], r"2 of 2 .* the first: b is not among them"),
+        ([whole[0], [("a", (0, 0, 2, 3))]], "of a, the ranks wrote 6 values out of 12"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            make_index(shapes, held)
 
 
 def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -> None:

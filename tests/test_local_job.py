@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
+from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.launch.launch import processes_for
 from megatron_vlm.launch.local_job import run_job
@@ -136,3 +137,20 @@ def test_launch_scripts_are_sound(script):
     path = Path(__file__).parent.parent / "scripts" / script
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert os.access(path, os.X_OK) and '"$@"' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "variables", [{"WORLD_SIZE": "2"}, {"RANK": "0"}, {"RANK": "2", "WORLD_SIZE": "2"}]
+)
+def test_variables_of_a_launcher_that_do_not_fit_together_are_refused(variables, monkeypatch):
+    """A rank that is alone would take its part of the model and of the data for the whole."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not under_launcher()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="which do not fit together; a launcher sets RANK"):
+        under_launcher()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert under_launcher()

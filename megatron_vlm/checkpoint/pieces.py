@@ -145,16 +145,26 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
 def make_index(
     shapes: Mapping[str, TensorShape], held: Sequence[Sequence[tuple[str, Rectangle]]]
 ) -> dict[str, Any]:
-    """For each tensor, which rank's file has which of its rectangles."""
+    """For each tensor, which rank's file has which of its rectangles. Refused unless every tensor
+    of `shapes` is there, and each of them whole."""
     index: dict[str, Any] = {}
     for rank, pieces in enumerate(held):
         for key, place in pieces:
             shape = shapes[key.rpartition("/")[2]]
             entry = index.setdefault(key, {"shape": list(shape), "pieces": []})
             entry["pieces"].append([rank, *place])
+    faults = [f"{name} is not among them" for name in shapes if name not in index]
     for key, entry in index.items():
-        covered = sum(rows * cols for _, _, _, rows, cols in entry["pieces"])
-        assert covered == math.prod(entry["shape"]), (key, entry)
+        places = {tuple(piece[1:]) for piece in entry["pieces"]}
+        covered, size = sum(rows * cols for _, _, rows, cols in places), math.prod(entry["shape"])
+        if covered != size or len(places) != len(entry["pieces"]):
+            faults.append(f"of {key}, the ranks wrote {covered} values out of {size}")
+    if faults:
+        raise CheckpointError(
+            f"{len(held)} ranks wrote only a part of the model: {len(faults)} of {len(shapes)} "
+            f"tensors are incomplete, the first: {faults[0]}; start as many processes as the "
+            "layout needs"
+        )
     return index
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.errors import ConfigError, MegatronVLMError
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
@@ -21,8 +21,17 @@ RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the jo
 
 
 def under_launcher() -> bool:
-    """Whether torchrun (or Slurm, or Ray) started this process as one rank of a job."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun (or Slurm, or Ray) started this process as one rank of a job. Variables
+    that do not fit together are refused: alone, a rank would take its part for the whole."""
+    rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None and world in (None, "1"):
+        return False
+    if rank is None or world is None or not 0 <= int(rank) < int(world):
+        raise ConfigError(
+            f"the environment has RANK={rank} and WORLD_SIZE={world}, which do not fit together; "
+            "a launcher sets RANK to 0 .. WORLD_SIZE-1: start with torchrun, or unset both"
+        )
+    return True
 
 
 def restarts() -> int:
