@@ -117,7 +117,7 @@ class Rows:
     def sizes(self, work: WorkModel) -> list[RowSize]:
         columns = (self.tokens_R, self.supervised_R, self.patches_R, self.pairs_R)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [RowSize(row[0], float(work.row(*row)), row[2]) for row in rows]
+        return [work.row_size(*row) for row in rows]
 
 
 def draw_rows(count: int, seed: int = 0, most_tokens: int = 8192) -> Rows:

@@ -149,7 +149,7 @@ class MegatronWorker:
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint: the one that was loaded, with the present weights."""
-        export_hf(self.chunks, self.source, self.table, self.grid, path)
+        export_hf(self.held, self.source, self.table, self.grid, path)
 
     def micro_batches(
         self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0

@@ -77,7 +77,7 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     def grad(param: torch.nn.Parameter) -> Tensor:
         return param.main_grad if param.requires_grad else torch.full_like(param, torch.nan)
 
-    named = gather_tensors(worker.chunks, worker.table, worker.grid, grad)
+    named = gather_tensors(worker.held, worker.table, worker.grid, grad)
     return {name: value.clone() for name, value in named if value is not None}
 
 
@@ -103,7 +103,7 @@ def train(
     for rows in batches:
         losses.append(worker.forward_backward(my_rows(rows)).loss)
         norms.append(worker.optim_step()[0])
-    named = gather_tensors(worker.chunks, worker.table, worker.grid)
+    named = gather_tensors(worker.held, worker.table, worker.grid)
     weights = {name: value.clone() for name, value in named if value is not None}
     if export is not None:
         worker.export_hf(export)

@@ -152,7 +152,7 @@ def test_a_rank_reads_only_what_it_holds(pool, tiny):
 def _export_in_shards(worker: MegatronWorker) -> None:
     out = worker.cfg.model.path + "-shards"
     shutil.rmtree(out, ignore_errors=True)
-    export_hf(worker.chunks, worker.source, worker.table, worker.grid, out, max_shard_bytes=300_000)
+    export_hf(worker.held, worker.source, worker.table, worker.grid, out, max_shard_bytes=300_000)
 
 
 def test_sharded_export_loads_in_transformers(pool, tiny):

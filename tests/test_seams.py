@@ -71,7 +71,7 @@ def write(worker: MegatronWorker, folder: Path) -> tuple[list[str], list[str]]:
     (folder / f"{rank}.json").write_text(json.dumps(places))
     if rank == 0:
         (folder / "shapes.json").write_text(json.dumps(shapes_of(extended)))
-    named = list(gather_tensors(extended.chunks, extended.table, extended.grid))
+    named = list(gather_tensors(extended.held, extended.table, extended.grid))
     return [name for name, _ in named], exported(extended.table)
 
 

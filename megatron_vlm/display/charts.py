@@ -130,8 +130,11 @@ def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[s
         "height": chart.height,
         "curves": [curve.data() for curve in shown],
         "marks": [
-            {"kind": m.kind, "x": (np.unique(np.round(m.x / columns)) * columns).tolist()}
-            | {"run": m.run}
+            {
+                "kind": m.kind,
+                "x": (np.unique(np.round(m.x / columns)) * columns).tolist(),
+                "run": m.run,
+            }
             for m in chart.marks
         ],
     }

@@ -128,10 +128,8 @@ def _turn_text(turn: ShownTurn) -> str:
 
 
 def _example(data: DataSet, answer: Answer) -> Example:
-    source, place = answer.handle
-    number = sum(len(index) for index in data.indexes[:source]) + place
     try:
-        shown = data.show(number, pictures=True)
+        shown = data.show(answer.handle, pictures=True)
     except DataError as error:
         return Example(str(error), answer.right, answer.said)
     pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]

@@ -5,7 +5,7 @@ import json
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.load import held_params
 from megatron_vlm.hf.names import Entry, Origin, exported
 from megatron_vlm.hf.source import HFCheckpoint
 
@@ -31,7 +30,7 @@ _MAX_SHARD_BYTES = 5 * 10**9
 
 
 def gather_tensors(
-    chunks: Sequence[nn.Module],
+    held: Mapping[Entry, nn.Parameter],
     table: Sequence[Entry],
     grid: Grid,
     value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
@@ -39,14 +38,13 @@ def gather_tensors(
     """Every tensor of a Hugging Face checkpoint, one at a time: on the first rank of each replica
     its value on the host, on the others None. A collective: all ranks iterate."""
     stage = grid.pp.rank
-    params = held_params(chunks, table, stage)
-    device = next(chunks[0].parameters()).device
+    device = next(iter(held.values())).device
     for entry in table:
         if entry.origin is not Origin.hub:
             continue
         tensors: list[Tensor] = []
         if stage == entry.stage:
-            value = value_of(params[entry]).detach().contiguous()
+            value = value_of(held[entry]).detach().contiguous()
             parts = grid.gather(entry.layout.cut, value)
             tensors = entry.layout.save(parts) if grid.tp.rank == 0 else []
         if entry.stage != 0 and grid.tp.rank == 0 and stage in (0, entry.stage):
@@ -75,7 +73,7 @@ def _send_to_first(
 
 
 def export_hf(
-    chunks: Sequence[nn.Module],
+    held: Mapping[Entry, nn.Parameter],
     source: HFCheckpoint,
     table: Sequence[Entry],
     grid: Grid,
@@ -84,7 +82,7 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
     if grid.dp.rank == 0:
-        named = gather_tensors(chunks, table, grid)
+        named = gather_tensors(held, table, grid)
         if grid.leads:
             write_folder(source, table, named, out, max_shard_bytes)
         else:

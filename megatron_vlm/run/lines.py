@@ -76,8 +76,10 @@ class EventLine:
 
 Line = StartLine | StepLine | EvalLine | EventLine
 _KINDS: dict[str, type[Line]] = {
-    **{"start": StartLine, "step": StepLine},
-    **{"eval": EvalLine, "event": EventLine},
+    "start": StartLine,
+    "step": StepLine,
+    "eval": EvalLine,
+    "event": EventLine,
 }
 
 
@@ -109,7 +111,11 @@ def _figure(value: float | None) -> float:
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
-    **{int: int, str: str, bool: bool, dict[str, int]: dict, dict[str, str]: dict},
+    int: int,
+    str: str,
+    bool: bool,
+    dict[str, int]: dict,
+    dict[str, str]: dict,
     int | None: lambda count: None if count is None else int(count),
 }
 # How each field is read, by its type; what is not plain is a figure, which may be null.

@@ -176,12 +176,17 @@ class Balance:
 
 def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
     """The padding and the balance of a plan."""
-    groups = [group for share in plan for group in share]
-    longest = [max(sizes[row].tokens for row in group) * len(group) for group in groups]
     real = sum(size.tokens for size in sizes)
     loads = _loads(plan, sizes)
     imbalance = max(loads) / (sum(loads) / len(loads))
-    return Balance(1 - real / sum(longest), imbalance, max(loads), len(groups))
+    padding = 1 - real / padded_tokens(plan, sizes)
+    return Balance(padding, imbalance, max(loads), sum(map(len, plan)))
+
+
+def padded_tokens(plan: Plan, sizes: Sequence[RowSize]) -> int:
+    """All positions of a plan's micro-batches: tokens and padding."""
+    groups = itertools.chain(*plan)
+    return sum(len(group) * max(sizes[row].tokens for row in group) for group in groups)
 
 
 def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:

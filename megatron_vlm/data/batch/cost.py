@@ -5,6 +5,7 @@ Padding is not work. Used to balance micro-batches and to say how well the hardw
 
 from dataclasses import dataclass
 
+from megatron_vlm.data.batch.batching import RowSize
 from megatron_vlm.family.sizes import ModelSizes, Part
 
 
@@ -40,6 +41,13 @@ class WorkModel:
             + self.per_patch * patches
             + self.per_patch_pair * patch_pairs
         )
+
+    def row_size(
+        self, tokens: int, supervised: int, patches: int, patch_pairs: int, images: int = 0
+    ) -> RowSize:
+        """What planning needs to know of a row with these counts."""
+        cost = float(self.row(tokens, supervised, patches, patch_pairs))
+        return RowSize(tokens, cost, patches, images)
 
 
 def _matrices(sizes: ModelSizes, part: Part) -> int:

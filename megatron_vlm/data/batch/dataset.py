@@ -44,10 +44,8 @@ class DataSet:
     def size(self, source: int, sample: int) -> RowSize:
         """What planning needs to know of a sample."""
         index = self.indexes[source]
-        tokens, patches = int(index.tokens[sample]), int(index.patches[sample])
-        supervised, pairs = int(index.supervised[sample]), int(index.patch_pairs[sample])
-        cost = self.work.row(tokens, supervised, patches, pairs)
-        return RowSize(tokens, float(cost), patches, int(index.images[sample]))
+        counts = (index.tokens, index.supervised, index.patches, index.patch_pairs, index.images)
+        return self.work.row_size(*(int(count[sample]) for count in counts))
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
         """The samples from a position to the end of its epoch, each with the position after it."""
@@ -72,12 +70,17 @@ class DataSet:
         reader, index = self.readers[source], self.indexes[source]
         return reader.row(self.raw(handle), self.where(handle), index[sample])
 
-    def show(self, number: int, pictures: bool) -> ShownSample:
-        """The sample with this number over all sources, as the model sees it."""
+    def handle(self, number: int) -> Handle:
+        """The sample with this number over all sources."""
         source, sample = 0, number
         while sample >= len(self.indexes[source]):
             source, sample = source + 1, sample - len(self.indexes[source])
-        raw, where = self.raw((source, sample)), self.where((source, sample))
+        return source, sample
+
+    def show(self, handle: Handle, pictures: bool, number: int = 0) -> ShownSample:
+        """The sample as the model sees it; `number` is what it is called over all sources."""
+        source, sample = handle
+        raw, where = self.raw(handle), self.where(handle)
         reader, index = self.readers[source], self.indexes[source]
         return show_sample(reader, raw, where, index[sample], pictures, number)
 

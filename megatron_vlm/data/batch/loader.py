@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.batch.batching import Limits, Plan, RowSize, plan_batch
+from megatron_vlm.data.batch.batching import Limits, Plan, RowSize, padded_tokens, plan_batch
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.batch.position import Position, SampleSource
 from megatron_vlm.data.encode.index import check_errors
@@ -41,11 +41,10 @@ class BatchFigures:
 
     @staticmethod
     def of(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
-        groups = [group for share in plan for group in share]
         return BatchFigures(
             samples=len(sizes),
             tokens=sum(size.tokens for size in sizes),
-            padded=sum(len(group) * max(sizes[row].tokens for row in group) for group in groups),
+            padded=padded_tokens(plan, sizes),
             images=sum(size.images for size in sizes),
             work=sum(size.cost for size in sizes),
         )

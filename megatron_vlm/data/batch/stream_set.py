@@ -82,9 +82,9 @@ class StreamSet:
         return self.dropped, self.errors
 
     def _size(self, sample: Sample) -> RowSize:
-        tokens, patches = len(sample.ids_S), sample.num_patches
-        cost = self.work.row(tokens, sample.num_supervised, patches, sample.patch_pairs)
-        return RowSize(tokens, float(cost), patches, len(sample.image_grids))
+        supervised, pairs = sample.num_supervised, sample.patch_pairs
+        counts = (len(sample.ids_S), supervised, sample.num_patches, pairs)
+        return self.work.row_size(*counts, len(sample.image_grids))
 
 
 @dataclass

@@ -115,9 +115,15 @@ def _row(run: LoggedRun, scores: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         )
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (
-        *(run.name, f"{metrics.steps_done:,}{total}", last, best, *cells),
-        *(number(metrics.tokens_per_s), time_spent(metrics.seconds)),
-        *((layout_text(start), metrics.starts[0].time.replace("T", " ")) if start else ("-", "-")),
+        run.name,
+        f"{metrics.steps_done:,}{total}",
+        last,
+        best,
+        *cells,
+        number(metrics.tokens_per_s),
+        time_spent(metrics.seconds),
+        "-" if start is None else layout_text(start),
+        "-" if start is None else metrics.starts[0].time.replace("T", " "),
     )
 
 

@@ -121,7 +121,7 @@ def _curves(
                 found.append(Curve(name, x_N, y_N, colour, run=place))
             else:
                 raw = name if not alone else f"{name}, each step" if len(keys) > 1 else "each step"
-                found.append(Curve(raw, x_N, y_N, colour, True, False, place, alone))
+                found.append(Curve(raw, x_N, y_N, colour, faint=True, run=place, in_legend=alone))
                 mean = name if len(keys) > 1 or not alone else "smoothed"
                 found.append(Curve(mean, *smooth(x_N, y_N), colour, run=place))
             if not alone:

@@ -119,7 +119,7 @@ def collect(
     return Inspection(
         _settings(cfg),
         sum(map(len, data.indexes)),
-        tuple(data.show(number, pictures) for number in numbers),
+        tuple(data.show(data.handle(number), pictures, number) for number in numbers),
         tuple(_sources(data)),
         columns,
         tuple(entry for fault in faults for entry in fault.dropped),
