@@ -3,17 +3,14 @@
 Nothing heavy is imported before the configuration has been checked.
 """
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
 from megatron_vlm.distributed.process import PREEMPTED, run_process
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
 
@@ -59,19 +56,7 @@ def run_train(overrides: Sequence[str], signals: "Signals | None" = None) -> int
     cfg = load_config(overrides)
     check_training(cfg)
     check_installed(cfg)
-    if int(os.environ.get("RANK", "0")) == 0:
-        _keep_config(cfg)
     return train(cfg, signals)
-
-
-def _keep_config(cfg: Config) -> None:
-    try:
-        Path(cfg.run).mkdir(parents=True, exist_ok=True)
-        (Path(cfg.run) / "config.yaml").write_text(to_yaml(cfg))
-    except OSError as error:
-        raise ConfigError(
-            f"run={cfg.run} cannot be written: {error.strerror}; give another folder"
-        ) from error
 
 
 if __name__ == "__main__":

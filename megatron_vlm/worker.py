@@ -28,6 +28,7 @@ from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.hf.export import export_hf
+from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.load import check_tensors, held_params, load_hf
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import HFCheckpoint
@@ -147,9 +148,10 @@ class MegatronWorker:
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         return apply_gradients(self.optimizer), self.lr
 
-    def export_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint: the one that was loaded, with the present weights."""
-        export_hf(self.held, self.source, self.table, self.grid, path)
+    def export_hf(self, path: str, mark: ExportMark | None = None) -> None:
+        """Write a Hugging Face checkpoint: the one that was loaded, with the present weights. The
+        mark says where those are from."""
+        export_hf(self.held, self.source, self.table, self.grid, path, mark=mark)
 
     def micro_batches(
         self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0

@@ -27,8 +27,9 @@ from megatron_vlm.checkpoint.pieces import (
     rectangles,
 )
 from megatron_vlm.checkpoint.state import load, save
-from megatron_vlm.checkpoint.store import find_latest, partial_of, step_folder
+from megatron_vlm.checkpoint.store import find_latest, step_folder
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.folders import partial_of
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.nursery import Nursery
@@ -185,18 +186,18 @@ def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
 
 def save_slowly(path: str, case: Case, run: Path) -> None:
     """Save as it is, then in the background while training goes on; rank 1's disk is slow."""
-    from megatron_vlm.checkpoint import store
+    from megatron_vlm.checkpoint import state
 
     worker = MegatronWorker(replace(case, optim={"lr": LR}).config(path))
     save(worker, step_folder(run, 1), progress(1))
-    gate, write_file = threading.Event(), store.write_file
+    gate, write_file = threading.Event(), state.write_file
 
-    def write_late(path: Path, chunks: Any) -> store.FileRecord:
+    def write_late(path: Path, chunks: Any) -> state.FileRecord:
         if path.name == "rank-00001.safetensors":
             gate.wait()
         return write_file(path, chunks)
 
-    store.write_file = write_late
+    state.write_file = write_late
     try:
         pending = save(worker, step_folder(run, 2), progress(1), async_save=True)
         worker.forward_backward(my_rows(make_rows(MIXED)))
@@ -208,7 +209,7 @@ def save_slowly(path: str, case: Case, run: Path) -> None:
         assert step_folder(run, 2).exists()  # one is written at a time
         assert pending.finish(blocking=False) and pending.finish()
     finally:
-        store.write_file = write_file
+        state.write_file = write_file
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(pool, tiny, tmp_path):

@@ -1,67 +1,95 @@
 # .venv/bin/python -m pytest tests/test_checkpoint_store.py
 """Checkpoint folders: a crash, a full disk or a flipped bit never costs the checkpoint before."""
 
+import json
 import logging
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, verify, write_file
 from megatron_vlm.checkpoint.store import (
-    begin,
+    check_leftovers,
     commit,
     find_latest,
     keep,
-    partial_of,
+    others,
     step_folder,
-    verify,
-    write_file,
 )
 from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.folders import MARK, begin, partial_of
 
 ROOT = Path(__file__).parent.parent
 FILES = {"rank-00000.safetensors": bytes(range(256)) * 9, "state.json": b"{}", "empty": b""}
 
 
-def make(run: Path, step: int, files: dict[str, bytes] = FILES) -> Path:
+RUN = "an id"
+
+
+def make(
+    run: Path,
+    step: int,
+    files: dict[str, bytes] = FILES,
+    parent: Manifest | None = None,
+    writer: str | None = RUN,
+) -> Path:
     """A complete checkpoint."""
     folder = step_folder(run, step)
-    partial = begin(folder)
-    commit(
-        folder, [write_file(partial / name, [data[:99], data[99:]]) for name, data in files.items()]
-    )
+    partial = begin(folder, writer)
+    records = [write_file(partial / name, [data[:99], data[99:]]) for name, data in files.items()]
+    commit(folder, records, writer, parent)
     return folder
+
+
+def go_on(run: Path, steps: Iterable[int], parent: Manifest | None = None, **rules) -> Manifest:
+    """A line of checkpoints, whose contents tell what came before; pruned where there are rules."""
+    history = "" if parent is None else parent.id
+    for step in steps:
+        files = {"state.json": f"{history} {step}".encode()}
+        parent = read_manifest(make(run, step, files, parent))
+        if rules:
+            keep(run, parent, **rules)
+    assert parent is not None
+    return parent
 
 
 def steps(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in run.iterdir())
 
 
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
 def test_the_newest_is_found(tmp_path):
     assert find_latest(tmp_path / "nothing") is None
     assert find_latest(tmp_path) is None
-    for step in (8, 100_000_000, 16):  # by number, not by name
+    for step in (8, 16, 100_000_000):
         make(tmp_path, step)
     (tmp_path / "notes").mkdir()
     assert find_latest(tmp_path) == tmp_path / "step-100000000"
     verify(find_latest(tmp_path))
+    make(tmp_path, 12)  # what was written last counts, whatever its step
+    assert find_latest(tmp_path) == tmp_path / "step-00000012"
 
 
 def test_partial_is_passed_over_and_goes_with_the_next_save(tmp_path, caplog):
     first = make(tmp_path, 1)
-    write_file(begin(step_folder(tmp_path, 2)) / "rank-00000.safetensors", [b"half"])
+    write_file(begin(step_folder(tmp_path, 2), RUN) / "rank-00000.safetensors", [b"half"])
     with caplog.at_level(logging.WARNING):
         assert find_latest(tmp_path) == first
     assert "step-00000002.partial: it was never completed" in caplog.text
     make(tmp_path, 3)
     assert steps(tmp_path) == [1, 3]
     # The same step: what a crash left of it is not mixed with what is written now.
-    write_file(begin(step_folder(tmp_path, 4)) / "rank-00007.safetensors", [b"half"])
-    assert {path.name for path in make(tmp_path, 4).iterdir()} == {*FILES, "complete.json"}
+    write_file(begin(step_folder(tmp_path, 4), RUN) / "rank-00007.safetensors", [b"half"])
+    assert {path.name for path in make(tmp_path, 4).iterdir()} == {*(*FILES, MARK, "complete.json")}
 
 
 def missing(path: Path) -> str:
@@ -90,6 +118,11 @@ def test_damaged_is_refused_by_name_and_passed_over(damage, name, tmp_path, capl
     with caplog.at_level(logging.WARNING):
         assert find_latest(tmp_path) == first
     assert f"skipped {second}" in caplog.text and name in caplog.text
+
+
+def flip_a_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
 
 
 @pytest.mark.parametrize("name", [*(name for name in FILES if name != "empty"), "complete.json"])
@@ -122,14 +155,36 @@ def test_replacing_a_checkpoint_survives_a_crash_in_between(tmp_path):
     make(tmp_path, 1)
     folder = make(tmp_path, 2)
     # As a crash between the two renames leaves it.
-    folder.rename(folder.with_name(folder.name + ".old"))
-    begin(folder)
-    assert find_latest(tmp_path).name == "step-00000002.old"
-    assert find_latest(make(tmp_path, 2, {"new": b"new"}).parent) == folder
-    assert (folder / "new").exists() and not (folder / "state.json").exists()
+    aside = folder.rename(folder.with_name(folder.name + ".aside1"))
+    begin(folder, RUN)
+    assert find_latest(tmp_path) == aside
+    # The same again: then one of the two is enough, also where a crash came before its removal.
+    head = read_manifest(make(tmp_path, 2))
+    assert find_latest(tmp_path) == folder
+    assert names(tmp_path) == ["step-00000001", "step-00000002", aside.name]
+    keep(tmp_path, head, keep_last=2)
     assert steps(tmp_path) == [1, 2]
     make(tmp_path, 2)
-    assert (folder / "state.json").exists() and steps(tmp_path) == [1, 2]
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("writer", [RUN, None])
+def test_only_what_belongs_to_no_run_is_replaced_by_something_else(writer, tmp_path, caplog):
+    """A group's `save` is told a folder, and writes it over; a run's checkpoints stay."""
+    folder = make(tmp_path, 2, writer=writer)
+    with caplog.at_level(logging.WARNING):
+        make(tmp_path, 2, {"new": b"new"}, writer=writer)
+    assert (folder / "new").exists() and not (folder / "state.json").exists()
+    if writer is None:
+        assert steps(tmp_path) == [2]
+    else:
+        assert (tmp_path / "step-00000002.aside1" / "state.json").exists()
+        assert "step-00000002.aside1 now" in caplog.text
+    # What is none of ours stays, too, whoever writes.
+    (folder / "thesis.txt").write_text("mine")
+    make(tmp_path, 2, {"newer": b"newer"}, writer=writer)
+    [thesis] = tmp_path.glob("*/thesis.txt")
+    assert thesis.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -145,57 +200,132 @@ def test_replacing_a_checkpoint_survives_a_crash_in_between(tmp_path):
     ],
 )
 def test_retention(kwargs, kept, tmp_path):
-    for step in range(1, 11):
-        make(tmp_path, step, {"a": b"a"})
-    removed = keep(tmp_path, **kwargs)
+    removed = keep(tmp_path, go_on(tmp_path, range(1, 11)), **kwargs)
     assert steps(tmp_path) == kept
     assert sorted(int(path.name[5:]) for path in removed) == sorted({*range(1, 11)} - {*kept})
 
 
 def test_retention_does_not_count_the_damaged(tmp_path):
-    for step in (1, 2, 3):
-        make(tmp_path, step)
+    head = go_on(tmp_path, (1, 2, 3, 4))
     (step_folder(tmp_path, 3) / "state.json").unlink()
-    begin(step_folder(tmp_path, 4))
-    keep(tmp_path, keep_last=1)
-    assert find_latest(tmp_path) == step_folder(tmp_path, 2)
-    assert not step_folder(tmp_path, 1).exists()
+    begin(step_folder(tmp_path, 5), RUN)
+    keep(tmp_path, head, keep_last=2)
+    assert find_latest(tmp_path) == step_folder(tmp_path, 4)
+    assert names(tmp_path) == [
+        *("step-00000002", "step-00000003", "step-00000004", "step-00000005.partial")
+    ]
     with pytest.raises(ConfigError, match="keep_last=0 must be at least 1"):
-        keep(tmp_path, keep_last=0)
+        keep(tmp_path, head, keep_last=0)
     with pytest.raises(ConfigError, match="keep_every=0 must be at least 1"):
-        keep(tmp_path, keep_last=1, keep_every=0)
+        keep(tmp_path, head, keep_last=1, keep_every=0)
+
+
+def test_what_was_just_written_is_never_removed(tmp_path):
+    """Both checkpoints are damaged and the run begins anew: theirs are the higher steps."""
+    go_on(tmp_path, range(3, 19, 3), keep_last=2)
+    assert steps(tmp_path) == [15, 18]
+    for step in (15, 18):
+        flip_a_byte(step_folder(tmp_path, step) / "state.json")
+    assert find_latest(tmp_path) is None
+    head = go_on(tmp_path, (3, 6, 9), keep_last=2)
+    assert steps(tmp_path) == [6, 9, 15, 18]
+    assert find_latest(tmp_path) == step_folder(tmp_path, 9)
+    go_on(tmp_path, (12, 15), head, keep_last=2)
+    assert find_latest(tmp_path) == step_folder(tmp_path, 15)
+    assert names(tmp_path) == [
+        *("step-00000012", "step-00000015", "step-00000015.aside1", "step-00000018")
+    ]
+
+
+def test_a_line_that_was_left_is_neither_gone_on_from_nor_removed(tmp_path):
+    go_on(tmp_path, (3, 6, 9, 12, 15, 18), keep_last=3)
+    twelve = read_manifest(step_folder(tmp_path, 12))
+    new = go_on(tmp_path, (15,), twelve, keep_last=3)  # other contents: another line
+    assert find_latest(tmp_path) == step_folder(tmp_path, 15)
+    left = ["step-00000015.aside1", "step-00000018"]
+    assert [path.name for path in others(tmp_path, new)] == left
+    assert names(tmp_path) == ["step-00000012", "step-00000015", *left]
+    new = go_on(tmp_path, (18, 21), new, keep_last=1)
+    assert names(tmp_path) == ["step-00000015.aside1", "step-00000018.aside1", "step-00000021"]
+    assert others(tmp_path, new) == [tmp_path / name for name in names(tmp_path)[:2]]
+    assert others(tmp_path, None) == [tmp_path / name for name in names(tmp_path)]
+
+
+def test_what_others_wrote_is_never_removed(tmp_path, caplog):
+    """Another run's checkpoints, a file that somebody put into ours, folders with such names."""
+    (tmp_path / "notes.partial").mkdir()
+    make(tmp_path, 1, {"a": b"a"}, writer="another run")
+    head = go_on(tmp_path, (2, 3), read_manifest(step_folder(tmp_path, 1)))
+    (step_folder(tmp_path, 2) / "why.txt").write_text("good at counting")
+    with caplog.at_level(logging.WARNING):
+        head = go_on(tmp_path, (4, 5), head, keep_last=1)
+    assert "step-00000002 is kept: this run did not write why.txt in it" in caplog.text
+    assert names(tmp_path) == [
+        *("notes.partial", "step-00000001", "step-00000002", "step-00000005")
+    ]
+    check_leftovers(tmp_path, RUN)
+    (tmp_path / "step-00000006.partial").mkdir()  # a crash may leave this of ours
+    check_leftovers(tmp_path, RUN)
+    (tmp_path / "step-00000006.partial" / "thesis.txt").touch()
+    for refusing in (
+        lambda: check_leftovers(tmp_path, RUN),
+        lambda: begin(step_folder(tmp_path, 6), RUN),
+    ):
+        with pytest.raises(CheckpointError, match=r"step-00000006.partial is in the way"):
+            refusing()
+    (tmp_path / "step-00000005.partial").mkdir()
+    (tmp_path / "step-00000005.partial" / "thesis.txt").touch()
+    with caplog.at_level(logging.WARNING):
+        go_on(tmp_path, (7,), head, keep_last=1)
+    assert "step-00000005 is no longer needed, and cannot be removed" in caplog.text
+    assert step_folder(tmp_path, 5).exists()
+
+
+def test_checkpoints_without_a_line_are_read(tmp_path):
+    """As they were written before: complete.json had the files alone."""
+    old = make(tmp_path, 8)
+    content = json.loads((old / "complete.json").read_text())
+    assert content["serial"] == 1
+    content = {"files": content["files"], "blake2b": read_manifest(old).id}
+    (old / "complete.json").write_text(json.dumps(content, indent=1) + "\n")
+    (old / MARK).unlink()
+    assert find_latest(tmp_path) == old
+    manifest = read_manifest(old)
+    assert manifest.serial == 0 and others(tmp_path, manifest) == []
+    go_on(tmp_path, (9, 10), manifest, keep_last=1)
+    assert steps(tmp_path) == [8, 10]
 
 
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be created: Not a directory; give a folder"):
-        begin(step_folder(tmp_path / "run", 1))
+        begin(step_folder(tmp_path / "run", 1), RUN)
     with pytest.raises(CheckpointError, match="is a file"):
         find_latest(tmp_path / "run")
     partial_of(step_folder(tmp_path, 1)).write_text("a file")
     with pytest.raises(CheckpointError, match=r"step-00000001.partial cannot be created"):
-        begin(step_folder(tmp_path, 1))
+        begin(step_folder(tmp_path, 1), RUN)
 
 
 def test_full_disk(tmp_path):
     first = make(tmp_path, 1)
-    partial = begin(step_folder(tmp_path, 2))
+    partial = begin(step_folder(tmp_path, 2), RUN)
     (partial / "rank-00000.safetensors").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"rank-00000.*No space left on device, after 0 b"):
         write_file(partial / "rank-00000.safetensors", [b"x" * 5000])
     (partial / "complete.json").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"complete.json.*No space left on device"):
-        commit(step_folder(tmp_path, 2), [])
+        commit(step_folder(tmp_path, 2), [], RUN)
     assert find_latest(tmp_path) == first
 
 
 def test_commit_looks_for_every_file(tmp_path):
     """A node that writes to a disk of its own would leave a checkpoint without its files."""
-    partial = begin(step_folder(tmp_path, 1))
+    partial = begin(step_folder(tmp_path, 1), RUN)
     records = [write_file(partial / name, [data]) for name, data in FILES.items()]
     (partial / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state.json cannot be found.*share the folder"):
-        commit(step_folder(tmp_path, 1), records)
+        commit(step_folder(tmp_path, 1), records, RUN)
     assert find_latest(tmp_path) is None
 
 
@@ -207,18 +337,21 @@ def test_no_torch():
 WRITER = """
 import sys
 from pathlib import Path
-from megatron_vlm.checkpoint.store import *
+from megatron_vlm.checkpoint.manifest import read_manifest, write_file
+from megatron_vlm.checkpoint.store import commit, find_latest, keep, step_folder
+from megatron_vlm.folders import begin
 run = Path(sys.argv[1])
 latest = find_latest(run)
 step = 0 if latest is None else int(latest.name[5:13])
+head = None if latest is None else read_manifest(latest)
 while True:
     step += step % 3 != 0 or not step_folder(run, step).exists()  # some are replaced
     print("begin", step, flush=True)
-    partial = begin(step_folder(run, step))
+    partial = begin(step_folder(run, step), "an id")
     files = [write_file(partial / str(n), [bytes([step % 256]) * 70_000] * 3) for n in range(6)]
-    commit(step_folder(run, step), files)
+    head = commit(step_folder(run, step), files, "an id", head)
     print("end", step, flush=True)
-    keep(run, 2, 5)
+    keep(run, head, 2, 5)
     step += step % 3 == 0
 """
 

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 from megatron_vlm.checkpoint import store
+from megatron_vlm.checkpoint.manifest import COMPLETE, Manifest, read_manifest, verify
 from megatron_vlm.checkpoint.pieces import PieceReader
 from megatron_vlm.config import from_yaml
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.export import check_new, write_folder
+from megatron_vlm.hf.export import write_folder
+from megatron_vlm.hf.export_mark import ExportMark, check_replaceable
 from megatron_vlm.hf.names import exported, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 
@@ -20,9 +22,9 @@ from megatron_vlm.hf.source import HFCheckpoint
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
     """Write `out` from a checkpoint or the newest one of a run, and return which. All but the
     weights comes from the Hugging Face folder that was trained, or from `model_path`."""
-    check_new(Path(out))
+    check_replaceable(Path(out), None)
     folder = find_checkpoint(Path(given))
-    store.verify(folder)
+    verify(folder)
     cfg = from_yaml((folder / "config.yaml").read_text())
     source = HFCheckpoint(model_path or cfg.model.path)
     source.read_headers()
@@ -36,13 +38,21 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
             f"{folder} is not of the model in {source.path}: it lacks {len(missing)} tensors, the "
             f"first {missing[0]}; give the folder that was trained with --model"
         )
-    write_folder(source, table, ((name, reader.whole(name)) for name in names), out)
+    step = json.loads((folder / "state.json").read_text())["progress"].get("step")
+    mark = None if step is None else mark_of(read_manifest(folder), step)
+    named = ((name, reader.whole(name)) for name in names)
+    write_folder(source, table, named, out, mark=mark)
     return folder
+
+
+def mark_of(manifest: Manifest, step: int) -> ExportMark:
+    """What an export of this checkpoint says of itself."""
+    return ExportMark(manifest.run, step, manifest.id)
 
 
 def find_checkpoint(given: Path) -> Path:
     """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
-    if (given / store.COMPLETE).is_file():
+    if (given / COMPLETE).is_file():
         return given
     for folder in (given / "checkpoints", given):
         if folder.is_dir() and (found := store.find_latest(folder)) is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.held import get_step, held_pieces, set_step, shapes_of
+from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
 from megatron_vlm.checkpoint.pieces import (
     PieceReader,
     Rectangle,
@@ -30,6 +31,7 @@ from megatron_vlm.checkpoint.pieces import (
 from megatron_vlm.config import to_yaml
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.folders import begin, discard, partial_of
 from megatron_vlm.step.optimizer import set_lr
 from megatron_vlm.worker import MegatronWorker
 
@@ -38,10 +40,15 @@ _READABLE = (1, 2)  # 1 also held random state, which nothing draws from
 
 
 def save(
-    worker: MegatronWorker, folder: Path, progress: dict[str, Any], async_save: bool = False
+    worker: MegatronWorker,
+    folder: Path,
+    progress: dict[str, Any],
+    async_save: bool = False,
+    run: str | None = None,
+    parent: Manifest | None = None,
 ) -> "PendingSave":
     """Write a checkpoint to `folder` (see `store.step_folder`). A collective; `progress` is plain
-    JSON, and rank 0's is kept.
+    JSON, and rank 0's is kept, as are its id of the run and the checkpoint that it goes on from.
 
     With `async_save` the tensors are copied to the host and training may continue while they are
     written; `finish` of what is returned completes the checkpoint. One is written at a time: an
@@ -66,13 +73,13 @@ def save(
     }
     with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
-            store.begin(folder)
+            begin(folder, run)
     pieces = list(held_pieces(worker, writing=True))
     tensors = {piece.name: piece.data for piece in pieces}
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
     places = [(piece.key, piece.place) for piece in pieces]
-    worker.pending_save = pending = PendingSave(folder, worker, texts, places)
+    worker.pending_save = pending = PendingSave(folder, worker, texts, places, run, parent)
     pending.start(tensors, async_save)
     return pending
 
@@ -86,14 +93,18 @@ class PendingSave:
         worker: MegatronWorker,
         texts: dict[str, str],
         places: list[tuple[str, Rectangle]],
+        run: str | None,
+        parent: Manifest | None,
     ):
         self.folder = folder
+        self.run, self.parent = run, parent
         self.texts = texts
         self.places = places
         self.shapes = shapes_of(worker)
         self.device = worker.platform.device
         self.thread: threading.Thread | None = None
-        self.record: store.FileRecord | None = None
+        self.record: FileRecord | None = None
+        self.manifest: Manifest | None = None  # on rank 0, of the complete checkpoint
         self.error: Exception | None = None
         self.finished = False
 
@@ -123,14 +134,14 @@ class PendingSave:
             self._complete()
         except Exception:
             if dist.get_rank() == 0:
-                store.discard(store.partial_of(self.folder))
+                discard(partial_of(self.folder))
             raise
         return True
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
-        path = store.partial_of(self.folder) / rank_file(dist.get_rank())
+        path = partial_of(self.folder) / rank_file(dist.get_rank())
         try:
-            self.record = store.write_file(path, safetensors_chunks(tensors))
+            self.record = write_file(path, safetensors_chunks(tensors))
         except Exception as error:  # of a thread: `finish` raises it
             self.error = error
 
@@ -148,11 +159,11 @@ class PendingSave:
             if first:
                 index = make_index(self.shapes, [places for _, places in written])
                 texts = self.texts | {"index.json": json.dumps(index)}
-                partial = store.partial_of(self.folder)
+                partial = partial_of(self.folder)
                 records = [record for record, _ in written]
                 for name, text in texts.items():
-                    records.append(store.write_file(partial / name, [text.encode()]))
-                store.commit(self.folder, records)
+                    records.append(write_file(partial / name, [text.encode()]))
+                self.manifest = store.commit(self.folder, records, self.run, self.parent)
 
 
 def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[str, Any]:
@@ -185,8 +196,8 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
 
 
 def find_latest(run_folder: Path, device: torch.device) -> Path | None:
-    """The newest checkpoint whose every file is as it was written; each rank reads its share of
-    them. A collective."""
+    """The checkpoint that was written last of those whose every file is as it was written; each
+    rank reads its share of them. A collective."""
     found: list[list[Path]] = [[]]
     with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
@@ -205,7 +216,7 @@ def find_latest(run_folder: Path, device: torch.device) -> Path | None:
 
 def _verify(folder: Path, device: torch.device) -> None:
     with fail_together(device, CheckpointError):
-        store.verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))
+        verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))
 
 
 def _layout(worker: MegatronWorker) -> dict[str, int]:

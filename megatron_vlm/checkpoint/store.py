@@ -1,138 +1,100 @@
-"""Checkpoint folders: written whole or not at all, verified by digests, found and pruned.
+"""The checkpoints of a run: written whole or not at all, found, and pruned.
 
-    run_folder/step-00000012/          complete: every file is on the disk and its digest is known
-    run_folder/step-00000016.partial/  being written, or what a crash left; never read
-    run_folder/step-00000012.old/      the former step-00000012, if a crash came while replacing it
+    step-00000012/          complete: every file is on the disk and its digest is known
+    step-00000016.partial/  being written, or what a crash left; never read
+    step-00000012.aside1/   a checkpoint of the same step that is not in the line of the new one
+
+Training goes on from one checkpoint to the next: this is a line. A run that resumes from an earlier
+checkpoint by name, or because the newest is damaged, leaves the line for a new one. Checkpoints of
+other lines are neither counted nor removed.
 
 Files only: no torch, no collectives. In a distributed run, one rank calls these.
 """
 
-import contextlib
-import hashlib
-import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_vlm.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    check_sizes,
+    foreign_files,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.folders import (
+    check_partial,
+    discard,
+    discard_partials,
+    partial_of,
+    put_in_place,
+)
 
-COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
-_STEP = re.compile(r"step-(\d{8,})(\.old)?")
+_STEP = re.compile(r"step-(\d{8,})(\.old|\.aside\d+)?")
+_PARTIAL = "step-*.partial"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """What is known about a written file."""
-
-    name: str
-    size: int
-    blake2b: str
-
-
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is stored; `find_latest` and `keep` see only such names."""
+    """Where the checkpoint of a step is stored; only such names are found and pruned."""
     return Path(run_folder) / f"step-{step:08d}"
 
 
-def partial_of(folder: Path) -> Path:
-    """Where a checkpoint is while it is being written."""
-    return folder.with_name(folder.name + ".partial")
-
-
-def begin(folder: Path) -> Path:
-    """Make the empty folder to write into; what a crash left there is removed."""
-    partial = partial_of(folder)
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{partial} cannot be created: {error.strerror}; give a folder that can be written to"
-        ) from error
-    return partial
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write, digest and fsync a file."""
-    hasher, size = _hasher(), 0
-    try:
-        with open(path, "wb") as file:
-            for chunk in chunks:
-                hasher.update(chunk)
-                file.write(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written: {error.strerror}, after {size:,} bytes; free space there "
-            "or give another folder. No earlier checkpoint was touched"
-        ) from error
-    return FileRecord(path.name, size, hasher.hexdigest())
-
-
-def commit(folder: Path, records: Iterable[FileRecord]) -> None:
+def commit(
+    folder: Path,
+    records: Iterable[FileRecord],
+    run: str | None = None,
+    parent: Manifest | None = None,
+) -> Manifest:
     """Turn the partial folder with these files into the complete one, in a single rename.
 
-    What earlier crashes left in the run folder is removed.
+    `run` wrote it, going on from the checkpoint `parent`. A checkpoint of the same name is put
+    aside, and removed only where it has the same content or belongs to no run. What crashes of
+    this run left beside it is removed.
     """
-    partial, old = partial_of(folder), folder.with_name(folder.name + ".old")
-    records = list(records)
-    _check_sizes(partial, records)
-    write_file(partial / COMPLETE, [_render(records).encode()])
-    try:
-        if folder.exists():
-            # A crash between the two renames leaves the old one under a name that is found too.
-            if old.exists():
-                shutil.rmtree(old)
-            folder.rename(old)
-        partial.rename(folder)
-        _sync_folder(folder.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{partial} is complete but cannot be renamed to {folder.name}: {error.strerror}; "
-            "the run folder must allow renaming"
-        ) from error
-    for path in folder.parent.iterdir():
-        if path == old or path.name.endswith(".partial"):
-            discard(path)
+    manifest = Manifest(tuple(records))
+    if run is not None:
+        manifest = _numbered(manifest.files, run, parent, folder.parent)
+    write_manifest(partial_of(folder), manifest)
+    aside = put_in_place(folder)
+    if aside is not None:
+        old = _manifest_of(aside)
+        same = old is not None and (run is None or old.id == manifest.id)
+        if old is not None and same and _is_all_ours(aside, old, run):
+            discard(aside)
+        else:
+            _log.warning("%s held something else before; that is in %s now", folder, aside.name)
+    discard_partials(folder.parent.glob(_PARTIAL), run)
+    return manifest
 
 
-def discard(folder: Path) -> None:
-    """Remove a folder that is not a checkpoint; a failure is logged, and harmless."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        _log.warning("%s cannot be removed: %s", folder, error.strerror)
+def _numbered(
+    files: tuple[FileRecord, ...], run: str, parent: Manifest | None, run_folder: Path
+) -> Manifest:
+    """With its place among the checkpoints of the run."""
+    known = [manifest for _, manifest in _manifests(run_folder)]
+    present = {manifest.id for manifest in known}
+    before: tuple[str, ...] = ()
+    if parent is not None:
+        known.append(parent)
+        before = (*parent.line, parent.id)
+    serial = 1 + max((manifest.serial for manifest in known), default=0)
+    return Manifest(files, run, serial, tuple(name for name in before if name in present))
 
 
-def verify(folder: Path, share: slice = slice(None)) -> None:
-    """Read every file again and compare its digest; raises CheckpointError with the name of the
-    file that is missing, truncated or changed. `share`: only these of the files, by name."""
-    folder = Path(folder)
-    records = sorted(_records(folder), key=lambda record: record.name)[share]
-    _check_sizes(folder, records)
-    with ThreadPoolExecutor(max_workers=8) as threads:  # hashing leaves the GIL to the others
-        for record, digest in zip(
-            records, threads.map(lambda r: _digest(folder / r.name), records), strict=True
-        ):
-            if digest != record.blake2b:
-                raise CheckpointError(
-                    f"{folder / record.name} has changed since it was written: its digest is "
-                    f"{digest[:16]}..., and was {record.blake2b[:16]}...; use another checkpoint"
-                )
+def check_leftovers(run_folder: Path, run: str) -> None:
+    """Refuse a folder of checkpoints where something has a name that a write would need."""
+    for partial in sorted(Path(run_folder).glob(_PARTIAL)):
+        check_partial(partial, run)
 
 
 def find_latest(run_folder: Path) -> Path | None:
-    """The newest checkpoint that is complete and whose every file is as it was written.
+    """The checkpoint that was written last of those that are complete and whose every file is as
+    it was written.
 
     Reads all of it. What is skipped is logged as a warning, with the reason.
     """
@@ -147,18 +109,20 @@ def find_latest(run_folder: Path) -> Path | None:
 
 
 def whole_ones(run_folder: Path) -> list[Path]:
-    """The checkpoints whose files all have the right size, newest first; `verify` reads them."""
+    """The checkpoints whose files all have the right size, the one written last first; `verify`
+    reads them."""
     run_folder, found = Path(run_folder), []
-    for path in sorted(run_folder.glob("*.partial")):
+    for path in sorted(run_folder.glob(_PARTIAL)):
         _log.warning("skipped %s: it was never completed", path)
-    for folder in reversed(_folders(run_folder)):
+    for folder in _folders(run_folder):
         try:
-            _check_sizes(folder, _records(folder))
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest.files)
         except CheckpointError as error:
             pass_over(folder, error)
         else:
-            found.append(folder)
-    return found
+            found.append((manifest.serial, _step_of(folder), not _was_replaced(folder), folder))
+    return [folder for *_, folder in sorted(found, reverse=True)]
 
 
 def pass_over(folder: Path, error: Exception) -> None:
@@ -166,41 +130,109 @@ def pass_over(folder: Path, error: Exception) -> None:
     _log.warning("skipped %s: %s", folder, error)
 
 
-def keep(
-    run_folder: Path, keep_last: int, keep_every: int | None = None, best: int | None = None
-) -> list[Path]:
-    """Remove the checkpoints that are neither among the newest `keep_last`, nor of a step that
-    `keep_every` divides, nor of the step `best`; returns what was removed.
+def others(run_folder: Path, head: Manifest | None) -> list[Path]:
+    """The checkpoints here that `head` was not trained on from; all of them without a head."""
+    mine = set() if head is None else {*head.line, head.id}
+    found = dict(_manifests(run_folder))
+    return [
+        folder
+        for folder in _folders(run_folder)
+        if folder not in found or not _in_line(found[folder], head, mine)
+    ]
 
-    A folder that lacks a file or part of one is left alone and does not count.
+
+def keep(
+    run_folder: Path,
+    head: Manifest,
+    keep_last: int,
+    keep_every: int | None = None,
+    best: int | None = None,
+) -> list[Path]:
+    """Of the line that ends with `head`, remove the checkpoints that are neither among the newest
+    `keep_last`, nor of a step that `keep_every` divides, nor of the step `best`; returns what was
+    removed.
+
+    Those of other lines and other runs, and those that lack a file or part of one, are left alone
+    and do not count. One into whose folder somebody put a file is left alone, too.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise ConfigError(f"checkpoint.{name}={value} must be at least 1")
-    whole = [folder for folder in _folders(Path(run_folder)) if _is_whole(folder)]
-    removed = []
-    for folder in whole[:-keep_last]:
-        step = _step_of(folder)
-        if step == best or (keep_every is not None and step % keep_every == 0):
-            continue
-        # Under its own name a half-removed folder would look like a damaged checkpoint.
-        doomed = partial_of(folder)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(doomed)
+    mine = {*head.line, head.id}
+    line = [
+        (folder, manifest)
+        for folder, manifest in _manifests(run_folder)
+        if manifest.run == head.run
+        and _in_line(manifest, head, mine)
+        and _is_whole(folder, manifest)
+    ]
+    # A crash may leave what was replaced by the same.
+    in_place = {manifest.id for folder, manifest in line if not _was_replaced(folder)}
+    twins = [each for each in line if _was_replaced(each[0]) and each[1].id in in_place]
+    line = [each for each in line if each not in twins]
+
+    def is_wanted(step: int) -> bool:
+        return step == best or (keep_every is not None and step % keep_every == 0)
+
+    doomed = twins + [each for each in line[:-keep_last] if not is_wanted(_step_of(each[0]))]
+    return [
+        folder
+        for folder, manifest in doomed
+        if _is_all_ours(folder, manifest, head.run) and _retire(folder, head.run)
+    ]
+
+
+def _retire(folder: Path, run: str | None) -> bool:
+    """Remove a checkpoint. Under its own name a half-removed one would look damaged."""
+    doomed = partial_of(folder)
+    try:
+        check_partial(doomed, run)
+        if doomed.exists():
+            discard(doomed)
         folder.rename(doomed)
-        discard(doomed)
-        removed.append(folder)
-    return removed
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is no longer needed, and cannot be removed: %s", folder, error)
+        return False
+    discard(doomed)
+    return True
+
+
+def _in_line(manifest: Manifest, head: Manifest | None, line: set[str]) -> bool:
+    """Those without a serial, which no run numbered, are taken to be of one line."""
+    unknown = head is not None and manifest.serial == head.serial == 0
+    return unknown or manifest.id in line
+
+
+def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:
+    """Whether the folder holds what this run wrote and nothing else."""
+    foreign = foreign_files(folder, manifest)
+    if foreign:
+        _log.warning("%s is kept: this run did not write %s in it", folder, ", ".join(foreign))
+    return not foreign and manifest.run == run
+
+
+def _manifests(run_folder: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoints here that say what they are, oldest step first."""
+    found = [(folder, _manifest_of(folder)) for folder in _folders(run_folder)]
+    return [(folder, manifest) for folder, manifest in found if manifest is not None]
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
 
 
 def _folders(run_folder: Path) -> list[Path]:
     """The folders with a checkpoint's name, oldest step first; of one step, the replaced first."""
+    run_folder = Path(run_folder)
     if not run_folder.exists():
         return []
     if not run_folder.is_dir():
         raise CheckpointError(f"{run_folder} is a file; give the folder that holds step-*")
     found = [path for path in run_folder.iterdir() if _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (_step_of(path), not path.name.endswith(".old")))
+    return sorted(found, key=lambda path: (_step_of(path), not _was_replaced(path), path.name))
 
 
 def _step_of(folder: Path) -> int:
@@ -209,74 +241,13 @@ def _step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def _is_whole(folder: Path) -> bool:
+def _was_replaced(folder: Path) -> bool:
+    return "." in folder.name
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
     try:
-        _check_sizes(folder, _records(folder))
+        check_sizes(folder, manifest.files)
     except CheckpointError:
         return False
     return True
-
-
-def _check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
-    for record in records:
-        path = folder / record.name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be found: {error.strerror}; all nodes must share the folder, and "
-                "a checkpoint must be copied whole"
-            ) from error
-        if size != record.size:
-            raise CheckpointError(
-                f"{path} has {size:,} bytes instead of {record.size:,}; use another checkpoint"
-            )
-
-
-def _records(folder: Path) -> list[FileRecord]:
-    """What complete.json lists; it holds a digest of itself."""
-    path = folder / COMPLETE
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}; the checkpoint was never completed"
-        ) from error
-    try:
-        files = json.loads(text)["files"]
-        records = [FileRecord(name, size, digest) for name, (size, digest) in files.items()]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        records = []
-    if _render(records).encode() != text:
-        raise CheckpointError(f"{path} has changed since it was written; use another checkpoint")
-    return records
-
-
-def _render(records: Iterable[FileRecord]) -> str:
-    files = {r.name: [r.size, r.blake2b] for r in sorted(records, key=lambda r: r.name)}
-    hasher = _hasher()
-    hasher.update(json.dumps(files).encode())
-    return json.dumps({"files": files, "blake2b": hasher.hexdigest()}, indent=1) + "\n"
-
-
-def _hasher() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=32)
-
-
-def _digest(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, _hasher).hexdigest()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}; use another checkpoint"
-        ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names reach the disk with the folder, not with the file: sync it as well."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -3,7 +3,6 @@ layout that trained them."""
 
 import json
 import shutil
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -11,11 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.folders import MARK, begin, discard, partial_of, put_in_place, sync
+from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark
 from megatron_vlm.hf.names import Entry, Origin, exported
 from megatron_vlm.hf.source import HFCheckpoint
 
@@ -79,12 +81,13 @@ def export_hf(
     grid: Grid,
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
+    mark: ExportMark | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
     if grid.dp.rank == 0:
         named = gather_tensors(held, table, grid)
         if grid.leads:
-            write_folder(source, table, named, out, max_shard_bytes)
+            write_folder(source, table, named, out, max_shard_bytes, mark)
         else:
             for _ in named:
                 pass
@@ -97,36 +100,36 @@ def write_folder(
     named: Iterable[tuple[str, Tensor | None]],
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
+    mark: ExportMark | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint folder: shards and index, and every other file of the source
     (config, tokenizer, image processor, chat template) unchanged. Tensors keep their dtype.
 
-    Written under a temporary name beside `out` and renamed when complete.
+    Written under a temporary name beside `out` and renamed when complete. With a `mark` it takes
+    the place of an earlier export of the same run.
     """
     out = Path(out)
-    check_new(out)
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    run = None if mark is None else mark.run
+    check_replaceable(out, run)
     try:
-        writer = _ShardWriter(source, table, temporary, max_shard_bytes)
+        partial = begin(out, run)
+        writer = _ShardWriter(source, table, partial, max_shard_bytes)
         for name, tensor in named:
             assert tensor is not None
             writer.add(name, tensor)
         writer.finish()
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        finish_mark(partial, mark)
+        for path in partial.iterdir():
+            sync(path)
+        check_replaceable(out, run)
+        if (former := put_in_place(out)) is not None:
+            discard(former)
+    except (OSError, SafetensorError) as error:
+        discard(partial_of(out))
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{out} cannot be written: {error.strerror or error}; free space there or give "
-            "another folder"
+            f"{out} cannot be written: {reason}; free space there or give another folder"
         ) from error
-
-
-def check_new(out: Path) -> None:
-    """Refuse to export into a folder that already holds something."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not empty; choose a new folder for the export")
 
 
 class _ShardWriter:
@@ -138,7 +141,6 @@ class _ShardWriter:
     def __init__(self, source: HFCheckpoint, table: Sequence[Entry], folder: Path, max_bytes: int):
         self.source = source
         self.folder = folder
-        self.folder.mkdir(parents=True)
         self.shard_of, self.total_bytes = plan_shards(source, table, max_bytes)
         self.left = Counter(self.shard_of.values())
         self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
@@ -164,7 +166,7 @@ class _ShardWriter:
             text = json.dumps(index, indent=2) + "\n"
             (self.folder / "model.safetensors.index.json").write_text(text)
         for file in self.source.path.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name != MARK:
                 shutil.copyfile(file, self.folder / file.name)
 
 

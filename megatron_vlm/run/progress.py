@@ -16,7 +16,8 @@ class Progress:
     step: int = 0
     position: Position = field(default_factory=Position)
     data: str = ""  # digest of what the order of samples depends on
-    best: float | None = None  # of checkpoint.best
+    best_of: str | None = None  # the score that `best` is of: checkpoint.best
+    best: float | None = None
     best_step: int | None = None
 
     def better(
@@ -27,11 +28,10 @@ class Progress:
         if wanted != name or not math.isfinite(scores[score]):
             return self
         least = score == "loss"
-        if self.best is not None and (
-            scores[score] >= self.best if least else scores[score] <= self.best
-        ):
+        known = self.best if self.best_of == checkpoint.best else None
+        if known is not None and (scores[score] >= known if least else scores[score] <= known):
             return self
-        return replace(self, best=scores[score], best_step=self.step)
+        return replace(self, best_of=checkpoint.best, best=scores[score], best_step=self.step)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

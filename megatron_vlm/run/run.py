@@ -1,7 +1,7 @@
 """All that a training run holds on one rank, opened in order and closed in order."""
 
 import importlib.metadata
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.processes import start_server
-from megatron_vlm.distributed.agree import Signals, Vote, job_store
+from megatron_vlm.distributed.agree import Signals, Vote, agree, job_store
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
+from megatron_vlm.hf.export_mark import read_export_mark
 from megatron_vlm.hf.stages import layout_table, stage_reports
+from megatron_vlm.run.folder import held_folder
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.meter import Guard, Meter
 from megatron_vlm.run.profiler import Profiler
@@ -30,6 +32,9 @@ class Run:
     def __init__(self, cfg: Config, signals: Signals, opened: ExitStack):
         """Model and data, and what an earlier run of this folder has done. `opened` closes it."""
         opened.callback(signals.restore)
+        run_id = None
+        if int(os.environ.get("RANK", "0")) == 0:  # before anything that takes long
+            run_id = opened.enter_context(held_folder(cfg))
         if cfg.data.num_workers:
             start_server()  # it imports while the model is built
         self.cfg, self.signals = cfg, signals
@@ -43,10 +48,9 @@ class Run:
         self.examiner = Examiner(worker, cfg, self.watchdog.alive)
         self.total_steps = self.feeder.total_steps()
         self.at(0, "resuming")
-        self.saver = Saver(cfg, worker, self.feeder.fingerprint)
-        self.progress, origin = self.saver.resume()
+        self.saver = Saver(cfg, worker, self.feeder.fingerprint, run_id)
+        self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
-        self.evaluated_step = -1
         self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
         opened.callback(self.log.close)
@@ -54,8 +58,8 @@ class Run:
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), Guard(cfg)
         self._announce()
-        if origin is not None:
-            self.log.event(self.resumed_step, f"resumed from {origin}")
+        for remark in self.saver.remarks:
+            self.log.event(self.resumed_step, remark)
 
     @staticmethod
     @contextmanager
@@ -107,17 +111,14 @@ class Run:
             self.log.event(step, warning)
 
     def evaluate_if_due(self) -> None:
-        """After a step. The last one is evaluated in `finish`."""
-        every = self.cfg.eval.every
-        if every is not None and self.progress.step % every == 0:
+        """After a step, and before it is saved: its checkpoint knows whether it is the best."""
+        every, step = self.cfg.eval.every, self.progress.step
+        if step == self.total_steps or (every is not None and step % every == 0):
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Score every held-out set, unless this step has been scored; it may be the best so far."""
+        """Score every held-out set; it may be the best so far."""
         step = self.progress.step
-        if self.evaluated_step == step:
-            return
-        self.evaluated_step = step
         self.at(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
@@ -142,31 +143,39 @@ class Run:
         self.at(self.progress.step, "checkpoint")
         self.saver.save(self.progress)
         self.saver.finish()
+        resume = self.cfg.checkpoint.resume
+        how = "" if resume == "auto" else f" with checkpoint.resume=auto instead of {resume}"
         self.log.event(
             self.progress.step,
-            f"stopped by a signal after {self.progress.step} steps; start again to resume",
+            f"stopped by a signal after {self.progress.step} steps; start again{how} to resume",
         )
 
     def finish(self) -> None:
-        """After the last step: its scores, its checkpoint, the weights for everybody else."""
-        if self.resumed_step < self.progress.step or self.progress.step == 0:
-            self.evaluate()
-        self.at(self.progress.step, "checkpoint")
+        """After the last step: its checkpoint, and the weights for everybody else."""
+        step = self.progress.step
+        if step == self.resumed_step:
+            beyond = f", more than the {self.total_steps} asked for" * (step > self.total_steps)
+            self.log.event(step, f"nothing was left to train: {step} steps are done{beyond}")
+        self.at(step, "checkpoint")
         self.saver.save(self.progress)
         self.saver.finish()
-        if self.cfg.checkpoint.export:
-            self._export(Path(self.cfg.run) / "export")
+        self._export(Path(self.cfg.run) / "export")
         if text := self.feeder.faults():
             self.log.say(text)
         if self.cfg.log.report and self.log.speaks:
             self.log.say(f"report: {write_report(Path(self.cfg.run))}")
 
     def _export(self, target: Path) -> None:
-        self.at(self.progress.step, "export", patient=True)
-        if self.progress.step == self.resumed_step and target.is_dir():
-            self.log.say(f"nothing was left to train; {target} is as it was")
+        """Unless it is there already."""
+        mark, there = self.saver.export_mark(), read_export_mark(target)
+        is_current = self.log.speaks and there is not None and there == mark
+        if not self.cfg.checkpoint.export:
+            if there is not None and not is_current:
+                self.log.say(f"{target} is still of step {there.step}: checkpoint.export=false")
             return
-        if dist.get_rank() == 0 and target.is_dir():  # of fewer steps
-            shutil.rmtree(target)
-        self.worker.export_hf(str(target))
-        self.log.say(f"exported to {target}")
+        if agree(int(is_current), self.worker.platform.device):
+            self.log.say(f"{target} is of step {self.progress.step} already")
+            return
+        self.at(self.progress.step, "export", patient=True)
+        self.worker.export_hf(str(target), mark)
+        self.log.say(f"exported to {target}, of step {self.progress.step}")

@@ -6,28 +6,32 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_vlm.checkpoint import store
+from megatron_vlm.checkpoint.export import mark_of
+from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.state import PendingSave, find_latest, load, save
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import agree
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.worker import MegatronWorker
 
 
 class Saver:
-    """The checkpoints in cfg.run/checkpoints."""
+    """The checkpoints in cfg.run/checkpoints. `run`: the id of the run, on rank 0."""
 
-    def __init__(self, cfg: Config, worker: MegatronWorker, data: str):
-        self.cfg, self.worker, self.data = cfg, worker, data
+    def __init__(self, cfg: Config, worker: MegatronWorker, data: str, run: str | None):
+        self.cfg, self.worker, self.data, self.run = cfg, worker, data, run
         self.folder = Path(cfg.run) / "checkpoints"
         self.pending: PendingSave | None = None
         self.best_step: int | None = None
         self.saved_step = -1
+        self.head: Manifest | None = None  # on rank 0: the checkpoint that training goes on from
+        self.remarks: list[str] = []  # on rank 0: what a person should know of the resume
 
-    def resume(self) -> tuple[Progress, str | None]:
-        """Resume as checkpoint.resume says: the progress, and the checkpoint it came from. A
-        collective."""
+    def resume(self) -> Progress:
+        """Resume as checkpoint.resume says. A collective."""
         # After a failure a run resumes from its own checkpoints, however it was started. Under
         # torchrun each machine counts its own restarts.
         device = self.worker.platform.device
@@ -37,7 +41,9 @@ class Saver:
         if asked == "never":
             self._check_unused()
         if asked == "never" or origin is None:
-            return Progress(data=self.data), None
+            if dist.get_rank() == 0 and any(store.others(self.folder, None)):
+                self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
+            return Progress(data=self.data)
         progress = Progress.from_json(load(self.worker, origin, verified=asked == "auto"))
         if progress.data != self.data:
             raise CheckpointError(
@@ -46,10 +52,22 @@ class Saver:
                 f"from its weights: megatron-vlm export {origin} DIR, model.path=DIR"
             )
         self.best_step, self.saved_step = progress.best_step, progress.step
-        return progress, str(origin)
+        if dist.get_rank() == 0:
+            self._go_on_from(origin)
+        return progress
+
+    def _go_on_from(self, origin: Path) -> None:
+        self.head = read_manifest(origin)
+        self.remarks.append(f"resumed from {origin}")
+        left = [folder.name for folder in store.others(self.folder, self.head)]
+        if left:
+            self.remarks.append(
+                f"{', '.join(left)} in {self.folder}: of another line than {origin.name}, or "
+                "damaged; kept, but not used from here on"
+            )
 
     def _check_unused(self) -> None:
-        """Checkpoints of two runs in one folder could not be told apart."""
+        """A new run beside the checkpoints of an earlier one is likely to be a mistake."""
         if any(self.folder.glob("step-*")):
             raise CheckpointError(
                 f"{self.folder} has checkpoints of an earlier run, and checkpoint.resume=never "
@@ -65,25 +83,29 @@ class Saver:
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        progress = replace(progress, data=self.data)
+        content = replace(progress, data=self.data).to_json()
         async_save = self.cfg.checkpoint.async_save
-        self.pending = save(self.worker, target, progress.to_json(), async_save)
+        self.pending = save(self.worker, target, content, async_save, self.run, self.head)
         self.saved_step, self.best_step = progress.step, progress.best_step
         self.poll()
 
     def poll(self) -> None:
         """Complete the checkpoint that was begun, if every rank is done writing. A collective."""
         if self.pending is not None and self.pending.finish(blocking=False):
-            self._completed()
+            self._completed(self.pending)
 
     def finish(self) -> None:
         """Wait until the checkpoint that was begun is complete. A collective."""
         if self.pending is not None:
             self.pending.finish()
-            self._completed()
+            self._completed(self.pending)
 
-    def _completed(self) -> None:
+    def export_mark(self) -> ExportMark | None:
+        """What an export of the present weights says of itself, on rank 0."""
+        return None if self.head is None else mark_of(self.head, self.saved_step)
+
+    def _completed(self, saved: PendingSave) -> None:
         self.pending = None
-        if dist.get_rank() == 0:
-            keep = self.cfg.checkpoint
-            store.keep(self.folder, keep.keep_last, keep.keep_every, self.best_step)
+        if saved.manifest is not None:  # on rank 0
+            self.head, rules = saved.manifest, self.cfg.checkpoint
+            store.keep(self.folder, self.head, rules.keep_last, rules.keep_every, self.best_step)

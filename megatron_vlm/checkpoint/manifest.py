@@ -1,0 +1,171 @@
+"""complete.json: what a checkpoint's files are, who wrote them, and which checkpoints came before.
+
+A file's digest tells whether it is as it was written; the digest of complete.json itself is in it.
+Files only: no torch, no collectives.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.folders import MARK, sync
+
+COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What is known about a written file."""
+
+    name: str
+    size: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of complete.json. What no run has written says nothing but its files, nor does
+    what earlier versions wrote."""
+
+    files: tuple[FileRecord, ...]
+    run: str | None = None  # the id of the run that wrote it
+    serial: int = 0  # counts what was written to the folder of checkpoints, whatever the step
+    line: tuple[str, ...] = ()  # the ids of those in the folder that it was trained on from
+
+    @property
+    def id(self) -> str:
+        """The same for the same files."""
+        return _digest_of(_sizes_and_digests(self.files))
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write, digest and fsync a file."""
+    hasher, size = _hasher(), 0
+    try:
+        with open(path, "wb") as file:
+            for chunk in chunks:
+                hasher.update(chunk)
+                file.write(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror}, after {size:,} bytes; free space there "
+            "or give another folder. No earlier checkpoint was touched"
+        ) from error
+    return FileRecord(path.name, size, hasher.hexdigest())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write complete.json; every file that it lists must be there."""
+    check_sizes(folder, manifest.files)
+    write_file(folder / COMPLETE, [_render(manifest).encode()])
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read complete.json; CheckpointError where there is none, or it has changed."""
+    path = folder / COMPLETE
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; the checkpoint was never completed"
+        ) from error
+    try:
+        manifest = _parse(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        manifest = Manifest(())
+    if _render(manifest).encode() != text:
+        raise CheckpointError(f"{path} has changed since it was written; use another checkpoint")
+    return manifest
+
+
+def check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
+    """Refuse a folder that lacks a file or part of one."""
+    for record in records:
+        path = folder / record.name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be found: {error.strerror}; all nodes must share the folder, and "
+                "a checkpoint must be copied whole"
+            ) from error
+        if size != record.size:
+            raise CheckpointError(
+                f"{path} has {size:,} bytes instead of {record.size:,}; use another checkpoint"
+            )
+
+
+def verify(folder: Path, share: slice = slice(None)) -> None:
+    """Read every file again and compare its digest; raises CheckpointError with the name of the
+    file that is missing, truncated or changed. `share`: only these of the files, by name."""
+    folder = Path(folder)
+    records = sorted(read_manifest(folder).files, key=lambda record: record.name)[share]
+    check_sizes(folder, records)
+    with ThreadPoolExecutor(max_workers=8) as threads:  # hashing leaves the GIL to the others
+        for record, digest in zip(
+            records, threads.map(lambda r: _digest(folder / r.name), records), strict=True
+        ):
+            if digest != record.blake2b:
+                raise CheckpointError(
+                    f"{folder / record.name} has changed since it was written: its digest is "
+                    f"{digest[:16]}..., and was {record.blake2b[:16]}...; use another checkpoint"
+                )
+
+
+def foreign_files(folder: Path, manifest: Manifest) -> list[str]:
+    """The names in a checkpoint's folder that are not the checkpoint's."""
+    known = {MARK, COMPLETE, *(record.name for record in manifest.files)}
+    return sorted(path.name for path in folder.iterdir() if path.name not in known)
+
+
+def _parse(raw: dict[str, Any]) -> Manifest:
+    files = tuple(FileRecord(name, size, digest) for name, (size, digest) in raw["files"].items())
+    if "serial" not in raw:
+        return Manifest(files)
+    return Manifest(files, raw["run"], raw["serial"], tuple(raw["line"]))
+
+
+def _render(manifest: Manifest) -> str:
+    content: dict[str, Any] = {"files": _sizes_and_digests(manifest.files)}
+    if not manifest.serial:
+        return _text(content | {"blake2b": manifest.id})
+    content |= {"run": manifest.run, "serial": manifest.serial, "line": list(manifest.line)}
+    return _text(content | {"blake2b": _digest_of(content)})
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _sizes_and_digests(files: Iterable[FileRecord]) -> dict[str, Any]:
+    return {r.name: [r.size, r.blake2b] for r in sorted(files, key=lambda r: r.name)}
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    hasher = _hasher()
+    hasher.update(json.dumps(content).encode())
+    return hasher.hexdigest()
+
+
+def _hasher() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=32)
+
+
+def _digest(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, _hasher).hexdigest()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; use another checkpoint"
+        ) from error

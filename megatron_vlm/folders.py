@@ -1,0 +1,143 @@
+"""Folders that this program writes. They appear whole or not at all, and what others have put
+there is never removed.
+
+    NAME           complete
+    NAME.partial   being written, or what a crash left of it
+    NAME.aside1    what had the name before, where it is not ours to remove
+
+A mark in each, megatron_vlm.json, has the id of the run that wrote it.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import CheckpointError
+
+MARK = "megatron_vlm.json"
+_NEW_MARK = MARK + ".new"
+_log = logging.getLogger(__name__)
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a folder is while it is being written."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def write_mark(folder: Path, run: str | None, **facts: Any) -> None:
+    """Mark the folder, in place of a mark that it may have. `run` is None for what was not written
+    by a training run."""
+    new = folder / _NEW_MARK
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(json.dumps({"run": run, **facts}, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(folder / MARK)
+    sync(folder)
+
+
+def read_mark(folder: Path) -> dict[str, Any] | None:
+    """The mark of a folder; None where there is none that can be read."""
+    try:
+        mark = json.loads((folder / MARK).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return mark if isinstance(mark, dict) and "run" in mark else None
+
+
+def begin(folder: Path, run: str | None) -> Path:
+    """Make the marked empty folder to write into. What a crash left of it is removed, if this run
+    has written it."""
+    partial = partial_of(folder)
+    check_partial(partial, run)
+    try:
+        if partial.exists():
+            _remove(partial)
+        partial.mkdir(parents=True)
+        write_mark(partial, run)
+    except OSError as error:
+        raise CheckpointError(
+            f"{partial} cannot be created: {error.strerror}; give a folder that can be written to"
+        ) from error
+    return partial
+
+
+def check_partial(partial: Path, run: str | None) -> None:
+    """Refuse to write where something is that this run did not write."""
+    if partial.is_dir() and not _is_ours(partial, run):
+        raise CheckpointError(
+            f"{partial} is in the way, and this run did not write it: move it somewhere else"
+        )
+
+
+def put_in_place(folder: Path) -> Path | None:
+    """Turn the partial folder into the complete one. What had its name before, if anything, is put
+    aside and returned."""
+    aside = None
+    try:
+        if folder.exists():
+            aside = _free_name(folder)
+            folder.rename(aside)
+        partial_of(folder).rename(folder)
+        sync(folder.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{partial_of(folder)} is complete but cannot be renamed to {folder.name}: "
+            f"{error.strerror}; the folder that it is in must allow renaming"
+        ) from error
+    return aside
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that is ours; a failure is logged, and harmless."""
+    try:
+        _remove(folder)
+    except OSError as error:
+        _log.warning("%s cannot be removed: %s", folder, error.strerror)
+
+
+def discard_partials(paths: Iterable[Path], run: str | None) -> None:
+    """Remove those of these partial folders that this run wrote."""
+    for path in paths:
+        if path.is_dir() and _is_ours(path, run):
+            discard(path)
+
+
+def sync(folder: Path) -> None:
+    """Names reach the disk with the folder, not with the file: sync it as well."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_ours(partial: Path, run: str | None) -> bool:
+    """Whether the mark says so, or a crash came before the mark was written or after all but the
+    mark was removed."""
+    if {path.name for path in partial.iterdir()} <= {MARK, _NEW_MARK}:
+        return True
+    mark = read_mark(partial)
+    return mark is not None and mark["run"] == run
+
+
+def _remove(folder: Path) -> None:
+    """The mark goes last: after a crash in between, the rest can still be told to be ours."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARK:
+            path.unlink()
+    (folder / MARK).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def _free_name(folder: Path) -> Path:
+    number = 1
+    while (path := folder.with_name(f"{folder.name}.aside{number}")).exists():
+        number += 1
+    return path

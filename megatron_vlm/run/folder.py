@@ -1,0 +1,81 @@
+"""The folder of a run: marked as the run's, and held by one job at a time."""
+
+import errno
+import fcntl
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megatron_vlm.checkpoint.store import check_leftovers
+from megatron_vlm.config import to_yaml
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import restarts
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.folders import MARK, check_partial, partial_of, read_mark, write_mark
+from megatron_vlm.hf.export_mark import check_replaceable
+
+# What a run writes over or adds to.
+_OURS = ("config.yaml", "metrics.jsonl", "examples.json", "report.html", "predictions")
+_PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
+_PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks back late
+
+
+@contextmanager
+def held_folder(cfg: Config) -> Iterator[str]:
+    """Claim cfg.run, made if need be, and write config.yaml into it; gives the id of the run. What
+    others put where the run would write is refused. On one rank."""
+    folder = Path(cfg.run)
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            run = _id_of(folder)
+            held.enter_context(_lock(folder))
+            check_leftovers(folder / "checkpoints", run)
+            if cfg.checkpoint.export:
+                check_partial(partial_of(folder / "export"), run)
+                check_replaceable(folder / "export", run)
+            (folder / "config.yaml").write_text(to_yaml(cfg))
+        except OSError as error:
+            raise ConfigError(
+                f"run={cfg.run} cannot be written: {error.strerror}; give another folder"
+            ) from error
+        yield run
+
+
+def _id_of(folder: Path) -> str:
+    mark = read_mark(folder)
+    if mark is None or mark.get("kind") != "run":
+        if taken := [name for name in (*_OURS, MARK) if (folder / name).exists()]:
+            raise ConfigError(
+                f"run={folder} is not the folder of a run, and {taken[0]} is in it, which a run "
+                "would write over; give another folder"
+            )
+        write_mark(folder, uuid.uuid4().hex, kind="run")
+        mark = read_mark(folder)  # of two jobs that begin at once, both get the same
+    assert mark is not None
+    return str(mark["run"])
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One job at a time writes a run. The lock ends with the process at the latest."""
+    with open(folder / MARK, "rb") as file:
+        until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"run={folder} is being written by another job: wait for it, stop it, or give "
+                    "another folder"
+                )
+            time.sleep(0.1)
+        yield
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK  # or this file system has no locks
+    return True

@@ -1,0 +1,198 @@
+# .venv/bin/python -m pytest tests/test_run_folder.py
+"""Ordinary sequences of commands on one run folder: no checkpoint is lost, no export is of other
+weights than it says, nothing of others is touched. test_sequences.py plays random ones."""
+
+import fcntl
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.folders import MARK
+from tests.sets import write_set
+from tests.test_train import go_pooled, steps_of
+
+
+class Folder:
+    """A run folder, and what is done to it."""
+
+    def __init__(self, root: Path, pool, model: str):
+        self.root, self.pool, self.model = root, pool, model
+        self.run = root / "run"
+        self.checkpoints = self.run / "checkpoints"
+
+    def train(self, steps: int, *more: str, status: int = 0, **keys: object) -> str:
+        """What it says. Keys with __ for the dot."""
+        words = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
+        last = ("parallel.pp=1", f"train.steps={steps}", *more, *words)
+        done, out, err = go_pooled(self.pool, 1, self.root, self.model, "run", *last)
+        assert done == status, err
+        return out + err
+
+    def names(self) -> list[str]:
+        return sorted(path.name.removeprefix("step-000000") for path in self.checkpoints.iterdir())
+
+    def flip(self, step: int) -> None:
+        """One bit in the weights of a checkpoint."""
+        path = self.step(step) / "rank-00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    def step(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def exported(self) -> tuple[int, str]:
+        """The step and the checkpoint that the export says it is of."""
+        mark = json.loads((self.run / "export" / MARK).read_text())
+        return mark["step"], mark["checkpoint"]
+
+    def check_export(self, step: int) -> None:
+        """It says so, and every byte is that of the command's export of this checkpoint."""
+        assert self.exported()[0] == step
+        other = self.root / f"export-of-{step}"
+        shutil.rmtree(other, ignore_errors=True)
+        export_checkpoint(str(self.step(step)), str(other))
+        ours = {path.name: path.read_bytes() for path in (self.run / "export").iterdir()}
+        assert ours == {path.name: path.read_bytes() for path in other.iterdir()}
+
+
+@pytest.fixture
+def folder(tmp_path, pool, tiny):
+    write_set(tmp_path)
+    return Folder(tmp_path, pool, tiny())
+
+
+def test_an_export_is_of_the_last_checkpoint(folder):
+    folder.train(3)
+    folder.check_export(3)
+    assert "export is still of step 3" in folder.train(6, checkpoint__export="false")
+    assert folder.exported()[0] == 3
+    said = folder.train(6)
+    assert "nothing was left to train: 6 steps are done" in said and "of step 6" in said
+    folder.check_export(6)
+    assert "export is of step 6 already" in folder.train(6)
+    # One that has lost a file is no export.
+    (folder.run / "export" / "config.json").unlink()
+    folder.train(6)
+    folder.check_export(6)
+    assert "6 steps are done, more than the 3 asked for" in folder.train(3)
+    folder.check_export(6)
+    # A run in another folder that has nothing left to do exports what it was told to begin with.
+    folder.run = folder.root / "other"
+    folder.train(3, f"run={folder.run}", checkpoint__resume=folder.step(3))
+    assert folder.exported()[0] == 3 and not (folder.run / "checkpoints").exists()
+
+
+def test_damage_to_all_checkpoints_costs_no_new_ones(folder):
+    folder.train(6)
+    for step in (3, 6):
+        folder.flip(step)
+    said = folder.train(9, "checkpoint.every=1", checkpoint__keep_last=3)
+    assert "can be used: starting anew" in said
+    assert [line["step"] for line in steps_of(folder.run)[6:]] == list(range(9))
+    assert folder.names() == ["03.aside1", "06.aside1", "07", "08", "09"]
+    folder.check_export(9)
+    assert "resumed from" in folder.train(10) and folder.exported()[0] == 10
+
+
+def test_a_line_that_was_left_is_not_gone_on_from(folder):
+    folder.train(9, checkpoint__keep_last=5)
+    lr, start = "optim.lr=1e-5", folder.step(3)  # a line with other weights
+    said = folder.train(6, lr, checkpoint__resume=start)
+    assert f"step-00000006, step-00000009 in {folder.checkpoints}: of another line" in said
+    assert folder.names() == ["03", "06", "06.aside1", "09"]
+    folder.check_export(6)
+    said = folder.train(9, lr)
+    assert f"resumed from {folder.step(6)}" in said
+    assert folder.names() == ["06", "06.aside1", "09", "09.aside1"]
+    folder.check_export(9)
+    # Where the newest is damaged, the one before it in the same line is taken.
+    folder.flip(9)
+    said = folder.train(12, lr)
+    assert f"resumed from {folder.step(6)}" in said and "step-00000009" in said
+    folder.check_export(12)
+
+
+def test_the_best_is_known_where_it_is_the_last_step(folder):
+    keys = {"data__eval": folder.root / "train.jsonl", "checkpoint__best": "train/loss"}
+    folder.train(3, checkpoint__keep_last=1, **keys)
+    assert best(folder.step(3))["best_step"] == 3
+    folder.train(9, checkpoint__keep_last=1, optim__lr=30, **keys)  # it gets worse
+    assert folder.names() == ["03", "09"]
+    assert best(folder.step(9)) == best(folder.step(3))
+    # What was the best by another score is not compared with.
+    folder.train(12, checkpoint__keep_last=1, **keys | {"checkpoint__best": "train/token_accuracy"})
+    assert best(folder.step(12))["best_of"] == "train/token_accuracy"
+    assert best(folder.step(12))["best_step"] == 12
+
+
+def best(checkpoint: Path) -> dict:
+    progress = json.loads((checkpoint / "state.json").read_text())["progress"]
+    return {key: value for key, value in progress.items() if key.startswith("best")}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ("run/export/thesis.txt", "export is not empty"),
+        ("run/export.partial/thesis.txt", "export.partial is in the way"),
+        ("run/checkpoints/step-00000003.partial/thesis.txt", "00003.partial is in the way"),
+        ("run/config.yaml", "is not the folder of a run, and config.yaml is in it"),
+        ("run/predictions/eval.jsonl", "is not the folder of a run, and predictions is in it"),
+    ],
+)
+def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, folder):
+    path = folder.root / theirs
+    path.parent.mkdir(parents=True)
+    path.write_text("years of work")
+    assert words in folder.train(3, status=2)
+    assert path.read_text() == "years of work" and not (folder.run / "metrics.jsonl").exists()
+
+
+def test_what_others_put_into_a_run_stays(folder):
+    """Beside what is written it does not matter; inside an export it is refused."""
+    kept = ["notes.txt", "checkpoints/notes.partial/note", "checkpoints/step-00000003/note"]
+    folder.train(3, checkpoint__keep_last=1)
+    for name in kept:
+        (folder.run / name).parent.mkdir(exist_ok=True)
+        (folder.run / name).write_text(name)
+    folder.train(9, checkpoint__keep_last=1)
+    assert folder.names() == ["03", "09", "notes.partial"]
+    assert [(folder.run / name).read_text() for name in kept] == kept
+    edited = folder.run / "export" / "config.json"
+    edited.write_text(edited.read_text() + " ")
+    assert "this run did not write config.json as it is there now" in folder.train(12, status=2)
+    folder.train(12, checkpoint__export="false")
+    assert edited.read_text().endswith(" ")
+    # Neither an export nor a checkpoint is the folder of a run, though each has a mark.
+    said = folder.train(3, f"run={folder.step(9)}", status=2)
+    assert "is not the folder of a run" in said and "config.yaml is in it" in said
+
+
+def test_one_job_at_a_time(folder):
+    folder.train(3)
+    before = (folder.run / "config.yaml").read_text()
+    with open(folder.run / MARK) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "is being written by another job" in folder.train(4, status=2)
+    assert (folder.run / "config.yaml").read_text() == before
+    folder.train(4)
+
+
+def test_a_crash_while_exporting_leaves_the_former_one(folder):
+    """Left: what was written of the new one, which the next start removes."""
+    folder.train(3)
+    partial = folder.run / "export.partial"
+    shutil.copytree(folder.run / "export", partial)
+    folder.check_export(3)
+    weights = load_file(folder.run / "export" / "model.safetensors")
+    folder.train(6)
+    folder.check_export(6)
+    assert not partial.exists()
+    moved = load_file(folder.run / "export" / "model.safetensors")
+    assert not any(torch.equal(moved[name], weights[name]) for name in weights)
