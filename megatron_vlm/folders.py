@@ -92,6 +92,13 @@ def put_in_place(folder: Path) -> Path | None:
     return aside
 
 
+def asides_of(folder: Path) -> list[Path]:
+    """What had the name of this folder before and is still there."""
+    if not folder.parent.is_dir():
+        return []
+    return sorted(p for p in folder.parent.iterdir() if p.name.startswith(f"{folder.name}.aside"))
+
+
 def discard(folder: Path) -> None:
     """Remove a folder that is ours; a failure is logged, and harmless."""
     try:

@@ -124,7 +124,7 @@ class CheckpointConfig:
     """What is kept of a run, and where it resumes."""
 
     every: int | None = None  # steps; null: only at the end
-    resume: str = "auto"  # auto (the newest complete one of this run) | never | a folder
+    resume: str = "auto"  # auto (the one this run completed last) | never | a folder
     keep_last: int = 2  # number of newest checkpoints to keep
     keep_every: int | None = None  # steps; checkpoints at multiples of it are never deleted
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.folders import MARK, begin, discard, partial_of, put_in_place, sync
-from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark
+from megatron_vlm.folders import MARK, asides_of, begin, discard, partial_of, put_in_place, sync
+from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.names import Entry, Origin, exported
 from megatron_vlm.hf.source import HFCheckpoint
 
@@ -122,7 +122,8 @@ def write_folder(
         for path in partial.iterdir():
             sync(path)
         check_replaceable(out, run)
-        if (former := put_in_place(out)) is not None:
+        put_in_place(out)
+        for former in filter(lambda path: is_replaceable(path, run), asides_of(out)):
             discard(former)
     except (OSError, SafetensorError) as error:
         discard(partial_of(out))

@@ -57,5 +57,14 @@ def check_replaceable(folder: Path, run: str | None) -> None:
             )
 
 
+def is_replaceable(folder: Path, run: str | None) -> bool:
+    """Whether it holds nothing but an earlier export of this run."""
+    try:
+        check_replaceable(folder, run)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _content(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != MARK]

@@ -1,0 +1,492 @@
+# .venv/bin/python -m pytest tests/test_sequences.py
+"""Random sequences of commands on one run folder: train, stop, kill, resume, damage, export, and
+files that others put there. After each: every checkpoint and every export has the weights of the
+step that it says, nothing that is still needed is gone, and nothing of others is touched.
+
+A step here computes nothing: it adds the run's `stride` to every weight. So the weights tell which
+steps led to them. Everything else is the real run, in processes of its own.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from safetensors.torch import load_file
+
+from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.checkpoint.pieces import PieceReader
+from megatron_vlm.distributed.process import guarded
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.folders import MARK
+from tests.chats import say, text
+from tests.pool import Pool
+
+SCALE = 2.0**-10  # strides are whole multiples: sums are exact
+LAYOUTS = {"1": (1, ""), "pp2": (2, "parallel.pp=2"), "tp2": (2, "parallel.tp=2")}
+STATUS_KILLED = -9
+
+
+@dataclass(frozen=True)
+class Command:
+    """A start of the trainer."""
+
+    steps: int
+    stride: int
+    every: int | None
+    keep_last: int
+    export: bool
+    evaluate: bool
+    async_save: bool
+    layout: str
+    stop_at: int | None  # a signal comes in this step
+    kill_at: int | None  # rank 0 is killed before it does this to the file system
+
+    def words(self, root: Path, model: str, resume: str) -> list[str]:
+        keys = {
+            "model": "tiny_cpu",
+            "model.path": model,
+            "data.train": root / "chats.jsonl",
+            "data.cache_dir": root / "cache",
+            "data.num_workers": 0,
+            "run": root / "run",
+            "train.steps": self.steps,
+            "train.global_batch_size": 2,
+            "checkpoint.every": "null" if self.every is None else self.every,
+            "checkpoint.keep_last": self.keep_last,
+            "checkpoint.export": str(self.export).lower(),
+            "checkpoint.async_save": str(self.async_save).lower(),
+            "checkpoint.resume": resume,
+            "log.report": "false",
+        }
+        words = [f"{key}={value}" for key, value in keys.items()]
+        if self.evaluate:
+            words += [f"data.eval={root / 'chats.jsonl'}", "checkpoint.best=chats/loss"]
+        return words + [word for word in [LAYOUTS[self.layout][1]] if word]
+
+
+def play(words: list[str], stride: int, stop_at: int | None, kill_at: int | None) -> Any:
+    """One rank of a run whose steps only count; its exit status and words."""
+    from megatron_vlm import train
+    from megatron_vlm.distributed.agree import Signals
+
+    signals = Signals()
+    saved = {name: getattr(os, name) for name in ("rename", "replace", "mkdir", "unlink", "rmdir")}
+    real_step = train.train_step
+    train.train_step = lambda run, step: count_up(run, step, stride, stop_at)
+    try:
+        if kill_at is not None and os.environ["RANK"] == "0":
+            count = iter(range(kill_at))
+            for name, function in saved.items():
+                setattr(os, name, mortal(function, count))
+        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+            status = guarded(lambda words: train.run_train(words, signals), words)
+    finally:
+        train.train_step = real_step
+        for name, function in saved.items():
+            setattr(os, name, function)
+        signals.restore()
+    return status, out.getvalue() + err.getvalue()
+
+
+def mortal(function: Any, count: Any) -> Any:
+    """Kills the process where the count is at its end."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(count, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def count_up(run: Any, step: int, stride: int, stop_at: int | None) -> None:
+    """A step without a forward pass. The head's first row counts twice, so that the loss of an
+    evaluation depends on the weights."""
+    from megatron_vlm.family.sizes import Part
+    from megatron_vlm.worker import StepMetrics
+
+    if step == stop_at:
+        run.signals.received = signal.SIGTERM
+    batch = run.next_batch()
+    for entry, param in run.worker.held.items():
+        before = param.data.flatten()[-1].item() if step else 0.0
+        param.data.fill_(before + stride * SCALE)
+        if entry.part is Part.head and run.worker.grid.tp.rank == 0:
+            param.data[0] *= 2
+    run.record(step, batch, StepMetrics(1.0, 1), 1.0, 1.0)
+
+
+@dataclass
+class Known:
+    """A checkpoint, as it must be."""
+
+    id: str
+    step: int
+    value: int
+    line: tuple[str, ...]  # ids of those that it was trained on from, in any folder
+    content: str  # a digest of its files; another after damage
+    damaged: bool = False
+    counts: bool = True  # nobody reads all bytes of what is not resumed from: a flip is not seen
+    foreign: bool = False  # somebody put a file there
+    number: int = 0  # in the order in which they were written
+
+
+@dataclass
+class Notes:
+    """What the world must look like."""
+
+    checkpoints: dict[str, Known] = field(default_factory=dict)  # on the disk, by id
+    past: dict[str, Known] = field(default_factory=dict)  # all there ever were
+    foreign: dict[Path, str] = field(default_factory=dict)
+    said: str = ""
+
+
+class Sequences(RuleBasedStateMachine):
+    """See the module."""
+
+    def __init__(self, pool: Pool, model: str, template: Path):
+        super().__init__()
+        self.pool, self.model = pool, model
+        self.root = Path(tempfile.mkdtemp(dir=template))
+        shutil.copyfile(template / "chats.jsonl", self.root / "chats.jsonl")
+        (self.root / "cache").symlink_to(template / "cache")
+        self.run = self.root / "run"
+        self.notes, self.number = Notes(), 0
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.root)
+
+    # ---- what may happen
+
+    @initialize(steps=st.integers(1, 4), every=st.sampled_from([None, 1, 2]))
+    def begin(self, steps: int, every: int | None) -> None:
+        self.train(Command(steps, 1, every, 2, True, False, True, "1", None, None), "auto")
+
+    @rule(
+        more=st.integers(-1, 4),
+        command=st.builds(
+            Command,
+            steps=st.just(0),
+            stride=st.integers(1, 9),
+            every=st.sampled_from([None, 1, 2, 3]),
+            keep_last=st.integers(1, 3),
+            export=st.booleans(),
+            evaluate=st.booleans(),
+            async_save=st.booleans(),
+            layout=st.sampled_from(["1", "1", "1", *LAYOUTS]),
+            stop_at=st.just(None),
+            kill_at=st.just(None),
+        ),
+        ending=st.sampled_from(["done", "done", "stopped", "killed", "killed"]),
+        moment=st.integers(0, 60),
+        by_name=st.sampled_from([False, False, True]),
+        which=st.integers(0, 99),
+    )
+    def go_on(
+        self, more: int, command: Command, ending: str, moment: int, by_name: bool, which: int
+    ) -> None:
+        whole = self.whole_ones()
+        named = whole[which % len(whole)] if by_name and whole else None
+        origin = named or (whole[-1] if whole else None)
+        done = origin.step if origin else 0
+        command = replace(
+            command,
+            steps=max(done + more, 1),
+            stop_at=done + moment % 3 if ending == "stopped" else None,
+            kill_at=moment if ending == "killed" else None,
+        )
+        self.train(command, "auto" if named is None else str(self.folder_of(named)))
+
+    @precondition(lambda self: self.notes.checkpoints)
+    @rule(which=st.integers(0, 99), how=st.sampled_from(["flip", "cut", "remove", "manifest"]))
+    def damage(self, which: int, how: str) -> None:
+        known = list(self.notes.checkpoints.values())[which % len(self.notes.checkpoints)]
+        folder = self.folder_of(known)
+        name = "complete.json" if how == "manifest" else "rank-00000.safetensors"
+        path = folder / name
+        if not path.exists():
+            return
+        if how == "remove":
+            path.unlink()
+        else:
+            data = path.read_bytes()
+            if not data:
+                return
+            path.write_bytes(data[:-1] if how == "cut" else data[:-1] + bytes([data[-1] ^ 255]))
+        known.damaged, known.content = True, digest(folder)
+        known.counts = known.counts and how == "flip"
+
+    @rule(
+        where=st.sampled_from(
+            ["checkpoints/notes.partial", "checkpoints", "export", "", "checkpoint", "export"]
+        )
+    )
+    def put_a_file(self, where: str) -> None:
+        folder = self.run / where
+        if where == "checkpoint":
+            if not self.notes.checkpoints:
+                return
+            known = next(iter(self.notes.checkpoints.values()))
+            folder, known.foreign = self.folder_of(known), True
+        if where == "export" and not folder.exists():
+            return
+        folder.mkdir(exist_ok=True, parents=True)
+        self.number += 1
+        path = folder / f"thesis-{self.number}.txt"
+        path.write_text(f"years of work {self.number}")
+        self.notes.foreign[path] = path.read_text()
+        if where == "checkpoint":
+            known.content = digest(folder)
+
+    @precondition(lambda self: self.foreign_in_export())
+    @rule()
+    def take_the_files_out_of_the_export(self) -> None:
+        for path in self.foreign_in_export():
+            path.unlink()
+            del self.notes.foreign[path]
+
+    @rule(which=st.integers(0, 99), newest=st.booleans())
+    def export_by_command(self, which: int, newest: bool) -> None:
+        whole, out = self.whole_ones(), self.root / "by-command"
+        shutil.rmtree(out, ignore_errors=True)
+        if newest:
+            given, known = self.run, whole[-1] if whole else None
+        elif self.notes.checkpoints:
+            every = list(self.notes.checkpoints.values())
+            known = every[which % len(every)]
+            given = self.folder_of(known)
+            known = None if known.damaged else known
+        else:
+            return
+        if known is None:
+            with pytest.raises(CheckpointError):
+                export_checkpoint(str(given), str(out))
+            assert not out.exists()
+            return
+        export_checkpoint(str(given), str(out))
+        assert exported(out) == (known.step, known.id, known.value)
+
+    # ---- what must be
+
+    @invariant()
+    def nothing_of_others_is_touched(self) -> None:
+        for path, content in self.notes.foreign.items():
+            moved = [path] if path.exists() else list(self.run.rglob(path.name))
+            assert [each.read_text() for each in moved] == [content], path
+
+    def train(self, command: Command, resume: str) -> None:
+        """Do it, and compare what is there afterwards with what was there before."""
+        notes = self.notes
+        before = dict(notes.checkpoints)
+        export_before = exported(self.run / "export")
+        whole = self.whole_ones()
+        origin = whole[-1] if whole else None
+        if resume != "auto":
+            [origin] = [known for known in whole if str(self.folder_of(known)) == resume]
+        refused = command.export and bool(self.foreign_in_export())
+        status = self.start(command, resume)
+        assert status in (0, 2, 75, STATUS_KILLED), notes.said
+        assert (status == 2) == refused or (refused and status == STATUS_KILLED), notes.said
+        done = origin.step if origin else 0
+        head = self.check_checkpoints(command, origin, before, status)
+        if refused:
+            assert head is origin and exported(self.run / "export") == export_before
+            return
+        if status == 0:
+            assert (head.step if head else 0) == max(command.steps, done)
+        if status == 75:
+            assert head is not None and head.step >= min(command.stop_at or 0, done)
+        self.check_export(command, head, export_before, status)
+        if status == 0 and command.evaluate and head is not None:
+            self.check_best(command, head)
+
+    def start(self, command: Command, resume: str) -> int:
+        words = command.words(self.root, self.model, resume)
+        world = LAYOUTS[command.layout][0]
+        args = (words, command.stride, command.stop_at, command.kill_at)
+        self.notes.said = ""
+        try:
+            answers = self.pool.run(play, world, *args)
+        except RuntimeError as error:
+            assert command.kill_at is not None and "rank 0 of" in str(error), error
+            assert "has died" in str(error), error
+            self.notes.said = str(error)
+            return STATUS_KILLED
+        self.notes.said = answers[0][1]
+        return int(answers[0][0])
+
+    def check_checkpoints(
+        self, command: Command, origin: Known | None, before: dict[str, Known], status: int
+    ) -> Known | None:
+        """What is new has the right weights; what is gone was no longer needed. The newest of the
+        line that was trained."""
+        notes, first = self.notes, origin.step if origin else 0
+        line = (*origin.line, origin.id) if origin else ()
+        found: dict[str, Known] = {}
+        new = []
+        for folder in sorted((self.run / "checkpoints").glob("step-*")):
+            if folder.name.endswith(".partial"):
+                continue
+            here = digest(folder)
+            same = [known for known in before.values() if known.content == here]
+            if same:
+                found[same[0].id] = same[0]
+                continue
+            id_, step, value = read(folder)
+            assert int(folder.name[5:13]) == step and step <= command.steps
+            assert first < step or origin is None
+            start = origin.value if origin else 0
+            assert value == start + command.stride * (step - first), (folder, notes.said)
+            new.append(Known(id_, step, value, line, here))
+        for known in sorted(new, key=lambda known: known.step):
+            self.number += 1
+            # The same content again, where a line is gone through twice.
+            found[known.id] = replace(known, line=line, number=self.number)
+            line = (*line, known.id)
+            notes.past[known.id] = found[known.id]
+        head = found[line[-1]] if new else origin
+        kept = [found[id_] for id_ in line if id_ in found and found[id_].counts]
+        for id_, known in before.items():
+            if id_ in found:
+                continue
+            assert known.counts and not known.foreign, f"{known} is gone: {notes.said}"
+            assert id_ in line or any(new_.id == id_ for new_ in new), f"{known} is gone"
+            assert status == STATUS_KILLED or len(kept) >= command.keep_last, f"{known} is gone"
+            newer = [k for k in kept if k.step > known.step]
+            assert len(newer) >= command.keep_last, f"{known} is gone, and only {kept} are there"
+        notes.checkpoints = found
+        return head
+
+    def check_export(self, command: Command, head: Known | None, before: Any, status: int) -> None:
+        there = exported(self.run / "export")
+        if there is not None:
+            known = self.notes.past[there[1]]
+            assert there == (known.step, known.id, known.value)
+        if status == 0 and command.export:
+            assert head is not None and there == (head.step, head.id, head.value)
+            aside = [path.name for path in self.run.glob("export?*")]
+            assert aside == [], aside
+        elif status != STATUS_KILLED:
+            assert there == before
+
+    def check_best(self, command: Command, head: Known) -> None:
+        """The lowest loss in the line by the run's own account; its checkpoint is there."""
+        from megatron_vlm.run.report.metrics import read_metrics
+
+        path = self.folder_of(head) / "state.json"
+        if head.damaged:
+            return
+        best = json.loads(path.read_text())["progress"]["best_step"]
+        scores = {e.step: e.loss for e in read_metrics(self.run / "metrics.jsonl").evaluations}
+        if best is not None and head.step in scores and best in scores:
+            assert scores[best] == min(loss for step, loss in scores.items() if step <= head.step)
+            there = [k for k in self.notes.checkpoints.values() if k.step == best]
+            gone = [k for k in self.notes.past.values() if k.step == best and k.damaged]
+            assert there or gone
+
+    # ---- what there is
+
+    def whole_ones(self) -> list[Known]:
+        """Those that are not damaged, in the order in which they were written."""
+        whole = [known for known in self.notes.checkpoints.values() if not known.damaged]
+        return sorted(whole, key=lambda known: known.number)
+
+    def folder_of(self, known: Known) -> Path:
+        folders = (self.run / "checkpoints").glob("step-*")
+        [folder] = [path for path in folders if digest(path) == known.content][:1]
+        return folder
+
+    def foreign_in_export(self) -> list[Path]:
+        return [path for path in self.notes.foreign if path.parent == self.run / "export"]
+
+
+def digest(folder: Path) -> str:
+    hasher = hashlib.blake2b()
+    for path in sorted(folder.iterdir()):
+        hasher.update(path.name.encode() + path.read_bytes())
+    return hasher.hexdigest()
+
+
+def read(folder: Path) -> tuple[str, int, int]:
+    """A checkpoint's id, step and weights, read without verifying anything."""
+    manifest = json.loads((folder / "complete.json").read_text())
+    files = dict(sorted(manifest["files"].items()))
+    id_ = hashlib.blake2b(json.dumps(files).encode(), digest_size=32).hexdigest()
+    step = json.loads((folder / "state.json").read_text())["progress"]["step"]
+    reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
+    names = [name for name in reader.index if not name.startswith("exp_avg")]
+    if step == 0:
+        return id_, 0, 0  # weights as they came
+    return id_, step, value_of({name: reader.whole(name) for name in names})
+
+
+def exported(folder: Path) -> tuple[int, str, int] | None:
+    """The step and the checkpoint that an export says it is of, and its weights."""
+    if not (folder / "config.json").exists():
+        return None
+    mark = json.loads((folder / MARK).read_text())
+    return mark["step"], mark["checkpoint"], value_of(load_file(folder / "model.safetensors"))
+
+
+def value_of(tensors: dict[str, Any]) -> int:
+    """How often SCALE was added to every weight."""
+    values = {float(value) / SCALE for tensor in tensors.values() for value in tensor[1:].unique()}
+    [value] = values
+    assert value == int(value)
+    return int(value)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """Four short chats, and the cache of their tokens."""
+    folder = tmp_path_factory.mktemp("sequences")
+    lines = [
+        json.dumps({"messages": [say("user", text(f"{n}?")), say("assistant", "word " * (n + 1))]})
+        for n in range(4)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "cache").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own_pool(nursery):
+    """Its processes are killed."""
+    pool = Pool(nursery.fork)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("sequences", [10, pytest.param(500, marks=pytest.mark.slow)])
+def test_any_sequence_of_commands(sequences, own_pool, tiny, template):
+    run_state_machine_as_test(
+        lambda: Sequences(own_pool, tiny(), template),
+        settings=settings(
+            max_examples=sequences,
+            stateful_step_count=6,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
