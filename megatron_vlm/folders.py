@@ -19,7 +19,7 @@ from typing import Any
 from megatron_vlm.errors import CheckpointError
 
 MARK = "megatron_vlm.json"
-_NEW_MARK = MARK + ".new"
+_NEW = ".new"
 _log = logging.getLogger(__name__)
 
 
@@ -31,13 +31,18 @@ def partial_of(folder: Path) -> Path:
 def write_mark(folder: Path, run: str | None, **facts: Any) -> None:
     """Mark the folder, in place of a mark that it may have. `run` is None for what was not written
     by a training run."""
-    new = folder / _NEW_MARK
+    write_text(folder / MARK, json.dumps({"run": run, **facts}, indent=1) + "\n")
+    sync(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in place of a former one: whole, or not at all."""
+    new = path.with_name(path.name + _NEW)
     with open(new, "w", encoding="utf-8") as file:
-        file.write(json.dumps({"run": run, **facts}, indent=1) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    new.replace(folder / MARK)
-    sync(folder)
+    new.replace(path)
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
@@ -126,7 +131,7 @@ def sync(folder: Path) -> None:
 def _is_ours(partial: Path, run: str | None) -> bool:
     """Whether the mark says so, or a crash came before the mark was written or after all but the
     mark was removed."""
-    if {path.name for path in partial.iterdir()} <= {MARK, _NEW_MARK}:
+    if {path.name for path in partial.iterdir()} <= {MARK, MARK + _NEW}:
         return True
     mark = read_mark(partial)
     return mark is not None and mark["run"] == run

@@ -21,6 +21,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.evaluation.examples import Example, Examples
 from megatron_vlm.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
 from megatron_vlm.evaluation.sets import EvalSet
+from megatron_vlm.folders import write_text
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -91,11 +92,12 @@ def read_candidates(value: str | Sequence[str]) -> list[str]:
     return list(value)
 
 
-def write_predictions(folder: Path, evaluation: Evaluation) -> None:
-    """Write FOLDER/SET.jsonl: the right answer and the model's for every question."""
+def write_predictions(folder: Path, evaluation: Evaluation, **facts: int) -> None:
+    """Write FOLDER/SET.jsonl: the right answer and the model's for every question. Each line also
+    has these facts, such as the step."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in evaluation.predictions]
-    (folder / f"{evaluation.name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    lines = [json.dumps(facts | line, ensure_ascii=False) + "\n" for line in evaluation.predictions]
+    write_text(folder / f"{evaluation.name}.jsonl", "".join(lines))
 
 
 def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:

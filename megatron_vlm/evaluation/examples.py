@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_vlm.folders import write_text
+
 
 @dataclass(frozen=True)
 class Example:
@@ -29,7 +31,7 @@ class Examples:
     examples: tuple[Example, ...]
 
     def write(self, run: Path) -> None:
-        (run / "examples.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+        write_text(run / "examples.json", json.dumps(asdict(self)))
 
     @staticmethod
     def read(path: Path) -> "Examples":

@@ -13,7 +13,7 @@ from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.folders import MARK, check_partial, partial_of, read_mark, write_mark
+from megatron_vlm.folders import MARK, check_partial, partial_of, read_mark, write_mark, write_text
 from megatron_vlm.hf.export_mark import check_replaceable
 
 # What a run writes over or adds to.
@@ -36,7 +36,7 @@ def held_folder(cfg: Config) -> Iterator[str]:
             if cfg.checkpoint.export:
                 check_partial(partial_of(folder / "export"), run)
                 check_replaceable(folder / "export", run)
-            (folder / "config.yaml").write_text(to_yaml(cfg))
+            write_text(folder / "config.yaml", to_yaml(cfg))
         except OSError as error:
             raise ConfigError(
                 f"run={cfg.run} cannot be written: {error.strerror}; give another folder"

@@ -123,7 +123,7 @@ class Run:
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
             if done.predictions:
-                write_predictions(Path(self.cfg.run) / "predictions", done)
+                write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
                     write_examples(Path(self.cfg.run), step, done)
             self.progress = self.progress.better(self.cfg.checkpoint, done.name, done.scores)
