@@ -5,6 +5,7 @@ weights than it says, nothing of others is touched. test_sequences.py plays rand
 import fcntl
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -176,10 +177,12 @@ def test_what_others_put_into_a_run_stays(folder):
 
 def test_one_job_at_a_time(folder):
     folder.train(3)
+    first = (folder.run / "job.lock").read_text().split()[1]
     before = (folder.run / "config.yaml").read_text()
-    with open(folder.run / MARK) as file:
+    with open(folder.run / "job.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "is being written by another job" in folder.train(4, status=2)
+        said = folder.train(4, status=2)
+    assert f"is being written by another job (process {first} on {socket.gethostname()}" in said
     assert (folder.run / "config.yaml").read_text() == before
     folder.train(4)
 

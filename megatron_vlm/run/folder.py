@@ -1,7 +1,10 @@
 """The folder of a run: marked as the run's, and held by one job at a time."""
 
+import datetime
 import errno
 import fcntl
+import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.folders import MARK, check_partial, partial_of, read_mark, write_mark, write_text
 from megatron_vlm.hf.export_mark import check_replaceable
 
+LOCK = "job.lock"  # who writes the run, or did last
 # What a run writes over or adds to.
 _OURS = ("config.yaml", "metrics.jsonl", "examples.json", "report.html", "predictions")
 _PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
@@ -61,15 +65,20 @@ def _id_of(folder: Path) -> str:
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """One job at a time writes a run. The lock ends with the process at the latest."""
-    with open(folder / MARK, "rb") as file:
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
         until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
         while not _try_lock(file.fileno()):
             if time.monotonic() > until:
+                file.seek(0)
                 raise ConfigError(
-                    f"run={folder} is being written by another job: wait for it, stop it, or give "
-                    "another folder"
+                    f"run={folder} is being written by another job ({file.read()}): wait for it, "
+                    "stop it, or give another folder"
                 )
             time.sleep(0.1)
+        file.truncate(0)
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}")
+        file.flush()
         yield
 
 
