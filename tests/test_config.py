@@ -1,15 +1,18 @@
 # .venv/bin/python -m pytest tests/test_config.py
 """The configuration: recipes, overrides, and keys that do not exist."""
 
+import math
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
+from typing import Any, get_args
 
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.ranges import RANGES, check_ranges, numeric_keys
+from megatron_vlm.config.schema import Config, key_types
 from megatron_vlm.config.sources import SourceSpec, parse_sets, parse_sources
 from megatron_vlm.config.validate import check_training, require
 from megatron_vlm.errors import ConfigError
@@ -158,6 +161,9 @@ def test_an_evaluation_needs_sets():
         ("optim.schedule=cosin", "optim.schedule='cosin' is not one of constant, linear, cosine"),
         ("train.global_batch_size=0", "train.global_batch_size=0: give at least 1"),
         ("optim.min_lr_ratio=2", "optim.min_lr_ratio=2.0: give 0 to 1"),
+        ("optim.beta1=1", "optim.beta1=1.0: give 0 to less than 1"),
+        ("optim.lr=inf", "optim.lr=inf: give a finite number, 0 or more"),
+        ("optim.eps=nan", "optim.eps=nan: give more than 0 to 1"),
         ("data.train_on=[robot]", "data.train_on=.*choose one of all_assistant"),
         ("data.train=[a,{path: b, streaming: true}]", "some sources stream and some do not"),
         (
@@ -184,3 +190,32 @@ def test_a_missing_path_is_named():
 
 def test_keys_that_people_bring_from_other_trainers_exist():
     assert {"parallel.cp", "parallel.sequence_parallel", "train.packing"} <= set(known_keys())
+
+
+def test_every_number_has_a_range():
+    assert set(RANGES) == set(numeric_keys())
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_what_is_out_of_range_is_refused_and_the_ends_are_not(key):
+    allowed, kind = RANGES[key], key_types()[key]
+    listed = key in ("parallel.layers_per_stage", "log.profile_ranks", "log.profile_steps")
+    whole = float not in (kind, *get_args(kind))
+
+    group, _, name = key.partition(".")
+
+    def check(value: float) -> None:
+        number: Any = int(value) if whole else value
+        number = [number] if listed else number
+        cfg = Config()
+        check_ranges(replace(cfg, **{group: replace(getattr(cfg, group), **{name: number})}))
+
+    outside = [allowed.least - 1, allowed.most + 1, -1e9]
+    outside += [] if whole else [math.inf, -math.inf, math.nan]
+    outside += [allowed.least] * allowed.open_least + [allowed.most] * allowed.open_most
+    for value in outside:
+        with pytest.raises(ConfigError) as caught:
+            check(value)
+        message = str(caught.value)
+        assert message.startswith(f"{key}=") and message.endswith(f": give {allowed}")
+    check(0.5 if allowed.open_least else allowed.least)

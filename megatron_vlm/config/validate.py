@@ -3,22 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 
+from megatron_vlm.config.ranges import check_ranges
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
 from megatron_vlm.errors import ConfigError
-
-# null is allowed where the schema allows it.
-_AT_LEAST_0 = """
-    data.max_errors data.num_workers optim.lr optim.vision_lr optim.merger_lr
-    optim.weight_decay optim.clip_grad optim.warmup_steps train.epochs train.max_nonfinite
-    launch.max_restarts launch.cpus_per_rank
-"""
-_AT_LEAST_1 = """
-    data.max_tokens data.max_images data.min_pixels data.max_pixels data.prefetch
-    data.shuffle_window train.steps train.global_batch_size train.micro_batch_size
-    train.micro_batch_tokens eval.every eval.batch_size eval.samples eval.answer_samples
-    eval.max_new_tokens checkpoint.every checkpoint.keep_last checkpoint.keep_every log.every
-    launch.processes
-"""
 
 
 def check_values(cfg: Config) -> None:
@@ -27,14 +14,7 @@ def check_values(cfg: Config) -> None:
         if get_origin(kind) is Literal and get(cfg, key) not in get_args(kind):
             choices = ", ".join(get_args(kind))
             raise ConfigError(f"{key}={get(cfg, key)!r} is not one of {choices}")
-    for least, keys in enumerate((_AT_LEAST_0, _AT_LEAST_1)):
-        for key in keys.split():
-            value = get(cfg, key)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{key}={value}: give at least {least}")
-    for key in ("optim.min_lr_ratio", "optim.decay_ratio", "optim.beta1", "optim.beta2"):
-        if not 0 <= get(cfg, key) <= 1:
-            raise ConfigError(f"{key}={get(cfg, key)}: give 0 to 1")
+    check_ranges(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
     _check_together(cfg)

@@ -1,0 +1,93 @@
+"""The range of every number in the configuration."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from megatron_vlm.config.schema import Config, get, key_types
+from megatron_vlm.errors import ConfigError
+
+_MOST = 2**31 - 1  # what counts fits into 32 bits everywhere
+_YEAR = 365 * 24 * 60  # in minutes
+
+
+@dataclass(frozen=True)
+class Range:
+    """From `least` to `most`; an open end is itself not allowed."""
+
+    least: float
+    most: float = _MOST
+    open_least: bool = False
+    open_most: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.least if self.open_least else value >= self.least
+        below = value < self.most if self.open_most else value <= self.most
+        return above and below  # nan is neither
+
+    def __str__(self) -> str:
+        least = f"more than {self.least}" if self.open_least else f"{self.least}"
+        if self.most == _MOST:
+            return least if self.open_least else f"at least {self.least}"
+        if math.isinf(self.most):
+            return f"a finite number, {least}" + " or more" * (not self.open_least)
+        return f"{least} to {'less than ' * self.open_most}{self.most}"
+
+
+_COUNT, _POSITIVE = Range(0), Range(1)
+_RATE = Range(0, math.inf, open_most=True)
+_SHARE, _DECAY = Range(0, 1), Range(0, 1, open_most=True)
+_KEYS = {
+    _COUNT: """
+        parallel.layers_per_stage data.max_errors data.num_workers optim.warmup_steps
+        train.max_nonfinite eval.examples log.profile_steps log.profile_ranks launch.max_restarts
+    """,
+    _POSITIVE: """
+        parallel.tp parallel.pp parallel.ep parallel.cp
+        data.max_tokens data.max_images data.min_pixels data.max_pixels data.prefetch
+        data.shuffle_window train.steps train.global_batch_size train.micro_batch_size
+        train.micro_batch_tokens eval.every eval.batch_size eval.samples eval.answer_samples
+        eval.max_new_tokens checkpoint.every checkpoint.keep_last checkpoint.keep_every log.every
+        launch.processes
+    """,
+    Range(0, 2**32 - 1): "data.seed train.seed",
+    _RATE: """
+        optim.lr optim.vision_lr optim.merger_lr optim.weight_decay optim.vision_weight_decay
+        optim.merger_weight_decay optim.clip_grad launch.cpus_per_rank
+    """,
+    _SHARE: "optim.min_lr_ratio optim.decay_ratio",
+    _DECAY: "optim.beta1 optim.beta2",
+    Range(0, 1, open_least=True): "optim.eps",
+    Range(0, open_least=True): "train.epochs",
+    Range(0, _YEAR, open_least=True): "launch.timeout_minutes",
+}
+RANGES = {key: allowed for allowed, keys in _KEYS.items() for key in keys.split()}
+
+
+def check_ranges(cfg: Config) -> None:
+    """Refuse a number that is out of its range."""
+    for key, allowed in RANGES.items():
+        for value in _numbers(get(cfg, key)):
+            if value not in allowed:
+                raise ConfigError(f"{key}={get(cfg, key)}: give {allowed}")
+
+
+def numeric_keys() -> list[str]:
+    """Every key that holds a number or a list of them."""
+    found = []
+    for key, kind in key_types().items():
+        parts = {kind, *get_args(kind)}
+        parts |= {inner for part in parts for inner in get_args(part)}
+        if parts & {int, float}:
+            found.append(key)
+    return found
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """null is allowed where the schema allows it."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif value is not None:
+        yield value
