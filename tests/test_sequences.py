@@ -160,6 +160,21 @@ class Notes:
     said: str = ""
 
 
+COMMANDS = st.builds(
+    Command,
+    steps=st.just(0),
+    stride=st.integers(1, 9),
+    every=st.sampled_from([1, 2, 3, None]),
+    keep_last=st.integers(1, 3),
+    export=st.booleans(),
+    evaluate=st.booleans(),
+    async_save=st.booleans(),
+    layout=st.sampled_from(["1", "1", "1", *LAYOUTS]),
+    stop_at=st.just(None),
+    kill_at=st.just(None),
+)
+
+
 class Sequences(RuleBasedStateMachine):
     """See the module."""
 
@@ -177,44 +192,31 @@ class Sequences(RuleBasedStateMachine):
 
     # ---- what may happen
 
-    @initialize(steps=st.integers(1, 4), every=st.sampled_from([None, 1, 2]))
+    @initialize(steps=st.integers(2, 5), every=st.sampled_from([1, 2, None]))
     def begin(self, steps: int, every: int | None) -> None:
-        self.train(Command(steps, 1, every, 2, True, False, True, "1", None, None), "auto")
+        self.train(Command(steps, 1, every, 3, True, False, True, "1", None, None), "auto")
 
-    @rule(
-        more=st.integers(-1, 4),
-        command=st.builds(
-            Command,
-            steps=st.just(0),
-            stride=st.integers(1, 9),
-            every=st.sampled_from([None, 1, 2, 3]),
-            keep_last=st.integers(1, 3),
-            export=st.booleans(),
-            evaluate=st.booleans(),
-            async_save=st.booleans(),
-            layout=st.sampled_from(["1", "1", "1", *LAYOUTS]),
-            stop_at=st.just(None),
-            kill_at=st.just(None),
-        ),
-        ending=st.sampled_from(["done", "done", "stopped", "killed", "killed"]),
-        moment=st.integers(0, 60),
-        by_name=st.sampled_from([False, False, True]),
-        which=st.integers(0, 99),
-    )
-    def go_on(
-        self, more: int, command: Command, ending: str, moment: int, by_name: bool, which: int
-    ) -> None:
-        whole = self.whole_ones()
-        named = whole[which % len(whole)] if by_name and whole else None
-        origin = named or (whole[-1] if whole else None)
-        done = origin.step if origin else 0
-        command = replace(
-            command,
-            steps=max(done + more, 1),
-            stop_at=done + moment % 3 if ending == "stopped" else None,
-            kill_at=moment if ending == "killed" else None,
-        )
-        self.train(command, "auto" if named is None else str(self.folder_of(named)))
+    @rule(more=st.integers(-1, 5), command=COMMANDS)
+    def go_on(self, more: int, command: Command) -> None:
+        self.train(replace(command, steps=max(self.done() + more, 1)), "auto")
+
+    @rule(after=st.integers(0, 3), command=COMMANDS)
+    def stop(self, after: int, command: Command) -> None:
+        steps, moment = self.done() + 4, self.done() + after
+        self.train(replace(command, steps=steps, stop_at=moment), "auto")
+
+    @rule(more=st.integers(1, 5), moment=st.integers(0, 90), command=COMMANDS)
+    def kill(self, more: int, moment: int, command: Command) -> None:
+        self.train(replace(command, steps=self.done() + more, kill_at=moment), "auto")
+
+    @precondition(lambda self: len(self.whole_ones()) > 1)
+    @rule(more=st.integers(0, 3), which=st.integers(0, 99), command=COMMANDS)
+    def go_back(self, more: int, which: int, command: Command) -> None:
+        """To an earlier one by name, and on from there."""
+        *earlier, _ = self.whole_ones()
+        origin = earlier[which % len(earlier)]
+        command = replace(command, steps=max(origin.step + more, 1))
+        self.train(command, str(self.folder_of(origin)))
 
     @precondition(lambda self: self.notes.checkpoints)
     @rule(which=st.integers(0, 99), how=st.sampled_from(["flip", "cut", "remove", "manifest"]))
@@ -405,6 +407,11 @@ class Sequences(RuleBasedStateMachine):
 
     # ---- what there is
 
+    def done(self) -> int:
+        """How many steps the checkpoint has that `auto` resumes from."""
+        whole = self.whole_ones()
+        return whole[-1].step if whole else 0
+
     def whole_ones(self) -> list[Known]:
         """Those that are not damaged, in the order in which they were written."""
         whole = [known for known in self.notes.checkpoints.values() if not known.damaged]
@@ -477,13 +484,13 @@ def own_pool(nursery):
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("sequences", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sequences", [6, pytest.param(500, marks=pytest.mark.slow)])
 def test_any_sequence_of_commands(sequences, own_pool, tiny, template):
     run_state_machine_as_test(
         lambda: Sequences(own_pool, tiny(), template),
         settings=settings(
             max_examples=sequences,
-            stateful_step_count=6,
+            stateful_step_count=8,
             deadline=None,
             derandomize=True,
             phases=[Phase.generate],
