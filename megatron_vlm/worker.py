@@ -29,7 +29,7 @@ from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
-from megatron_vlm.hf.load import check_tensors, held_params, load_hf
+from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.build import build_chunks
@@ -70,6 +70,7 @@ class MegatronWorker:
         check_config(cfg, sizes, self.dims)
         self.source.read_headers()
         check_tensors(self.source)
+        check_tied(self.source)
         patience = _PATIENCE * cfg.launch.timeout_minutes
         join_world(self.platform, patience)
         self.grid = Grid.create(self.dims, cfg.train.seed, patience)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export import export_hf
-from megatron_vlm.hf.load import check_tensors
+from megatron_vlm.hf.load import check_tensors, check_tied
 from megatron_vlm.hf.names import _gate_up, _qkv, _vocab_rows
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.worker import MegatronWorker
@@ -80,6 +80,7 @@ def check(folder: Path) -> None:
     source = HFCheckpoint(folder)
     source.read_headers()
     check_tensors(source)
+    check_tied(source)
 
 
 def test_missing_surplus_and_misshapen_tensors_are_listed(tiny, tmp_path):
@@ -107,9 +108,155 @@ def test_truncated_shard_is_named(tiny, tmp_path):
 
 def test_missing_shard_is_named(tiny, tmp_path):
     folder, weights = copy_of(tiny(), tmp_path)
-    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    write_index(folder, dict.fromkeys(weights, "model-00001-of-00001.safetensors"))
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors is missing"):
+        check(folder)
+
+
+def changed(weights: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
+    return {name: weight + by for name, weight in weights.items()}
+
+
+def write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def in_shards(folder: Path, weights: dict[str, torch.Tensor], kept_twice: str = "") -> None:
+    """Two shards and their index, without model.safetensors. The tensor `kept_twice` is in both,
+    with another value in the second, though the index says that it is in the first."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    for file, part in parts.items():
+        save_file({name: weights[name] for name in part}, folder / file)
+    if kept_twice:
+        second = {name: weights[name] for name in names[9:]} | {kept_twice: weights[kept_twice] + 3}
+        save_file(second, folder / "model-2.safetensors")
+    write_index(folder, {name: file for file, part in parts.items() for name in part})
+
+
+def beside_a_backup(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(changed(weights, 1), folder / "model_old.safetensors")
+
+
+def beside_a_stale_index(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(changed(weights, 1), folder / "model-00001-of-00001.safetensors")
+    write_index(folder, dict.fromkeys(weights, "model-00001-of-00001.safetensors"))
+
+
+def indexed(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    in_shards(folder, changed(weights, 2))
+    beside_a_backup(folder, weights)
+
+
+def indexed_with_a_tensor_twice(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    in_shards(folder, weights, kept_twice=min(weights))
+
+
+def indexed_in_a_subfolder(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    (folder / "weights").mkdir()
+    (folder / "model.safetensors").rename(folder / "weights" / "all.safetensors")
+    write_index(folder, dict.fromkeys(weights, "weights/all.safetensors"))
+
+
+def linked_as_in_the_cache_of_the_hub(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    (folder / "model.safetensors").rename(blobs / "0a1b2c")
+    (folder / "model.safetensors").symlink_to(Path("..", "blobs", "0a1b2c"))
+
+
+LAYOUTS = (
+    beside_a_backup,
+    beside_a_stale_index,
+    indexed,
+    indexed_with_a_tensor_twice,
+    indexed_in_a_subfolder,
+    linked_as_in_the_cache_of_the_hub,
+)
+
+
+@pytest.mark.parametrize("arrange", LAYOUTS)
+def test_the_weights_read_are_those_that_transformers_reads(arrange, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    arrange(folder, weights)
+    check(folder)
+    source = HFCheckpoint(folder)
+    source.read_headers()
+    theirs = Qwen3VLForConditionalGeneration.from_pretrained(folder).state_dict()
+    assert theirs.keys() == source.tensors.keys()
+    for name, value in theirs.items():
+        assert torch.equal(source.read(name, ()), value), name
+
+
+@pytest.mark.parametrize("name", ["foo.safetensors", "pytorch_model.bin"])
+def test_weights_under_another_name_are_refused(name, tiny, tmp_path):
+    """transformers refuses the first and would read the second."""
+    folder, _ = copy_of(tiny(), tmp_path)
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(CheckpointError, match=rf"has no model\.safetensors .* it has {name};"):
+        check(folder)
+
+
+def test_an_adapter_is_refused(tiny, tmp_path):
+    """With peft installed, transformers would load the base model that it names."""
+    folder, _ = copy_of(tiny(), tmp_path)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="an adapter is no whole model; merge it"):
+        check(folder)
+
+
+@pytest.mark.parametrize("name", ["/etc/elsewhere.safetensors", "../other/model.safetensors", 7])
+def test_an_index_names_files_of_its_own_folder(name, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    (tmp_path / "other").mkdir()
+    (folder / "model.safetensors").rename(tmp_path / "other" / "model.safetensors")
+    write_index(folder, dict.fromkeys(weights, name))
+    with pytest.raises(CheckpointError, match=r"index\.json names .*, which is not a file"):
+        check(folder)
+
+
+def test_an_index_that_is_not_json(tiny, tmp_path):
+    folder, _ = copy_of(tiny(), tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        check(folder)
+
+
+DTYPES = (torch.int8, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_no_plain_floats_are_refused(dtype, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    name = "model.language_model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"1 of another type:\n  {name} is .*BF16") as caught:
+        check(folder)
+    assert "dequantized" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_plain_floats_are_taken(dtype, tiny, tmp_path):
+    folder, weights = copy_of(tiny(), tmp_path)
+    save_file({k: v.to(dtype) for k, v in weights.items()}, folder / "model.safetensors")
+    check(folder)
+
+
+def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
+    """transformers would not tie it, and train two weights where config.json says one."""
+    folder, weights = copy_of(tiny(tied=True), tmp_path)
+    embedding = weights["model.language_model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone()
+    save_file(weights, folder / "model.safetensors")
+    check(folder)
+    weights["lm_head.weight"][-1, -1] += 1e-3
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but .*lm_head\.weight"):
         check(folder)
 
 

@@ -15,6 +15,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export import write_folder
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable
+from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import exported, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 
@@ -28,6 +29,7 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
     cfg = from_yaml((folder / "config.yaml").read_text())
     source = HFCheckpoint(model_path or cfg.model.path)
     source.read_headers()
+    check_tensors(source)
     reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
     dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)

@@ -19,15 +19,9 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.folders import MARK, asides_of, begin, discard, partial_of, put_in_place, sync
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.names import Entry, Origin, exported
-from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hf.source import FLOATS, HFCheckpoint
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -148,7 +142,7 @@ class _ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         for each in _names_of(name, self.source):
-            dtype = _DTYPES[self.source.tensors[each].dtype]
+            dtype = FLOATS[self.source.tensors[each].dtype]
             shard = self.shard_of[each]
             self.held[shard][each] = tensor.to(dtype, copy=True).contiguous()
             self.left[shard] -= 1
@@ -188,7 +182,7 @@ def plan_shards(
     number, filled, total, numbers = 0, 0, 0, {}
     for name in [stored for each in exported(table) for stored in _names_of(each, source)]:
         info = source.tensors[name]
-        size = prod(info.shape) * _DTYPES[info.dtype].itemsize
+        size = prod(info.shape) * FLOATS[info.dtype].itemsize
         if filled and filled + size > max_bytes:
             number, filled = number + 1, 0
         numbers[name] = number

@@ -9,15 +9,17 @@ from torch import nn
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.names import Entry, Origin
-from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hf.source import FLOATS, HFCheckpoint
+
+_ROWS = 2**14  # compared at a time
 
 
 def check_tensors(source: HFCheckpoint) -> None:
     """Compare the shards' headers with what config.json asks for; list every difference."""
-    expected = source.sizes.shapes
+    expected, names = source.sizes.shapes, source.family.names
     found = {name: info.shape for name, info in source.tensors.items()}
-    if source.sizes.tied:
-        found.pop(source.family.names.head, None)  # some writers store the tied head as well
+    if source.sizes.tied and names.head in found:  # some writers store the tied head as well
+        expected[names.head] = expected[names.embedding]
     lists = {
         "missing": [f"{name} {expected[name]}" for name in sorted(expected.keys() - found.keys())],
         "surplus": [f"{name} {found[name]}" for name in sorted(found.keys() - expected.keys())],
@@ -27,6 +29,12 @@ def check_tensors(source: HFCheckpoint) -> None:
             if found[name] != expected[name]
         ],
     }
+    lists["of another type"] = [
+        f"{name} is {source.tensors[name].dtype}, and only {', '.join(FLOATS)} can be trained: "
+        "give the checkpoint in one of these, dequantized if it was quantized"
+        for name in sorted(expected.keys() & found.keys())
+        if source.tensors[name].dtype not in FLOATS
+    ]
     if any(lists.values()):
         text = "\n".join(
             f"{len(names)} {kind}:\n  " + "\n  ".join(names)
@@ -34,6 +42,24 @@ def check_tensors(source: HFCheckpoint) -> None:
             if names
         )
         raise CheckpointError(f"{source.path} does not fit its config.json\n{text}")
+
+
+def check_tied(source: HFCheckpoint) -> None:
+    """A tied head that is stored as well must be the embedding: otherwise transformers would not
+    tie it. Reads both where that is so."""
+    names = source.family.names
+    if not source.sizes.tied or names.head not in source.tensors:
+        return
+    for start in range(0, source.sizes.text.vocab, _ROWS):
+        rows = [(start, min(start + _ROWS, source.sizes.text.vocab))]
+        head, embedding = (source.read(name, rows) for name in (names.head, names.embedding))
+        if not torch.equal(head.float(), embedding.float()):
+            raise CheckpointError(
+                f"{source.path}: its config.json says tie_word_embeddings=true, but the stored "
+                f"{names.head} is not {names.embedding}; set tie_word_embeddings=false, or remove "
+                "the tensor"
+            )
+    source.close()
 
 
 def held_params(

@@ -1,16 +1,27 @@
 """A Hugging Face checkpoint folder, opened for reading: config, tensor names, slices."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# The types of weights that are trained, by safetensors' names.
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -34,17 +45,9 @@ class HFCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}
 
     def read_headers(self) -> None:
-        """Fill `tensors` from the headers of the shards that the index names."""
-        index = self.path / "model.safetensors.index.json"
-        files = sorted(self.path.glob("*.safetensors"))
-        if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            files = sorted({self.path / name for name in weight_map.values()})
-        if not files:
-            raise CheckpointError(f"{self.path} has no *.safetensors files")
-        for file in files:
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing, but {index.name} names it")
+        """Fill `tensors` from the headers of the weight files. A tensor that is in two of them
+        is that of the last, as in transformers."""
+        for file in weight_files(self.path):
             for name, info in read_header(file).items():
                 self.tensors[name] = TensorInfo(file, tuple(info["shape"]), info["dtype"])
 
@@ -61,6 +64,45 @@ class HFCheckpoint:
     def close(self) -> None:
         """Unmap the files."""
         self._open_files.clear()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: model.safetensors, or else those that the index names,
+    in the order of their names. Any others are no part of the checkpoint."""
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has an adapter_config.json: an adapter is no whole model; merge it into its "
+            "base model and give that folder"
+        )
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        found = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS} and no {INDEX}; it has {', '.join(found) or 'no weights'}; "
+            "give a folder as save_pretrained or `hf download` writes it"
+        )
+    return [folder / name for name in sorted(set(_indexed(folder / INDEX)))]
+
+
+def _indexed(index: Path) -> Iterator[str]:
+    """The files that an index names, which are files of its own folder."""
+    try:
+        names = list(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
+        ) from error
+    for name in names:
+        path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(
+                f"{index} names {name!r}, which is not a file inside its folder; download the "
+                "checkpoint again, or move the file there and name it so"
+            )
+        if not (index.parent / path).is_file():
+            raise CheckpointError(f"{index.parent / path} is missing, but {index.name} names it")
+        yield name
 
 
 def read_header(file: Path) -> dict[str, Any]:
