@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers import AutoTokenizer, Qwen2Tokenizer, Qwen3VLForConditionalGeneration
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+)
+from transformers.utils.hub import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export import export_hf
+from megatron_vlm.hf.files import SETTINGS, copy_files
 from megatron_vlm.hf.load import check_tensors, check_tied
 from megatron_vlm.hf.names import _gate_up, _qkv, _vocab_rows
 from megatron_vlm.hf.source import HFCheckpoint
@@ -328,6 +337,56 @@ def test_a_tied_head_that_was_stored_is_stored_again(pool, tiny, tmp_path):
 
 def export_again(path: str, case: Case, out: str) -> None:
     MegatronWorker(case.config(path)).export_hf(out)
+
+
+def test_the_export_takes_the_files_of_a_list(pool, tiny, tmp_path):
+    """Secrets, other formats and what links lead to stay where they are."""
+    folder, _ = copy_of(tiny(), tmp_path)
+    mine = {file.name for file in folder.iterdir()}
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("secret")
+    blobs = tmp_path / "models--Qwen--Tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    (folder / "chat_template.jinja").rename(blobs / "0a1b2c")
+    (folder / "chat_template.jinja").symlink_to(blobs / "0a1b2c")
+    (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    (folder / "config.json").rename(folder / "config-v2.json")
+    (folder / "config.json").symlink_to("config-v2.json")
+    for name in (".env", "weights.gguf", "consolidated.pth", "notes.txt", "pytorch_model.bin"):
+        (folder / name).write_text("secret")
+    for name in ("notes", "README.md", "merges.txt"):
+        (folder / name).symlink_to(secret)
+    (folder / "LICENSE").write_text("free")
+    (folder / "vocab.json").symlink_to("/nowhere/vocab.json")
+    (folder / "added_tokens.json").mkdir()
+    pool.run(export_again, 1, str(folder), layout(), str(tmp_path / "out"))
+    out = {file.name: file for file in (tmp_path / "out").iterdir()}
+    assert out.keys() == mine | {"LICENSE"}
+    assert not any(file.is_symlink() for file in out.values())
+    assert all(file.read_bytes() != b"secret" for file in out.values())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_what_the_export_leaves_out_is_said(tiny, tmp_path, capsys):
+    folder, _ = copy_of(tiny(), tmp_path)
+    copy_files(folder, tmp_path)
+    assert capsys.readouterr().err == ""
+    (folder / "\x1b[2Jnotes").write_text("")
+    (folder / "README.md").symlink_to("/etc/hostname")
+    copy_files(folder, tmp_path)
+    said = capsys.readouterr().err
+    assert "the export leaves out '\\x1b[2Jnotes', 'README.md' of" in said
+
+
+def test_the_list_has_every_file_that_transformers_writes(tiny, tmp_path):
+    Qwen3VLForConditionalGeneration.from_pretrained(tiny()).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny()).save_pretrained(tmp_path)
+    names = {CONFIG_NAME, GENERATION_CONFIG_NAME, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME}
+    names |= {VIDEO_PROCESSOR_NAME, CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE}
+    names |= set(Qwen2Tokenizer.vocab_files_names.values())
+    names |= {file.name for file in tmp_path.iterdir()} - {"model.safetensors"}
+    assert names <= set(SETTINGS)
 
 
 def test_an_export_never_overwrites(pool, tiny, tmp_path):

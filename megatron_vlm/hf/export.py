@@ -2,7 +2,6 @@
 layout that trained them."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.folders import MARK, asides_of, begin, discard, partial_of, put_in_place, sync
+from megatron_vlm.folders import asides_of, begin, discard, partial_of, put_in_place, sync
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
+from megatron_vlm.hf.files import copy_files
 from megatron_vlm.hf.names import Entry, Origin, exported
-from megatron_vlm.hf.source import FLOATS, HFCheckpoint
+from megatron_vlm.hf.source import FLOATS, INDEX, WEIGHTS, HFCheckpoint
 
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -96,8 +95,8 @@ def write_folder(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint folder: shards and index, and every other file of the source
-    (config, tokenizer, image processor, chat template) unchanged. Tensors keep their dtype.
+    """Write a Hugging Face checkpoint folder: shards and index, and the source's other files
+    (config, tokenizer, image processor, chat template) as they are. Tensors keep their dtype.
 
     Written under a temporary name beside `out` and renamed when complete. With a `mark` it takes
     the place of an earlier export of the same run.
@@ -159,10 +158,8 @@ class _ShardWriter:
                 "weight_map": dict(sorted(self.shard_of.items())),
             }
             text = json.dumps(index, indent=2) + "\n"
-            (self.folder / "model.safetensors.index.json").write_text(text)
-        for file in self.source.path.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name != MARK:
-                shutil.copyfile(file, self.folder / file.name)
+            (self.folder / INDEX).write_text(text)
+        copy_files(self.source.path, self.folder)
 
 
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:
@@ -190,6 +187,6 @@ def plan_shards(
         total += size
     count = number + 1
     if count == 1:
-        return dict.fromkeys(numbers, "model.safetensors"), total
+        return dict.fromkeys(numbers, WEIGHTS), total
     shard = {name: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for name, n in numbers.items()}
     return shard, total
