@@ -20,7 +20,14 @@ def read_config(folder: str | Path) -> PretrainedConfig:
             f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
             "checkpoint, e.g. one that `hf download NAME --local-dir DIR` wrote"
         )
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    try:
+        # No code of the folder's is run, nor is anybody asked whether it may.
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers says in many ways what it cannot read
+        raise ConfigError(
+            f"model.path={str(folder)!r}: transformers cannot read its config.json: "
+            f"{' '.join(str(error).split())}; give a folder of a Qwen3-VL checkpoint"
+        ) from error
     return config
 
 

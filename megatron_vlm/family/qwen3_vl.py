@@ -4,6 +4,7 @@ Shapes: S tokens of a row, P patches, C values of a patch, 3 the axes time, heig
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,9 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family, HFNames, VisionMarks
+from megatron_vlm.family.fields import KnownFields, refused
 from megatron_vlm.family.sizes import (
     ModelSizes,
     Part,
@@ -26,9 +29,153 @@ from megatron_vlm.family.sizes import (
 NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
+# Fields of every part, as transformers holds them: the names with an underscore are its own.
+_IDLE = {
+    *("transformers_version", "architectures", "_name_or_path", "_commit_hash", "dtype"),
+    *("id2label", "label2id", "problem_type", "initializer_range", "chunk_size_feed_forward"),
+    *("_attn_implementation_internal", "_experts_implementation_internal", "use_cache"),
+    *("bos_token_id", "eos_token_id"),
+}
+_OUTPUTS = {"output_hidden_states", "_output_attentions"}
+_FIXED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "return_dict": (True,)}
+
+TOP = KnownFields(
+    {"text_config", "vision_config", "image_token_id", "video_token_id", "tie_word_embeddings"},
+    {*_IDLE, *_OUTPUTS, "vision_start_token_id", "vision_end_token_id", "pad_token_id"},
+    {**_FIXED, "model_type": ("qwen3_vl",), "quantization_config": (None,)},
+)
+TEXT = KnownFields(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+        *("rms_norm_eps", "rope_parameters", "pad_token_id"),
+    },
+    {*_IDLE, *_OUTPUTS, "max_window_layers"},
+    {
+        **_FIXED,
+        "model_type": ("qwen3_vl_text",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "attention_dropout": (0.0,),
+        "sliding_window": (None,),
+        "use_sliding_window": (False,),
+        "partial_rotary_factor": (1.0,),
+    },
+)
+TEXT_ROPE = KnownFields(
+    {"rope_theta", "mrope_section"},
+    set(),
+    {
+        "rope_type": ("default",),
+        "type": ("default", "mrope"),  # an older name, which rope_type overrules
+        "mrope_interleaved": (True,),
+        "partial_rotary_factor": (1.0,),
+    },
+)
+# The tower is transformers' own module, made from this part of the config.
+VISION = KnownFields(
+    {
+        *("depth", "hidden_size", "hidden_act", "intermediate_size", "num_heads", "in_channels"),
+        *("patch_size", "spatial_merge_size", "temporal_patch_size", "out_hidden_size"),
+        *("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
+    },
+    _IDLE,
+    {
+        **_FIXED,
+        "model_type": ("qwen3_vl_vision",),
+        "output_hidden_states": (False,),
+        "_output_attentions": (False,),
+    },
+)
+VISION_ROPE = KnownFields({"rope_theta"}, set(), {"rope_type": ("axial",)})
+
+
+def check_fields(config: PretrainedConfig) -> None:
+    """Refuse a config.json that describes another model than the one computed here."""
+    problems = list(_unknown(config)) or list(_misfits(config))
+    if problems:
+        raise ConfigError(
+            f"the config.json of {config.name_or_path} describes another model than this version "
+            "trains:\n  " + "\n  ".join(problems) + "\ngive a checkpoint of the released kind, or "
+            "remove a field that you know to change nothing"
+        )
+
+
+def _unknown(config: PretrainedConfig) -> Iterator[str]:
+    """Fields that are not known, or not with their value."""
+    top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
+    # Some tools repeat a field of the text at the top, where nothing reads it.
+    repeated = {name for name in top if name in text and top[name] == text[name]}
+    yield from refused("", {k: top[k] for k in top.keys() - (repeated - TOP.fixed.keys())}, TOP)
+    layers = text.get("num_hidden_layers", 0)
+    same = {
+        "tie_word_embeddings": (top["tie_word_embeddings"],),
+        "layer_types": (None, ["full_attention"] * layers),
+    }
+    known = KnownFields(TEXT.carried_out, TEXT.idle, {**TEXT.fixed, **same})
+    yield from refused("text_config.", text, known)
+    yield from refused("text_config.rope_parameters.", text["rope_parameters"], TEXT_ROPE)
+    yield from refused("vision_config.", vision, VISION)
+    yield from refused("vision_config.rope_parameters.", vision["rope_parameters"], VISION_ROPE)
+
+
+def _fields(part: PretrainedConfig) -> dict[str, Any]:
+    renamed = {"_heterogeneity_spec": "per_layer_config"}  # the name that config.json has for it
+    return {renamed.get(name, name): value for name, value in vars(part).items()}
+
+
+def _misfits(config: PretrainedConfig) -> Iterator[str]:
+    """Values that do not fit together."""
+    text, vision = config.text_config, config.vision_config
+    section = text.rope_parameters.get("mrope_section", _MROPE_SECTION)
+    pad, images, videos = text.pad_token_id, config.image_token_id, config.video_token_id
+    indexes, ids = vision.deepstack_visual_indexes, range(text.vocab_size)
+    whole = [isinstance(size, int) for size in (vision.patch_size, vision.temporal_patch_size)]
+    for fits, said in (
+        (
+            text.num_attention_heads % text.num_key_value_heads == 0,
+            f"text_config.num_attention_heads={text.num_attention_heads}, not a multiple of "
+            f"num_key_value_heads={text.num_key_value_heads}",
+        ),
+        (text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"),
+        (
+            len(section) == 3 and all(isinstance(part, int) and part >= 0 for part in section),
+            f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
+        ),
+        (pad is None or pad in ids, f"text_config.pad_token_id={pad}, not in the vocabulary"),
+        (
+            images in ids and videos in ids and images != videos,
+            f"image_token_id={images} and video_token_id={videos}, not two tokens of the "
+            f"vocabulary of {text.vocab_size}",
+        ),
+        (
+            vision.out_hidden_size == text.hidden_size,
+            f"vision_config.out_hidden_size={vision.out_hidden_size}, not "
+            f"text_config.hidden_size={text.hidden_size}",
+        ),
+        (
+            vision.hidden_size % (4 * vision.num_heads) == 0,
+            f"vision_config.num_heads={vision.num_heads}, of which no head of hidden_size="
+            f"{vision.hidden_size} has a width that 4 divides",
+        ),
+        (
+            len(set(indexes)) == len(indexes) and set(indexes) <= set(range(vision.depth)),
+            f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
+            f"depth={vision.depth}",
+        ),
+        (
+            all(whole),
+            f"vision_config.patch_size={vision.patch_size} and temporal_patch_size="
+            f"{vision.temporal_patch_size}, not whole numbers",
+        ),
+    ):
+        if not fits:
+            yield said
+
 
 def sizes_of(config: PretrainedConfig) -> ModelSizes:
     """Everything that the rest of the package asks of config.json."""
+    check_fields(config)
     text, vision = config.text_config, config.vision_config
     text_sizes = TextSizes(
         layers=text.num_hidden_layers,
@@ -42,6 +189,7 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
         norm_eps=text.rms_norm_eps,
         rope_theta=text.rope_parameters["rope_theta"],
         mrope_section=tuple(text.rope_parameters.get("mrope_section", _MROPE_SECTION)),
+        pad_id=text.pad_token_id,
     )
     vision_sizes = VisionSizes(
         depth=vision.depth,
@@ -64,9 +212,7 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
 
 def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
     """Asked of Hugging Face's own module, without making its weights."""
-    with torch.device("meta"), no_init_weights():
-        tower = Qwen3VLVisionModel(config.vision_config)
-    for name, param in tower.named_parameters():
+    for name, param in _empty_tower(config, torch.device("meta")).named_parameters():
         part = Part.merger if "merger" in name else Part.vision
         yield TensorSpec(NAMES.vision + name, tuple(param.shape), part)
 
@@ -105,13 +251,17 @@ class LinearPatchEmbed(nn.Module):
         return F.linear(patches_PC, self.proj.weight.flatten(1), self.proj.bias)
 
 
+def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
+    config.vision_config._attn_implementation = "sdpa"  # whatever config.json asks for
+    with no_init_weights(), device:
+        return Qwen3VLVisionModel(config.vision_config)
+
+
 def build_tower(
     config: PretrainedConfig, device: torch.device, recompute: bool
 ) -> Qwen3VLVisionModel:
     """Hugging Face's tower with unset weights; loading fills them."""
-    config.vision_config._attn_implementation = "sdpa"
-    with no_init_weights(), device:
-        tower = Qwen3VLVisionModel(config.vision_config)
+    tower = _empty_tower(config, device)
     tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
     if recompute:
         # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,

@@ -54,6 +54,7 @@ class TextSizes:
     norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, ...]  # frequencies of time, height and width
+    pad_id: int | None  # the token whose embedding is used and never learns, if there is one
 
     @property
     def query(self) -> int:

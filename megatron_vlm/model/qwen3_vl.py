@@ -94,7 +94,7 @@ class Qwen3VLGPTModel(GPTModel):
         if attention_mask is not None:
             _check_right_padded(attention_mask)
         if self.pre_process:
-            hidden_SBH = self.embedding(input_ids=input_ids, position_ids=None)
+            hidden_SBH = self._embed(input_ids)
             features_KSBH = None
             # Past the prefill come generated tokens: a placeholder among them shows nothing.
             if cache is None or cache.in_prefill:
@@ -119,6 +119,16 @@ class Qwen3VLGPTModel(GPTModel):
                 **kwargs,
             )
         return output if self.post_process else self._join_stages(output, features_KSBH)
+
+    def _embed(self, ids_BS: Tensor) -> Tensor:
+        """The tokens' embeddings; that of the padding token is used but does not learn here, as in
+        transformers."""
+        hidden_SBH: Tensor = self.embedding(input_ids=ids_BS, position_ids=None)
+        if self.sizes.text.pad_id is None:
+            return hidden_SBH
+        is_pad_SB1 = (ids_BS == self.sizes.text.pad_id).T[..., None]
+        # Contiguous, whatever the strides of the mask: a stage without layers sends it on.
+        return torch.where(is_pad_SB1, hidden_SBH.detach(), hidden_SBH).contiguous()
 
     def _see(
         self,
