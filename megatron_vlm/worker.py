@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.media.pixels import PixelTables
@@ -27,6 +27,8 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.distributed.same import check_same
+from megatron_vlm.hf.digest import digests
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf
@@ -40,6 +42,9 @@ from megatron_vlm.step.pipeline import Stage
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
 _PATIENCE = 2
+
+# Where a machine keeps its copies; what is in the model's folder is compared.
+_LOCAL = ("model.path", "data.cache_dir")
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 
@@ -71,8 +76,11 @@ class MegatronWorker:
         self.source.read_headers()
         check_tensors(self.source)
         check_tied(self.source)
+        found = digests(self.source) if world_size > 1 else {}
         patience = _PATIENCE * cfg.launch.timeout_minutes
         join_world(self.platform, patience)
+        if world_size > 1:
+            check_same(_compared(cfg), found, self.platform.device)
         self.grid = Grid.create(self.dims, cfg.train.seed, patience)
         self.table = name_table(family, sizes, cfg.model.backend, self.dims)
         self.chunks = build_chunks(cfg, family, self.source.config, sizes, self.grid, self.platform)
@@ -180,3 +188,8 @@ class MegatronWorker:
         output = self.stage.call(chunk, batch, **asked)
         vocab = self.source.sizes.text.vocab
         return output, partial(loss_of, objective, batch, vocab, grid.tp.group)
+
+
+def _compared(cfg: Config) -> dict[str, str]:
+    """The keys that all ranks must have the same values of."""
+    return {key: repr(get(cfg, key)) for key in leaves() if key not in _LOCAL}

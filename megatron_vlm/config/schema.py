@@ -183,6 +183,11 @@ def key_types(node: Any = Config, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def leaves() -> list[str]:
+    """Every key in dotted form that has a value of its own."""
+    return [key for key, kind in key_types().items() if not is_dataclass(kind)]
+
+
 def get(cfg: Any, key: str) -> Any:
     """The value of a dotted key."""
     for name in key.split("."):

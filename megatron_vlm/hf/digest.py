@@ -1,0 +1,58 @@
+"""Digests by which ranks on different machines tell whether they have the same model."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.files import SETTINGS
+from megatron_vlm.hf.source import HFCheckpoint, read_header, weight_files
+
+# Of each tensor so many blocks are read: 32B in fp32 are 128 GB, their blocks 18 MB. Training
+# changes values all over a tensor, so other weights differ in some block.
+_BLOCKS = 4
+_BLOCK = 4096
+
+
+def digests(source: HFCheckpoint) -> dict[str, str]:
+    """A digest of every file that decides what is trained: settings whole; of weight files the
+    size, the header and blocks of each tensor."""
+    try:
+        found = {
+            name: hashlib.sha256((source.path / name).read_bytes()).hexdigest()
+            for name in SETTINGS
+            if (source.path / name).is_file()
+        }
+        for file in weight_files(source.path):
+            found[file.relative_to(source.path).as_posix()] = _of_weights(file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{source.path} cannot be read: {error}; download the checkpoint again"
+        ) from error
+    return found
+
+
+def _of_weights(file: Path) -> str:
+    header = read_header(file)
+    hasher = hashlib.sha256(repr((file.stat().st_size, sorted(header.items()))).encode())
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+        start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        for _, info in sorted(header.items()):
+            first, last = (start + offset for offset in info["data_offsets"])
+            for place, size in _blocks(first, last):
+                hasher.update(os.pread(descriptor, size, place))
+    finally:
+        os.close(descriptor)
+    return hasher.hexdigest()
+
+
+def _blocks(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Places and sizes of blocks spread over [first, last), its two ends among them."""
+    if last - first <= _BLOCKS * _BLOCK:
+        yield first, last - first
+        return
+    for number in range(_BLOCKS):
+        yield first + number * (last - first - _BLOCK) // (_BLOCKS - 1), _BLOCK
