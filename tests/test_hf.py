@@ -115,6 +115,17 @@ def test_truncated_shard_is_named(tiny, tmp_path):
         check(folder)
 
 
+@pytest.mark.parametrize(
+    "text", [b"{", b"[1]", b'{"a": 1}', b'{"a": {"data_offsets": []}}', b"\xff"]
+)
+def test_a_damaged_header_is_named(text, tiny, tmp_path):
+    folder, _ = copy_of(tiny(), tmp_path)
+    whole = len(text).to_bytes(8, "little") + text
+    (folder / "model.safetensors").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: its header is damaged"):
+        check(folder)
+
+
 def test_missing_shard_is_named(tiny, tmp_path):
     folder, weights = copy_of(tiny(), tmp_path)
     (folder / "model.safetensors").unlink()

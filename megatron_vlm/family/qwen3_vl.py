@@ -49,6 +49,7 @@ TEXT = KnownFields(
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
         *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
         *("rms_norm_eps", "rope_parameters", "pad_token_id"),
+        *("tie_word_embeddings", "layer_types"),  # as far as they say the same as the others
     },
     {*_IDLE, *_OUTPUTS, "max_window_layers"},
     {
@@ -92,7 +93,9 @@ VISION_ROPE = KnownFields({"rope_theta"}, set(), {"rope_type": ("axial",)})
 
 def check_fields(config: PretrainedConfig) -> None:
     """Refuse a config.json that describes another model than the one computed here."""
-    problems = list(_unknown(config)) or list(_misfits(config))
+    problems = list(_unknown(config)) or [
+        said for fits, said in (*_text_fits(config), *_vision_fits(config)) if not fits
+    ]
     if problems:
         raise ConfigError(
             f"the config.json of {config.name_or_path} describes another model than this version "
@@ -106,14 +109,9 @@ def _unknown(config: PretrainedConfig) -> Iterator[str]:
     top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
     # Some tools repeat a field of the text at the top, where nothing reads it.
     repeated = {name for name in top if name in text and top[name] == text[name]}
-    yield from refused("", {k: top[k] for k in top.keys() - (repeated - TOP.fixed.keys())}, TOP)
-    layers = text.get("num_hidden_layers", 0)
-    same = {
-        "tie_word_embeddings": (top["tie_word_embeddings"],),
-        "layer_types": (None, ["full_attention"] * layers),
-    }
-    known = KnownFields(TEXT.carried_out, TEXT.idle, {**TEXT.fixed, **same})
-    yield from refused("text_config.", text, known)
+    read = top.keys() - (repeated - TOP.fixed.keys())
+    yield from refused("", {name: top[name] for name in read}, TOP)
+    yield from refused("text_config.", text, TEXT)
     yield from refused("text_config.rope_parameters.", text["rope_parameters"], TEXT_ROPE)
     yield from refused("vision_config.", vision, VISION)
     yield from refused("vision_config.rope_parameters.", vision["rope_parameters"], VISION_ROPE)
@@ -124,53 +122,57 @@ def _fields(part: PretrainedConfig) -> dict[str, Any]:
     return {renamed.get(name, name): value for name, value in vars(part).items()}
 
 
-def _misfits(config: PretrainedConfig) -> Iterator[str]:
-    """Values that do not fit together."""
-    text, vision = config.text_config, config.vision_config
+def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """Whether values of the text fit the others, and what to say where they do not."""
+    text, top_tied, kinds = config.text_config, config.tie_word_embeddings, ["full_attention"]
+    heads, groups, pad = text.num_attention_heads, text.num_key_value_heads, text.pad_token_id
+    yield (
+        heads % groups == 0,
+        f"text_config.num_attention_heads={heads}, not a multiple of num_key_value_heads={groups}",
+    )
+    yield text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"
     section = text.rope_parameters.get("mrope_section", _MROPE_SECTION)
-    pad, images, videos = text.pad_token_id, config.image_token_id, config.video_token_id
-    indexes, ids = vision.deepstack_visual_indexes, range(text.vocab_size)
-    whole = [isinstance(size, int) for size in (vision.patch_size, vision.temporal_patch_size)]
-    for fits, said in (
-        (
-            text.num_attention_heads % text.num_key_value_heads == 0,
-            f"text_config.num_attention_heads={text.num_attention_heads}, not a multiple of "
-            f"num_key_value_heads={text.num_key_value_heads}",
-        ),
-        (text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"),
-        (
-            len(section) == 3 and all(isinstance(part, int) and part >= 0 for part in section),
-            f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
-        ),
-        (pad is None or pad in ids, f"text_config.pad_token_id={pad}, not in the vocabulary"),
-        (
-            images in ids and videos in ids and images != videos,
-            f"image_token_id={images} and video_token_id={videos}, not two tokens of the "
-            f"vocabulary of {text.vocab_size}",
-        ),
-        (
-            vision.out_hidden_size == text.hidden_size,
-            f"vision_config.out_hidden_size={vision.out_hidden_size}, not "
-            f"text_config.hidden_size={text.hidden_size}",
-        ),
-        (
-            vision.hidden_size % (4 * vision.num_heads) == 0,
-            f"vision_config.num_heads={vision.num_heads}, of which no head of hidden_size="
-            f"{vision.hidden_size} has a width that 4 divides",
-        ),
-        (
-            len(set(indexes)) == len(indexes) and set(indexes) <= set(range(vision.depth)),
-            f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
-            f"depth={vision.depth}",
-        ),
-        (
-            all(whole),
-            f"vision_config.patch_size={vision.patch_size} and temporal_patch_size="
-            f"{vision.temporal_patch_size}, not whole numbers",
-        ),
-    ):
-        if not fits:
-            yield said
+    yield (
+        len(section) == 3 and all(isinstance(part, int) and part >= 0 for part in section),
+        f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
+    )
+    ids, images, videos = range(text.vocab_size), config.image_token_id, config.video_token_id
+    yield pad is None or pad in ids, f"text_config.pad_token_id={pad}, not in the vocabulary"
+    yield (
+        images in ids and videos in ids and images != videos,
+        f"image_token_id={images} and video_token_id={videos}, not two tokens of the vocabulary of "
+        f"{len(ids)}",
+    )
+    tied = getattr(text, "tie_word_embeddings", top_tied)  # which transformers does not read
+    yield tied == top_tied, f"text_config.tie_word_embeddings={tied}, and {top_tied} at the top"
+    layers = getattr(text, "layer_types", None)
+    yield (
+        layers is None or list(layers) == kinds * text.num_hidden_layers,
+        f"text_config.layer_types={layers}, not {kinds[0]} in each layer",
+    )
+
+
+def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """The same for the tower."""
+    vision, hidden = config.vision_config, config.text_config.hidden_size
+    out, indexes = vision.out_hidden_size, vision.deepstack_visual_indexes
+    yield (
+        out == hidden,
+        f"vision_config.out_hidden_size={out}, not text_config.hidden_size={hidden}",
+    )
+    yield (
+        vision.hidden_size % (4 * vision.num_heads) == 0,
+        f"vision_config.num_heads={vision.num_heads}, of which no head of hidden_size="
+        f"{vision.hidden_size} has a width that 4 divides",
+    )
+    yield (
+        len(set(indexes)) == len(indexes) and set(indexes) <= set(range(vision.depth)),
+        f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
+        f"depth={vision.depth}",
+    )
+    for name in ("patch_size", "temporal_patch_size"):
+        size = getattr(vision, name)
+        yield isinstance(size, int), f"vision_config.{name}={size}, not a whole number"
 
 
 def sizes_of(config: PretrainedConfig) -> ModelSizes:

@@ -112,9 +112,15 @@ def read_header(file: Path) -> dict[str, Any]:
         size = file.stat().st_size
         if not 0 < length <= size - 8:
             raise CheckpointError(f"{file}: header of {length} bytes in a file of {size}")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    end = max((info["data_offsets"][1] for info in header.values()), default=0)
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((info["data_offsets"][1] for info in header.values()), default=0)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its header is damaged ({type(error).__name__}: {error}); download it again"
+        ) from error
     if size < 8 + length + end:
         raise CheckpointError(
             f"{file} is cut short: {size} bytes, its header asks for {8 + length + end}"
