@@ -37,7 +37,11 @@ def hf_answer(model, tokenizer, processor, record: dict, root: Path, most: int) 
     messages = record["messages"][:-1]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
-    images = [Image.open(root / part["image"]) for part in parts if part["type"] == "image"]
+    images = [
+        Image.open(root / part["image"], formats=["PNG"])
+        for part in parts
+        if part["type"] == "image"
+    ]
     inputs = {}
     if images:
         inputs = dict(processor(images=images, return_tensors="pt"))

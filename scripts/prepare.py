@@ -16,7 +16,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from megatron_vlm.data.media.media import MediaPolicy, image_size
+from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 
@@ -98,7 +98,7 @@ def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
     content = _image_bytes(value, where)
     try:
         image_size(Image(content), MediaPolicy(root="."), where)  # as training would
-        opened = PIL.Image.open(io.BytesIO(content))
+        opened = open_picture(content, where)
         image = _to_rgb(PIL.ImageOps.exif_transpose(opened))
     except DataError:
         raise

@@ -2,19 +2,22 @@
 """Pictures open as they do in Hugging Face; what is broken or forbidden is refused by name."""
 
 import base64
+import contextlib
 import http.server
 import io
+import os
 import threading
 
 import numpy as np
 import PIL.Image
 import pytest
+from PIL import EpsImagePlugin
 from transformers.image_utils import load_image
 
 from megatron_vlm.data.media import fetch as fetching
 from megatron_vlm.data.media.fetch import fetch, is_public
 from megatron_vlm.data.media.images import ImageSettings, image_patches
-from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
+from megatron_vlm.data.media.media import FORMATS, MediaPolicy, image_size, read_image
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import DataError
 
@@ -137,6 +140,37 @@ def test_broken_pictures_are_refused_by_name(name, form, tmp_path):
         read(source, MediaPolicy(str(tmp_path)))
     assert str(error.value).startswith("x:1")
     assert words in str(error.value)
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 24\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize("form", ["bytes", "file", "data URI"])
+def test_no_picture_starts_a_program(form, tmp_path, monkeypatch):
+    """Pillow itself hands PostScript to Ghostscript, whatever the file is called."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # what it remembers of the last search
+    (tmp_path / "photo.png").write_bytes(POSTSCRIPT)
+    with contextlib.suppress(OSError), PIL.Image.open(tmp_path / "photo.png") as opened:
+        opened.load()
+    assert (tmp_path / "ran").exists()
+    (tmp_path / "ran").unlink()
+    uri = "data:image/png;base64," + base64.b64encode(POSTSCRIPT).decode()
+    source = {"bytes": POSTSCRIPT, "file": "photo.png", "data URI": uri}[form]
+    for opening in (image_size, read_image):
+        with pytest.raises(DataError, match="it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF"):
+            opening(Image(source), MediaPolicy(str(tmp_path)), "x:1")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
+def test_the_formats_that_open(kind):
+    file = encoded(noise(), kind, **({"save_all": True} if kind == "MPO" else {}))
+    policy = MediaPolicy(None)
+    assert read(file, policy).size == (40, 24)
+    assert image_size(Image(file), policy, "x:1") == (24, 40)
 
 
 @pytest.mark.parametrize(

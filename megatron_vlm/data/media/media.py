@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import DataError
 
 MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
+# Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
+# the file, whatever its name. JPEG includes the MPO files of phones.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap width and height
 
 
@@ -102,17 +106,36 @@ def _open(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
         return source
     if isinstance(source, str):
         source = _open_source(source, policy, where, image.name)
-    where = f"{where}: {image.name}"
+    return open_picture(source, f"{where}: {image.name}")
+
+
+def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
+    """The content or the path of a file as a picture with its header read, but not decoded; only
+    FORMATS are tried. The message of a refusal starts with `where`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
             # Given a path, Pillow closes the file itself once the pixels are read.
-            return PIL.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            return PIL.Image.open(
+                io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats()
+            )
+    except PIL.UnidentifiedImageError as error:
+        raise DataError(
+            f"{where} is not an image that can be opened: it is none of {', '.join(_formats())}; "
+            "convert it to one of them, or drop it"
+        ) from error
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         limit = PIL.Image.MAX_IMAGE_PIXELS
         raise DataError(f"{where} has more than {limit} pixels; shrink the file") from error
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise DataError(f"{where} is not an image that can be opened: {_first(error)}") from error
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """Those that this Pillow was built with: its older versions have no AVIF."""
+    PIL.Image.init()
+    return tuple(name for name in FORMATS if name in PIL.Image.OPEN)
 
 
 def check_aspect(height: int, width: int, what: str) -> None:
