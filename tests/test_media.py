@@ -3,10 +3,13 @@
 
 import base64
 import contextlib
+import gzip
 import http.server
 import io
 import os
+import socket
 import threading
+import time
 
 import numpy as np
 import PIL.Image
@@ -237,6 +240,11 @@ class _Server(http.server.BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"x" * 300_000)
+        elif self.path.startswith("/packed"):
+            self.send_response(200)
+            self.send_header("Content-Encoding", self.path.split("/")[2].replace("+", ", "))
+            self.end_headers()
+            self.wfile.write(gzip.compress(gzip.compress(bytes(2**20))))
         elif self.path == "/missing":
             self.send_error(404)
         else:
@@ -291,6 +299,53 @@ def test_fetch_stops_at_the_limit(server, monkeypatch):
     monkeypatch.setattr(fetching, "MAX_BYTES", 2**16)
     with pytest.raises(DataError, match="larger than"):
         fetch(server + "/large", "x:1", only_here)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "gzip+gzip", "br", "DEFLATE"])
+def test_packed_content_is_refused(encoding, server):
+    with pytest.raises(DataError, match=r"x:1: the server sends it packed \(Content-Encoding: "):
+        fetch(f"{server}/packed/{encoding}", "x:1", only_here)
+
+
+@pytest.fixture(params=["headers", "body", "TLS handshake", "nothing"])
+def dripping(request):
+    """The address of a server that sends a byte every 50 ms, without end."""
+    stopped = threading.Event()
+
+    def drip(connection):
+        with connection, contextlib.suppress(OSError):
+            if request.param == "body":
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            elif request.param == "TLS handshake":
+                connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB
+            while not stopped.wait(0.05):
+                connection.sendall(b"" if request.param == "nothing" else b"H")
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                drips.append(threading.Thread(target=drip, args=(listening.accept()[0],)))
+                drips[-1].start()
+
+    drips = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve)
+        server.start()
+        scheme = "https" if request.param == "TLS handshake" else "http"
+        yield f"{scheme}://localhost:{listening.getsockname()[1]}/a.png"
+        stopped.set()
+        listening.shutdown(socket.SHUT_RDWR)
+    for thread in (server, *drips):
+        thread.join()
+
+
+def test_a_server_that_drips_holds_nobody(dripping, monkeypatch):
+    monkeypatch.setattr(fetching, "TOTAL_S", 0.5)
+    monkeypatch.setattr(fetching, "TIMEOUT_S", 2.0)
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"x:1: was not fetched within 0\.5 s; copy the file"):
+        fetch(dripping, "x:1", only_here)
+    assert time.monotonic() - started < 15
 
 
 def test_nobody_answers():

@@ -2,11 +2,17 @@
 
 A name is resolved once, its address checked, and the connection made to that same address, so a
 name that resolves differently the second time gains nothing. Redirects pass the same check.
+
+A server may be slow or hostile, too: bytes and time are bounded, redirects included, and content
+that would have to be unpacked is refused.
 """
 
 import ipaddress
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -15,7 +21,8 @@ from megatron_vlm.errors import DataError
 
 MAX_BYTES = 64 * 2**20
 MAX_REDIRECTS = 3
-TIMEOUT_S = 20.0
+TIMEOUT_S = 20.0  # without a single byte, and for a TLS handshake
+TOTAL_S = 120.0  # for all of it
 
 
 def is_public(address: str) -> bool:
@@ -27,20 +34,67 @@ def is_public(address: str) -> bool:
 
 def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> bytes:
     """The content of a URL, at most MAX_BYTES, or a DataError that starts with `where`."""
+    deadline = _Deadline()
     try:
-        for _ in range(MAX_REDIRECTS + 1):
-            body, location = _request(url, where, allowed)
-            if location is None:
-                return body
-            url = urljoin(url, location)
+        with deadline.running(TOTAL_S):
+            body = _followed(url, where, allowed, deadline)
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{where}: cannot be fetched: {error}") from error
+        if not deadline.over:
+            raise DataError(f"{where}: cannot be fetched: {error}") from error
+    if deadline.over:  # without an error, what came may be a part
+        raise DataError(
+            f"{where}: was not fetched within {TOTAL_S:g} s; copy the file to data.image_root"
+        )
+    return body
+
+
+class _Deadline:
+    """Ends the connection when the time is over, whatever it waits for. A time-out of each read
+    would not: a server that sends a byte now and then could hold a rank for ever."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._socket: socket.socket | None = None
+
+    @contextmanager
+    def running(self, seconds: float) -> Iterator[None]:
+        timer = threading.Timer(seconds, self._end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def trace(self, event: str, info: dict[str, Any]) -> None:
+        """What httpx tells of its progress: here, each connection that it makes."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self._socket = info["return_value"].get_extra_info("socket")
+            if self.over:
+                self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        if self._socket is not None:
+            with suppress(OSError):  # it was closed just now
+                # That of SSLSocket would take its state from under the thread that reads.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+def _followed(url: str, where: str, allowed: Callable[[str], bool], deadline: _Deadline) -> bytes:
+    for _ in range(MAX_REDIRECTS + 1):
+        body, location = _request(url, where, allowed, deadline)
+        if location is None:
+            return body
+        url = urljoin(url, location)
     raise DataError(f"{where}: more than {MAX_REDIRECTS} redirects")
 
 
-def _request(url: str, where: str, allowed: Callable[[str], bool]) -> tuple[bytes, str | None]:
+def _request(
+    url: str, where: str, allowed: Callable[[str], bool], deadline: _Deadline
+) -> tuple[bytes, str | None]:
     """One request: the body and None, or the address that it redirects to."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -54,19 +108,31 @@ def _request(url: str, where: str, allowed: Callable[[str], bool]) -> tuple[byte
         )
     host = f"[{address}]" if ":" in address else address
     target = httpx.URL(url).copy_with(host=host)
-    headers, names = {"Host": parts.netloc.rpartition("@")[2]}, {"sni_hostname": parts.hostname}
+    headers = {"Host": parts.netloc.rpartition("@")[2], "Accept-Encoding": "identity"}
+    more = {"sni_hostname": parts.hostname, "trace": deadline.trace}
     # No proxy: it would resolve the name itself, and the check would mean nothing.
     with (
         httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
-        client.stream("GET", target, headers=headers, extensions=names) as response,
+        client.stream("GET", target, headers=headers, extensions=more) as response,
     ):
         if response.is_redirect:
             return b"", response.headers["location"]
         if response.status_code != 200:
             raise DataError(f"{where}: the server answers {response.status_code}")
-        body = bytearray()
-        for piece in response.iter_bytes():
-            body += piece
-            if len(body) > MAX_BYTES:
-                raise DataError(f"{where}: larger than {MAX_BYTES // 2**20} MiB")
-        return bytes(body), None
+        return _body(response, where), None
+
+
+def _body(response: httpx.Response, where: str) -> bytes:
+    """The content as it comes. A few KB of gzip in gzip would unpack to gigabytes."""
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise DataError(
+            f"{where}: the server sends it packed (Content-Encoding: {encoding[:60]}), though "
+            "asked not to; copy the file to data.image_root"
+        )
+    body = bytearray()
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > MAX_BYTES:
+            raise DataError(f"{where}: larger than {MAX_BYTES // 2**20} MiB")
+    return bytes(body)
