@@ -19,6 +19,7 @@ import PIL.ImageOps
 from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
+from megatron_vlm.paths import require_file
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _TABLES = ("state.json", "dataset_dict.json", "*.parquet", "data/*.parquet")
@@ -124,7 +125,7 @@ def _image_bytes(value: Any, where: str) -> bytes:
     if value.get("bytes"):
         return value["bytes"]
     try:
-        return Path(value["path"]).read_bytes()
+        return require_file(value["path"]).read_bytes()
     except OSError as error:
         raise DataError(f"{where}: {value['path']}: {error.strerror}") from error
 

@@ -2,6 +2,7 @@
 """Weights in and out: slices, shards, dtypes, tied heads, and checkpoints that do not fit."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.files import SETTINGS, copy_files
@@ -283,6 +284,15 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
 def test_folder_without_a_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path='.*' has no config\.json"):
         HFCheckpoint(tmp_path)
+
+
+def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json is a named pipe, and only files are read"
+    ):
+        read_sizes(tmp_path)
 
 
 def _values_read(worker: MegatronWorker) -> int:

@@ -180,7 +180,10 @@ def test_the_formats_that_open(kind):
     ("source", "words"),
     [
         ("missing.png", "no file missing.png in data.image_root="),
-        ("folder", "no file folder"),
+        ("folder", "no file folder in data.image_root="),
+        ("folder", "it is a folder"),
+        ("pipe.png", "it is a named pipe"),
+        ("zero.png", "lies outside data.image_root"),
         ("../secret.png", "lies outside data.image_root"),
         ("folder/../../secret.png", "lies outside data.image_root"),
         ("/etc/passwd", "lies outside data.image_root"),
@@ -199,6 +202,8 @@ def test_forbidden_and_missing_sources(source, words, tmp_path):
     (root / "folder").mkdir(parents=True)
     (tmp_path / "secret.png").write_bytes(encoded(noise()))
     (root / "link.png").symlink_to(tmp_path / "secret.png")
+    (root / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(root / "pipe.png")
     with pytest.raises(DataError) as error:
         read(source, MediaPolicy(str(root)))
     assert words in str(error.value)

@@ -4,6 +4,7 @@
 import gzip
 import io
 import json
+import os
 import tarfile
 
 import datasets
@@ -280,6 +281,38 @@ def test_sources_that_cannot_be(path, words, tmp_path):
     with pytest.raises(ConfigError) as error:
         open_source(SourceSpec(str(tmp_path / path)), None, None)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "a.ndjson"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_named_pipe_is_not_waited_for(name, streaming, tmp_path):
+    """To open one waits for somebody to write into it."""
+    path = tmp_path / name
+    if name in ("saved", "dict", "folder"):
+        write(tmp_path, name)
+        path = next(path.rglob("*.arrow" if name != "folder" else "*.parquet"))
+        path.unlink()
+    os.mkfifo(path)
+    with pytest.raises((DataError, ConfigError), match=f"{path} is a named pipe, and only files"):
+        if streaming:
+            spec = SourceSpec(str(tmp_path / name), streaming=True)
+            list(open_stream([spec], DataConfig(), train=True).records(0, None))
+        else:
+            open_source(SourceSpec(str(tmp_path / name)), None, tmp_path / "cache")
+
+
+def test_a_device_and_a_folder_are_no_data_files(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"a\.jsonl is a device, and only files are read"):
+        open_source(SourceSpec(str(tmp_path / "a.jsonl")), None, None)
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "away.jsonl")
+    with pytest.raises(DataError, match=r"no file .*gone\.jsonl: it is a link that leads nowhere"):
+        open_source(SourceSpec(str(tmp_path / "gone.jsonl")), None, None)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "0.jsonl").write_text(LINES)
+    (tmp_path / "b" / "1.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"1\.jsonl is a folder, and only files are read"):
+        open_source(SourceSpec(str(tmp_path / "b" / "*.jsonl")), None, None)
 
 
 def test_a_name_that_the_hub_does_not_have_here(monkeypatch):

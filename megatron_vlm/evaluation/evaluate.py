@@ -22,6 +22,7 @@ from megatron_vlm.evaluation.examples import Example, Examples
 from megatron_vlm.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
 from megatron_vlm.evaluation.sets import EvalSet
 from megatron_vlm.folders import write_text
+from megatron_vlm.paths import what_is_at
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -84,7 +85,10 @@ def read_candidates(value: str | Sequence[str]) -> list[str]:
     """eval.candidates: a list, or a text file with one in each line."""
     if isinstance(value, str):
         try:
-            lines = Path(value).expanduser().read_text(encoding="utf-8").splitlines()
+            file = Path(value).expanduser()
+            if (found := what_is_at(file)) not in ("a file", "nothing"):
+                raise ConfigError(f"eval.candidates={value} is {found}; give a text file")
+            lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"eval.candidates={value}: {error}; give a text file") from error
         value = [line for line in lines if line.strip()]

@@ -9,6 +9,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.qwen3_vl import QWEN3_VL
 from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.paths import require_files_in
 
 FAMILIES = {family.model_type: family for family in (QWEN3_VL,)}
 
@@ -20,6 +21,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
             f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
             "checkpoint, e.g. one that `hf download NAME --local-dir DIR` wrote"
         )
+    require_files_in(folder)  # transformers opens whatever has a name that it knows
     try:
         # No code of the folder's is run, nor is anybody asked whether it may.
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)

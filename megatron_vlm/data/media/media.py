@@ -23,6 +23,7 @@ import PIL.ImageOps
 from megatron_vlm.data.media.fetch import fetch
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import DataError
+from megatron_vlm.paths import what_is_at
 
 MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
@@ -52,7 +53,7 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
     root = Path(policy.root).resolve()
     try:
         path = (root / source).resolve()
-        is_file = path.is_file()
+        found = what_is_at(path)
     except (OSError, ValueError) as error:  # too long, with a NUL byte, a loop of links
         raise DataError(f"{where}: {source[:120]!r} is not a path: {error}") from error
     if not path.is_relative_to(root):
@@ -60,8 +61,9 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
             f"{where}: {source} lies outside data.image_root={root}; move it there, or set "
             "data.image_root to a folder that holds all files"
         )
-    if not is_file:
-        raise DataError(f"{where}: no file {source} in data.image_root={root}")
+    if found != "a file":
+        instead = "" if found == "nothing" else f": it is {found}"
+        raise DataError(f"{where}: no file {source} in data.image_root={root}{instead}")
     return path
 
 

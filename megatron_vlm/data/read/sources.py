@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow
 
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.read.files import scan_lines, unpacked
+from megatron_vlm.data.read.table import TableSource
 from megatron_vlm.data.read.tar import TarSource
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.paths import require_file, require_files_in
 
 
 class Source(Protocol):
@@ -45,6 +46,10 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
             return _hub_source(spec, root)
         raise ConfigError(f"no file or folder {spec.path}")
     folder = str(Path(paths[0]).resolve().parent)
+    if Path(paths[0]).is_dir():
+        return _open_folder(paths[0], spec, root or str(Path(paths[0]).resolve()))
+    for path in paths:
+        require_file(path)
     kinds = {
         "".join(Path(path).suffixes[-2:]) if path.endswith((".gz", ".zst")) else Path(path).suffix
         for path in paths
@@ -60,8 +65,6 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         return ListSource(paths, spec.path, root or folder)
     if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
         return JsonlSource([unpacked(path, cache) for path in paths], paths, root or folder)
-    if Path(paths[0]).is_dir():
-        return _open_folder(paths[0], spec, root or str(Path(paths[0]).resolve()))
     raise ConfigError(
         f"{spec.path}: cannot tell the format; known are .jsonl, .jsonl.gz, .jsonl.zst, .json, "
         ".parquet, .arrow, .tar, a folder of save_to_disk, or the name of a Hugging Face data set"
@@ -130,49 +133,6 @@ class ListSource:
         return self.records[index][0]
 
 
-class TableSource:
-    """A table of Hugging Face `datasets`: Parquet, Arrow, save_to_disk, or from the Hub."""
-
-    def __init__(self, dataset: Any, name: str, root: str):
-        # Arrow's own values: `datasets` would decode images, and without our limits.
-        self.dataset = dataset.with_format("arrow")
-        self.name, self.root = name, root
-
-    @property
-    def digest(self) -> str:
-        return str(self.dataset._fingerprint)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return table_row(self.dataset[int(index)])
-
-    def where(self, index: int) -> str:
-        return f"{self.name}: row {index}"
-
-
-def table_row(table: Any) -> dict[str, Any]:
-    """The only row of an Arrow table, as plain values."""
-    row = zip(table.schema.names, table.schema.types, table.to_pylist()[0].values(), strict=True)
-    return {name: _plain(value, kind) for name, kind, value in row if value is not None}
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    """Arrow gives every struct the fields of all others, as nulls: these are left out. `datasets`
-    keeps values of mixed types as JSON: these are parsed, and their nulls kept."""
-    if value is None:
-        return None
-    if isinstance(kind, pyarrow.JsonType):
-        return json.loads(value)
-    if pyarrow.types.is_struct(kind):
-        present = (field for field in kind if value[field.name] is not None)
-        return {field.name: _plain(value[field.name], field.type) for field in present}
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        return [_plain(item, kind.value_type) for item in value]
-    return value
-
-
 def _read_tables(kind: str, paths: Sequence[str]) -> Any:
     import datasets
 
@@ -194,14 +154,18 @@ def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
     import datasets
 
     folder = Path(path)
-    if (folder / "dataset_dict.json").exists():
-        found = datasets.load_from_disk(path)
+    require_files_in(folder)
+    if not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
+        return _hub_source(spec, root)
+    try:
+        found, name = datasets.load_from_disk(path), path
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise DataError(f"{path}: not readable: {_root_cause(error)}") from error
+    if isinstance(found, datasets.DatasetDict):
         if spec.split not in found:
             raise ConfigError(f"{path} has no split {spec.split!r}; it has {', '.join(found)}")
-        return TableSource(found[spec.split], f"{path}[{spec.split}]", root)
-    if (folder / "state.json").exists():
-        return TableSource(datasets.load_from_disk(path), path, root)
-    return _hub_source(spec, root)
+        found, name = found[spec.split], f"{path}[{spec.split}]"
+    return TableSource(found, name, root)
 
 
 def _hub_source(spec: SourceSpec, root: str | None) -> Source:

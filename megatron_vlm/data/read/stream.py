@@ -18,9 +18,10 @@ import numpy as np
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.data.read.sources import table_row
+from megatron_vlm.data.read.table import table_row
 from megatron_vlm.data.read.tar import join_members
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.paths import require_file, require_files_in
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".zst": "json", ".gz": "json"}
 _BUILDERS |= {".tar": "webdataset", ".arrow": "arrow"}
@@ -36,7 +37,7 @@ class StreamRecord:
 
     def raw(self) -> Any:
         """The record as plain values."""
-        raw = table_row(self.table)
+        raw = table_row(self.table, self.where)
         if "__key__" in raw:  # a WebDataset sample
             raw = join_members({k: v for k, v in raw.items() if k[:2] != "__"}, self.where)
         return raw
@@ -99,6 +100,8 @@ def _open(spec: SourceSpec) -> Any:
 
     paths = sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
     builder, options = spec.path, {}
+    for path in paths:
+        require_files_in(path) if os.path.isdir(path) else require_file(path)
     if paths and not Path(paths[0]).is_dir():
         suffix = Path(paths[0]).suffix
         if suffix not in _BUILDERS:

@@ -1,0 +1,49 @@
+"""Paths that users and their data name: only regular files are opened.
+
+Whoever opens a named pipe waits for somebody to write into it, and a device may never end.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from megatron_vlm.errors import DataError
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def what_is_at(path: str | Path) -> str:
+    """`a file`, `a folder`, `a named pipe`, `nothing`; links are followed. OSError and ValueError
+    where the path itself cannot be."""
+    try:
+        return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "something else")
+    except (FileNotFoundError, NotADirectoryError):
+        return "nothing"
+
+
+def require_file(path: str | Path) -> Path:
+    """The path of a regular file; anything else is refused before it is opened."""
+    try:
+        found = what_is_at(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if found == "nothing":
+        raise DataError(f"no file {path}: it is a link that leads nowhere")
+    if found != "a file":
+        raise DataError(f"{path} is {found}, and only files are read; give a file")
+    return Path(path)
+
+
+def require_files_in(folder: str | Path) -> None:
+    """Refuse a folder that holds anything but files and folders, however deep."""
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            if (found := what_is_at(path)) not in ("a file", "a folder", "nothing"):
+                raise DataError(f"{path} is {found}, and only files are read; remove it")

@@ -1,0 +1,104 @@
+# .venv/bin/python -m pytest tests/test_hostile.py
+"""Files that are damaged or made to do harm end in one sentence that names them, within bounds of
+memory. Programs that pictures would start, and servers that drip, are in test_media.py."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.errors import MegatronVLMError
+from tests.alone import alone
+
+# Arrow files with flipped bits.
+
+
+def arrow_file(folder: Path) -> Path:
+    """Records with everything that data sets hold: lists in lists, structs, bytes, numbers."""
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": f"question {i}"}]},
+                {"role": "assistant", "content": [{"type": "image", "image": f"{i}.png"}]},
+            ],
+            "images": [bytes(range(i + 1))],
+            "tokens": [[1, 2, i], [3]],
+            "score": i / 2,
+        }
+        for i in range(30)
+    ]
+    import datasets  # only in the process that reads
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(records).save_to_disk(folder / "saved")
+    return next((folder / "saved").glob("*.arrow"))
+
+
+def flipped(content: bytes, number: int) -> bytes:
+    """The content with one byte changed; every tenth time, cut off."""
+    chance = random.Random(number)
+    place = chance.randrange(len(content))
+    if number % 10 == 0:
+        return content[:place]
+    value = chance.choice([0, 0x7F, 0xFF, content[place] ^ 1 << chance.randrange(8)])
+    return content[:place] + bytes([value]) + content[place + 1 :]
+
+
+def read_all(path: str) -> str:
+    """What becomes of reading every record of a file."""
+    try:
+        source = open_source(SourceSpec(path), None, None)
+        for index in range(len(source)):
+            try:
+                source[index]
+            except MegatronVLMError as error:
+                assert f"{path}: row {index}: the record is damaged" in str(error)
+                return "a record refused"
+    except MegatronVLMError as error:
+        assert path in str(error), error
+        return "refused"
+    return "read"
+
+
+def read_flipped(folder: str, start: int, count: int) -> dict[str, int]:
+    content = arrow_file(Path(folder)).read_bytes()
+    path = Path(folder) / "flipped.arrow"
+    outcomes: Counter[str] = Counter()
+    for number in range(start, start + count):
+        path.unlink(missing_ok=True)  # what is mapped must not change
+        path.write_bytes(flipped(content, number))
+        print("flip", number, flush=True)
+        outcomes[read_all(str(path))] += 1
+    return dict(outcomes)
+
+
+@pytest.mark.parametrize(
+    "count", [60, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_a_flipped_bit_in_an_arrow_file_kills_nobody(count, tmp_path):
+    """Arrow itself looks where a damaged offset points: SIGBUS or SIGSEGV, without a name."""
+    outcomes = alone(read_flipped, str(tmp_path), 0, count).result
+    assert sum(outcomes.values()) == count
+    assert len(outcomes) == 3, outcomes
+
+
+def read_with_offsets(folder: str, values: list[int]) -> list[str]:
+    """The second list of messages ends elsewhere."""
+    content = bytearray(arrow_file(Path(folder)).read_bytes())
+    place = content.index(np.arange(0, 62, 2, dtype=np.int32).tobytes())
+    outcomes = []
+    for number, value in enumerate(values):
+        content[place + 8 : place + 12] = np.array([value], dtype=np.int32).tobytes()
+        path = Path(folder) / f"{number}.arrow"
+        path.write_bytes(content)
+        outcomes.append(read_all(str(path)))
+    return outcomes
+
+
+def test_an_arrow_offset_outside_the_file(tmp_path):
+    outcomes = alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
+    assert outcomes == ["a record refused"] * 3
