@@ -2,11 +2,15 @@
 """Files that are damaged or made to do harm end in one sentence that names them, within bounds of
 memory. Programs that pictures would start, and servers that drip, are in test_media.py."""
 
+import gzip
+import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
 from megatron_vlm.config.sources import SourceSpec
@@ -102,3 +106,69 @@ def read_with_offsets(folder: str, values: list[int]) -> list[str]:
 def test_an_arrow_offset_outside_the_file(tmp_path):
     outcomes = alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
     assert outcomes == ["a record refused"] * 3
+
+
+# Files that unpack to gigabytes.
+
+
+def zst(content: bytes) -> bytes:
+    packed: bytes = pyarrow.Codec("zstd").compress(content, asbytes=True)
+    return packed
+
+
+def read_bomb(path: str, cache: str) -> str:
+    try:
+        source = open_source(SourceSpec(path), None, Path(cache))
+        source[0]
+    except MegatronVLMError as error:
+        return str(error)
+    return "read"
+
+
+@pytest.mark.parametrize(
+    ("packing", "content"),
+    [("gz", b"a"), ("zst", b"{}\n"), ("zst", b"\n")],
+    ids=["one line", "short lines", "blank lines"],
+)
+def test_a_packed_bomb_is_refused(packing, content, tmp_path):
+    """Of 4 GB, unpacked."""
+    piece = content * (2**25 // len(content))
+    packed = zst(piece) if packing == "zst" else gzip.compress(piece, 6)
+    path = tmp_path / f"a.jsonl.{packing}"
+    path.write_bytes(packed * 128)
+    assert path.stat().st_size < 2**23
+    found = alone(read_bomb, str(path), str(tmp_path / "cache"))
+    assert found.result.startswith(f"{path} unpacks to more than "), found
+    assert found.grown < 200
+    assert not list((tmp_path / "cache").rglob("*.*"))
+
+
+def write_lines(path: Path) -> None:
+    """Lines that take much more memory than they take of the file, and one that is right."""
+    with path.open("wb") as file:
+        file.truncate(300 * 2**20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n[" + b"{}," * (2**23 - 1) + b"{}]\n" + b"\n" * 2**23 + b'{"right": 1}')
+
+
+def read_large(path: str) -> list[str]:
+    source = open_source(SourceSpec(path), None, None)
+    found = []
+    for index in range(len(source)):
+        try:
+            found.append(json.dumps(source[index]))
+        except MegatronVLMError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_record_is_bounded_and_others_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_lines(path)
+    found = alone(read_large, str(path))
+    assert found.result == [
+        f"{path}:1: larger than 256 MiB; split it, or give its images as files",
+        f"{path}:2: about {2**24} values in one record, above {2**22}; split it or drop it",
+        '{"right": 1}',
+    ]
+    assert found.grown < 400

@@ -2,6 +2,7 @@
 """The same records come out of every kind of file; broken files are refused by name and line."""
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -10,11 +11,15 @@ import tarfile
 import datasets
 import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.data.read import lines as reading
 from megatron_vlm.data.read.files import file_digest
 from megatron_vlm.data.read.formats import parse_record
+from megatron_vlm.data.read.lines import iter_lines, scan_lines
 from megatron_vlm.data.read.sources import open_source
 from megatron_vlm.data.read.stream import open_stream
 from megatron_vlm.errors import ConfigError, DataError
@@ -105,6 +110,29 @@ def test_places_are_lines_of_the_file(tmp_path):
     path = write(tmp_path, "ragged.jsonl")
     source = open_source(SourceSpec(path), None, None)
     assert [source.where(i) for i in range(5)] == [f"{path}:{n}" for n in (3, 5, 7, 9, 11)]
+
+
+@given(content=st.binary(max_size=60), block=st.sampled_from([1, 3, 8, 64]))
+def test_lines_are_found_whatever_the_blocks(content, block, tmp_path_factory):
+    content = content.translate(bytes(b"\n \r\tab{}"[i % 8] for i in range(256)))
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    path.write_bytes(content)
+    lines = content.split(b"\n")
+    expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_BLOCK", block)
+        spans, numbers = scan_lines(str(path), hasher := hashlib.blake2b())
+    assert [(n, content[a:b]) for n, (a, b) in zip(numbers, spans, strict=True)] == expected
+    assert hasher.digest() == hashlib.blake2b(content).digest()
+    pieces = [content[start : start + block] for start in range(0, len(content), block)]
+    found = list(iter_lines(pieces))
+    assert found == (lines if lines[-1] else lines[:-1])
+
+
+def test_a_line_that_is_too_large_is_left_out_as_it_comes(monkeypatch):
+    monkeypatch.setattr(reading, "MAX_RECORD", 4)
+    pieces = [b"1234\n123", b"45\n12", b"345678", b"9012", b"3\n1\n12345"]
+    assert list(iter_lines(pieces)) == [b"1234", None, None, b"1", None]
 
 
 def test_places_in_other_files(tmp_path):
@@ -299,6 +327,42 @@ def test_a_named_pipe_is_not_waited_for(name, streaming, tmp_path):
             list(open_stream([spec], DataConfig(), train=True).records(0, None))
         else:
             open_source(SourceSpec(str(tmp_path / name)), None, tmp_path / "cache")
+
+
+def sparse_member():
+    """A member of a million million bytes that takes none of the file."""
+    info = tarfile.TarInfo("0.json")
+    info.type, info.size = tarfile.GNUTYPE_SPARSE, 0
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[483:495] = b"%011o\0" % 2**33
+    header[148:156] = b"%06o\0 " % (sum(header[:148]) + 8 * 32 + sum(header[156:512]))
+    return bytes(header) + bytes(1024)
+
+
+def long_name():
+    """A name of a million million characters."""
+    info = tarfile.TarInfo("0.json")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 10**12
+    return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+
+
+@pytest.mark.parametrize("content", [sparse_member(), long_name()], ids=["holes", "name"])
+def test_tar_headers_that_promise_too_much(content, tmp_path):
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.tar: not a readable, uncompressed tar file"):
+        open_source(SourceSpec(str(tmp_path / "a.tar")), None, None)
+
+
+def test_a_tar_sample_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_RECORD", 2**10)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "0.json", json.dumps(RECORDS[0]).encode())
+        add(tar, "1.json", json.dumps(RECORDS[1]).encode())
+        add(tar, "1.txt", bytes(1000))
+    source = open_source(SourceSpec(str(tmp_path / "a.tar")), None, None)
+    assert source[0] == RECORDS[0]
+    with pytest.raises(DataError, match=r"a\.tar: 1: larger than 0 MiB; split it"):
+        source[1]
 
 
 def test_a_device_and_a_folder_are_no_data_files(tmp_path):

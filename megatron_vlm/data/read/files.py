@@ -1,10 +1,9 @@
-"""Files as bytes: their digests, their lines, and compressed ones unpacked."""
+"""Files as bytes: their digests, and compressed ones unpacked."""
 
-import codecs
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -13,6 +12,9 @@ from megatron_vlm.errors import ConfigError, DataError
 
 _WHOLE_DIGEST = 2**30  # larger files are digested in samples
 _SAMPLE = 2**20
+# Text of chats unpacks to 3 to 20 times its size; a bomb, to 1000 times and more.
+MAX_RATIO = 200
+_ALWAYS = 64 * 2**20  # bytes that any file may unpack to
 
 
 def file_digest(path: str) -> str:
@@ -44,33 +46,28 @@ def unpacked(path: str, cache: Path | None) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     try:
-        # Arrow's readers: those of gzip and zstandard silently accept a truncated zst file.
-        with pyarrow.input_stream(path) as packed, open(partial, "wb") as plain:
-            while block := packed.read(2**20):
-                plain.write(block)
-    except Exception as error:  # each library raises its own
+        with open(partial, "wb") as plain:
+            plain.writelines(content_of(path))
+        os.replace(partial, target)
+    finally:
         partial.unlink(missing_ok=True)
-        raise DataError(f"{path} cannot be unpacked: {error}; is it complete?") from error
-    os.replace(partial, target)
     return str(target)
 
 
-def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The [start, end) of each line that is not blank, and its number, from 1."""
-    breaks, offset = [], 0
-    with open(path, "rb") as file:
-        mark = 3 if file.read(3) == codecs.BOM_UTF8 else 0
-        file.seek(0)
-        while block := file.read(2**24):
-            hasher.update(block)
-            breaks.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset)
-            offset += len(block)
-    ends = np.concatenate([*breaks, [offset]]).astype(np.int64)
-    starts = np.concatenate([[mark], ends[:-1] + 1])
-    # Only short lines can be blank: look at those alone.
-    keep = ends > starts
-    with open(path, "rb") as file:
-        for index in np.flatnonzero(keep & (ends - starts < 8)).tolist():
-            file.seek(starts[index])
-            keep[index] = bool(file.read(ends[index] - starts[index]).strip())
-    return np.stack([starts, ends], axis=1)[keep], np.flatnonzero(keep) + 1
+def content_of(path: str) -> Iterator[bytes]:
+    """The content of a file in blocks; it may be compressed, as its suffix says. A DataError where
+    it is cut off, or where more comes out than can be right."""
+    most, done = max(_ALWAYS, MAX_RATIO * os.path.getsize(path)), 0
+    try:
+        # Arrow's readers: those of gzip and zstandard silently accept a truncated zst file.
+        with pyarrow.input_stream(path) as stream:
+            while done <= most and (block := stream.read(_SAMPLE)):
+                done += len(block)
+                yield block
+    except Exception as error:  # each library raises its own
+        raise DataError(f"{path} cannot be unpacked: {error}; is it complete?") from error
+    if done > most:
+        raise DataError(
+            f"{path} unpacks to more than {most // 2**20} MiB, {MAX_RATIO} times its size or more; "
+            "if that is right, unpack it yourself"
+        )

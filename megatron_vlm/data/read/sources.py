@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.data.read.files import scan_lines, unpacked
+from megatron_vlm.data.read.files import unpacked
+from megatron_vlm.data.read.lines import check_size, parse_json, scan_lines
 from megatron_vlm.data.read.table import TableSource
 from megatron_vlm.data.read.tar import TarSource
 from megatron_vlm.errors import ConfigError, DataError
@@ -88,16 +89,11 @@ class JsonlSource:
         return len(self.lines)
 
     def __getitem__(self, index: int) -> Any:
-        start, end = self.spans[index]
+        (start, end), where = self.spans[index].tolist(), self.where(index)
+        check_size(end - start, where)
         with open(self.files[self.file_of[index]], "rb") as file:
             file.seek(start)
-            line = file.read(end - start)
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{self.where(index)}: not a line of JSON: {error}") from error
-        except RecursionError:
-            raise DataError(f"{self.where(index)}: the JSON is nested too deeply") from None
+            return parse_json(file.read(end - start), where)
 
     def where(self, index: int) -> str:
         return f"{self.names[self.file_of[index]]}:{self.lines[index]}"

@@ -1,13 +1,13 @@
 """WebDataset shards as a source."""
 
 import hashlib
-import json
 import os
 import tarfile
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_vlm.data.read.files import file_digest
+from megatron_vlm.data.read.lines import check_size, parse_json
 from megatron_vlm.errors import DataError
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -32,6 +32,7 @@ class TarSource:
 
     def __getitem__(self, index: int) -> Any:
         shard, _, members = self.samples[index]
+        check_size(sum(size for _, size in members.values()), self.where(index))
         with open(self.paths[shard], "rb") as file:
             values = {}
             for field, (offset, size) in members.items():
@@ -57,10 +58,12 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
                 key = f"{folder}/{stem}" if folder else stem
                 if not samples or samples[-1][1] != key:
                     samples.append((shard, key, {}))
+                if member.issparse():  # its size is not what the file holds
+                    raise tarfile.ReadError(f"{member.name} is stored with holes")
                 samples[-1][2][field.lower()] = (member.offset_data, member.size)
             if tar.offset > os.path.getsize(path):
                 raise tarfile.ReadError("unexpected end of data")
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, MemoryError, OverflowError) as error:
         raise DataError(f"{path}: not a readable, uncompressed tar file: {error}") from error
     return samples
 
@@ -71,10 +74,8 @@ def join_members(values: dict[str, Any], where: str) -> Any:
     pictures = [values[field] for field in sorted(values) if field.split(".")[-1] in _PICTURES]
     record, text = values.get("json"), values.get("txt")
     if record is not None:
-        try:
-            record = json.loads(record) if isinstance(record, str | bytes) else record
-        except ValueError as error:
-            raise DataError(f"{where}.json: not JSON: {error}") from error
+        if isinstance(record, str | bytes):
+            record = parse_json(record, f"{where}.json", "JSON")
         if isinstance(record, dict) and pictures:
             record = {key: value for key, value in record.items() if key != "image"}
             record["images"] = pictures
