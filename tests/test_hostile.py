@@ -9,11 +9,13 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import av
 import numpy as np
 import pyarrow
 import pytest
 
 from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.data.read.sources import open_source
 from megatron_vlm.errors import MegatronVLMError
 from tests.alone import alone
@@ -172,3 +174,44 @@ def test_a_record_is_bounded_and_others_are_read(tmp_path):
         '{"right": 1}',
     ]
     assert found.grown < 400
+
+
+# Videos.
+
+
+def write_video(path: Path, size: tuple[int, int], frames: int) -> bytes:
+    """Black frames in a transport stream, which can be put together of several."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        black = np.zeros((size[1], size[0], 3), np.uint8)
+        for _ in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(black, format="rgb24")))
+        container.mux(stream.encode())
+    return path.read_bytes()
+
+
+def watch(path: str) -> str:
+    try:
+        info = probe_video(path)
+        return f"{sum(1 for _ in iter_frames(path, range(info.num_frames)))} frames"
+    except MegatronVLMError as error:
+        return str(error)
+
+
+def watch_all(paths: list[str]) -> list[str]:
+    return [watch(path) for path in paths]
+
+
+def test_frames_of_a_video_are_bounded(tmp_path):
+    """Also where they grow within it."""
+    small, large, growing = (tmp_path / f"{name}.ts" for name in ("small", "large", "growing"))
+    large_frames = write_video(large, (4800, 4800), 2)
+    growing.write_bytes(write_video(small, (64, 64), 8) + large_frames)
+    assert large.stat().st_size < 2**22
+    found = alone(watch_all, [str(path) for path in (small, large, growing)])
+    assert found.result[0] == "8 frames"
+    for path, message in zip((large, growing), found.result[1:], strict=True):
+        assert message.startswith(f"{path} cannot be read as a video")
+        assert "up to 16777216 pixels a frame): Invalid argument" in message
+    assert found.grown < 150

@@ -11,8 +11,11 @@ import numpy as np
 from megatron_vlm.data.media.video import VideoInfo
 from megatron_vlm.errors import DataError
 
+# A decoder holds up to 17 frames, and a file of 1 MB can ask for that many of any size.
+MAX_FRAME_PIXELS = 4096 * 4096  # more than 4K, or the 5312 x 2988 of action cameras
 # Only files that hold their own frames: a playlist could name any other file.
 _OPEN_OPTIONS = {
+    "max_pixels": str(MAX_FRAME_PIXELS),  # checked by the decoders for each frame
     "format_whitelist": "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg",
     "protocol_whitelist": "file",
 }
@@ -86,9 +89,11 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
             stream = container.streams.best("video")
             if stream is None:
                 raise DataError(f"{path} has no video stream; drop it")
+            stream.codec_context.options = {"max_pixels": _OPEN_OPTIONS["max_pixels"]}
             yield container, stream
     except av.FFmpegError as error:
         kinds = _OPEN_OPTIONS["format_whitelist"]
         raise DataError(
-            f"{path} cannot be read as a video ({kinds}): {error.strerror}; {_REMEDY}"
+            f"{path} cannot be read as a video ({kinds}, up to {MAX_FRAME_PIXELS} pixels a frame): "
+            f"{error.strerror}; {_REMEDY}"
         ) from error
