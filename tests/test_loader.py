@@ -142,7 +142,7 @@ def _shared(worker: MegatronWorker, path: str, model: str, cache) -> dict:
             mine = None
             if batches is not None:
                 batch = next(batches)
-                mine = (batch.micro_batches, batch.after)
+                mine = (batch.micro_batches, None)
             shared, _ = share_batch(mine, worker.grid, device)
             steps.append(
                 [(b.tokens_BS5.tolist(), b.rows, b.pixel_values_PC is not None) for b in shared]

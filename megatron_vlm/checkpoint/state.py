@@ -11,6 +11,7 @@ A checkpoint does not depend on the layout that wrote it; see pieces.py and held
 
 import json
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_vlm.checkpoint.pieces import (
 )
 from megatron_vlm.config import to_yaml
 from megatron_vlm.distributed.agree import fail_together
+from megatron_vlm.distributed.messages import broadcast_json, gather_json
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.folders import begin, discard, partial_of
 from megatron_vlm.step.optimizer import set_lr
@@ -153,14 +155,14 @@ class PendingSave:
 
     def _complete(self) -> None:
         first = dist.get_rank() == 0
-        written: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object((self.record, self.places), written if first else None, dst=0)
+        assert self.record is not None
+        written = gather_json((asdict(self.record), self.places), self.device)
         with fail_together(self.device, CheckpointError):
             if first:
                 index = make_index(self.shapes, [places for _, places in written])
                 texts = self.texts | {"index.json": json.dumps(index)}
                 partial = partial_of(self.folder)
-                records = [record for record, _ in written]
+                records = [FileRecord(**record) for record, _ in written]
                 for name, text in texts.items():
                     records.append(write_file(partial / name, [text.encode()]))
                 self.manifest = store.commit(self.folder, records, self.run, self.parent)
@@ -198,12 +200,11 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
 def find_latest(run_folder: Path, device: torch.device) -> Path | None:
     """The checkpoint that was written last of those whose every file is as it was written; each
     rank reads its share of them. A collective."""
-    found: list[list[Path]] = [[]]
+    found: list[str] = []
     with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
-            found[0] = store.whole_ones(run_folder)
-    dist.broadcast_object_list(found)
-    for folder in found[0]:
+            found = [str(folder) for folder in store.whole_ones(run_folder)]
+    for folder in map(Path, broadcast_json(found, 0, None, device)):
         try:
             _verify(folder, device)
         except CheckpointError as error:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.distributed.process import STOP_SIGNALS
 
 
@@ -94,8 +95,7 @@ def fail_together(
         failure = error
     decision = agree(vote if failure is None else Vote.FAILED, device)
     if decision == Vote.FAILED and message is None:
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if failure is None else str(failure))
+        texts = all_gather_json(None if failure is None else str(failure), None, device)
         message = next(text for text in texts if text is not None)
     if failure is not None:
         raise failure

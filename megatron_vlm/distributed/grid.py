@@ -1,7 +1,7 @@
 """Where this process stands among all ranks. Nothing else reads Megatron's parallel_state."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -95,11 +95,10 @@ class Grid:
         source = dist.get_process_group_ranks(self.pp.group)[-1]
         dist.broadcast(tensor, source, group=self.pp.group)
 
-    def from_leader(self, box: list[Any], device: Any) -> None:
-        """Broadcast the picklable objects of the replica's first rank, in place."""
-        if self.replica.size > 1:
-            source = dist.get_process_group_ranks(self.replica.group)[0]
-            dist.broadcast_object_list(box, source, group=self.replica.group, device=device)
+    @property
+    def leader(self) -> int:
+        """The rank, of the whole job, that leads this replica."""
+        return dist.get_process_group_ranks(self.replica.group)[0]
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:

@@ -4,12 +4,11 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
+import torch
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_candidates
@@ -17,6 +16,7 @@ from megatron_vlm.data.batch.dataset import DataSet
 from megatron_vlm.data.encode.views import ShownTurn
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.distributed.grid import Axis
+from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.evaluation.examples import Example, Examples
 from megatron_vlm.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
@@ -68,9 +68,10 @@ class Examiner:
         if self.cfg.eval.generate:
             scores["exact_match"], answers = exact_match(held_out, self.voice, alive)
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
-        answers = _gathered(answers, held_out.worker.grid.dp)
+        worker = held_out.worker
+        answers = _gathered(answers, worker.grid.dp, worker.platform.device)
         data = held_out.data
-        if data is None or held_out.worker.grid.rank != 0:
+        if data is None or worker.grid.rank != 0:
             return Evaluation(held_out.name, scores, [], [])
         few = _few(answers, self.cfg.eval.examples)
         return Evaluation(
@@ -109,12 +110,12 @@ def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
     Examples(evaluation.name, step, tuple(evaluation.examples)).write(run)
 
 
-def _gathered(answers: Sequence[Answer], dp: Axis) -> list[Answer]:
+def _gathered(answers: Sequence[Answer], dp: Axis, device: torch.device) -> list[Answer]:
     """The answers of all replicas, in the order in which the questions were dealt out."""
-    found: list[Any] = [None] * dp.size
-    dist.all_gather_object(found, list(answers), group=dp.group)
+    found = all_gather_json([astuple(answer) for answer in answers], dp.group, device)
     turns = itertools.zip_longest(*found)
-    return [answer for turn in turns for answer in turn if answer is not None]
+    dealt = [answer for turn in turns for answer in turn if answer is not None]
+    return [Answer((source, index), right, said) for (source, index), right, said in dealt]
 
 
 def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:

@@ -15,10 +15,12 @@ from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.batch.order import Order, all_of
 from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.sizes import VisionTokens
 from megatron_vlm.feed.feeder import SharedBatches, open_together
-from megatron_vlm.feed.share import share_object
+from megatron_vlm.feed.share import share_bytes, share_json
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -79,21 +81,29 @@ class EvalSet:
 
     def ask(self, handles: Sequence[Handle]) -> list[Question]:
         """These samples as questions, on every rank of the replica."""
-        mine: Any = None
+        mine: list[Question] = []
+        failure: DataError | None = None
         if self.data is not None:
-            mine = []
             for handle in handles:
                 try:
                     mine.append(question_of(self.data, handle))
                 except DataError as error:
                     if self.cfg.data.on_error == "raise":
-                        mine = error
+                        failure = error
                         break
-        questions: list[Question] = self._shared(mine)
-        return questions
+        facts = self._shared(failure or [(each.handle, each.answer_ids) for each in mine])
+        if not facts:
+            return []
+        prompts = batch_of([question.prompt for question in mine]).to_bytes() if mine else None
+        grid, device = self.worker.grid, self.worker.platform.device
+        rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
+        return [
+            Question((source, index), row, tuple(answer_ids))
+            for ((source, index), answer_ids), row in zip(facts, rows, strict=True)
+        ]
 
     def _shared(self, mine: Any) -> Any:
-        return share_object(mine, self.worker.grid, self.worker.platform.device)
+        return share_json(mine, self.worker.grid, self.worker.platform.device)
 
 
 def first_of(data: DataSet, samples: int | None) -> DataSet:

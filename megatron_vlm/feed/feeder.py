@@ -3,11 +3,10 @@
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.batching import Limits
@@ -18,9 +17,10 @@ from megatron_vlm.data.batch.position import Position
 from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.distributed.agree import Vote, fail_together, meet
 from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.feed.share import share_batch, share_object
+from megatron_vlm.feed.share import share_batch, share_json
 
 T = TypeVar("T")
 Known = TypeVar("Known")
@@ -49,9 +49,9 @@ class SharedBatches:
         with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
             if self.batches is not None:
                 batch = next(self.batches)
-                mine = (batch.micro_batches, (batch.after, batch.figures))
+                mine = (batch.micro_batches, (asdict(batch.after), asdict(batch.figures)))
         micro_batches, (after, figures) = share_batch(mine, self.grid, self.device)
-        return StepData(micro_batches, after, figures)
+        return StepData(micro_batches, Position(**after), BatchFigures(**figures))
 
 
 class Feeder:
@@ -72,7 +72,7 @@ class Feeder:
         self.data, (self.length, self.fingerprint) = open_together(
             "data.train", grid, device, opening
         )
-        _check_same(self.fingerprint)
+        _check_same(self.fingerprint, device)
 
     def total_steps(self) -> int:
         """From train.steps, or from train.epochs and the size of the data."""
@@ -108,8 +108,8 @@ class Feeder:
 def open_together(
     name: str, grid: Grid, device: torch.device, opening: Callable[[], tuple[T, Known]]
 ) -> tuple[T | None, Known]:
-    """What `opening` opens, on the loading ranks, and what all ranks are to know of it. The error
-    of one is an error on all, however long the others take. A collective."""
+    """What `opening` opens, on the loading ranks, and what all ranks are to know of it, as JSON
+    can hold it. The error of one is an error on all, however long the others take. A collective."""
     data: T | None = None
     opened: Any = None
     failure: MegatronVLMError | None = None
@@ -122,7 +122,7 @@ def open_together(
     with fail_together(device, DataError, _ELSEWHERE):
         if failure is not None:
             raise failure
-    return data, share_object(opened, grid, device)
+    return data, share_json(opened, grid, device)
 
 
 def fingerprint(data: DataSet | StreamSet) -> str:
@@ -139,9 +139,8 @@ def fingerprint(data: DataSet | StreamSet) -> str:
     return hasher.hexdigest()
 
 
-def _check_same(mine: str) -> None:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+def _check_same(mine: str, device: torch.device) -> None:
+    found = all_gather_json(mine, None, device)
     for rank, other in enumerate(found):
         if other != found[0]:
             raise DataError(

@@ -4,7 +4,6 @@ Tokens, targets and positions go to every rank of the replica, and the values th
 with them; pixels, still as bytes, only to the tensor parallel ranks of stage 0.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,46 +11,56 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batch.micro_batch import VISUAL_FIELDS, MicroBatch
+from megatron_vlm.data.tensors.tensor_bytes import DTYPES, dtype_name
 from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.messages import broadcast_bytes, broadcast_json
 from megatron_vlm.errors import DataError
 
 TOKEN_FIELDS = ("tokens_BS5", "values_BSF")
+_FACTS = ("lengths", "rows", "value_names")
 
 
-def share_object(mine: Any, grid: Grid, device: torch.device) -> Any:
-    """A small object of the loading rank, or its error, on every rank of the replica. A
-    collective."""
-    box = [mine]
-    grid.from_leader(box, device)
-    if isinstance(box[0], DataError):
-        raise box[0]
-    return box[0]
+def share_json(mine: Any, grid: Grid, device: torch.device) -> Any:
+    """What the loading rank has, as JSON can hold it, or its DataError, on every rank of the
+    replica. A collective."""
+    failed = isinstance(mine, DataError)
+    said = {"error": str(mine)} if failed else {"value": mine}
+    found = broadcast_json(said, grid.leader, grid.replica.group, device)
+    if "error" in found:
+        raise mine if failed else DataError(found["error"])
+    return found["value"]
+
+
+def share_bytes(mine: bytes | None, grid: Grid, device: torch.device) -> bytes:
+    """The bytes of the loading rank on every rank of the replica. A collective."""
+    return broadcast_bytes(mine, grid.leader, grid.replica.group, device)
 
 
 def share_batch(
     mine: tuple[list[MicroBatch], Any] | None, grid: Grid, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
-    """The loading rank's micro-batches and whatever small thing comes with them, on every rank of
-    the replica. A collective."""
+    """The loading rank's micro-batches, and what comes with them as JSON can hold it, on every
+    rank of the replica. A collective."""
     if grid.replica.size == 1:
         assert mine is not None
         return mine
-    frames, extra = share_object(_describe(mine), grid, device)
-    source = dist.get_process_group_ranks(grid.replica.group)[0]
+    frames, extra = share_json(_describe(mine), grid, device)
+    source = grid.leader
     batches = [None] * len(frames) if mine is None else mine[0]
     received = []
     for frame, batch in zip(frames, batches, strict=True):
-        table = {
+        parts: dict[str, Any] = {name: tuple(frame[name]) for name in _FACTS}
+        parts |= {
             name: _broadcast(frame, batch, name, source, grid.replica.group, device)
             for name in TOKEN_FIELDS
         }
-        visual = {
+        parts |= {
             name: _broadcast(frame, batch, name, source, grid.tp.group, device)
             if grid.first
             else None
             for name in VISUAL_FIELDS
         }
-        received.append(replace(frame["frame"], **table, **visual))
+        received.append(MicroBatch(**parts))
     return received, extra
 
 
@@ -60,14 +69,12 @@ def _describe(mine: Any) -> Any:
     if mine is None:
         return None
     batches, extra = mine
-    empty = torch.empty(0)
     frames = []
     for batch in batches:
-        bare = {**dict.fromkeys(VISUAL_FIELDS), "tokens_BS5": empty, "values_BSF": None}
-        frame: dict[str, Any] = {"frame": replace(batch, **bare)}
+        frame: dict[str, Any] = {name: list(getattr(batch, name)) for name in _FACTS}
         for name in (*TOKEN_FIELDS, *VISUAL_FIELDS):
             tensor = getattr(batch, name)
-            frame[name] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            frame[name] = None if tensor is None else (tensor.shape, dtype_name(tensor.dtype))
         frames.append(frame)
     return frames, extra
 
@@ -84,6 +91,8 @@ def _broadcast(
         return None
     shape, dtype = frame[name]
     given = getattr(batch, name) if batch is not None else None
-    tensor = torch.empty(shape, dtype=dtype, device=device) if given is None else given.to(device)
+    if given is None:
+        given = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+    tensor = given.to(device)
     dist.broadcast(tensor, source, group=group)
     return tensor

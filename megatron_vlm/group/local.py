@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
+from megatron_vlm.distributed.messages import all_gather_bytes
+from megatron_vlm.group.answers import from_bytes, to_bytes
 from megatron_vlm.group.group import Join, Parts, T, WorkerGroup
 from megatron_vlm.group.member import BrokenError, Member, first_failure
 from megatron_vlm.worker import MegatronWorker
@@ -39,9 +39,10 @@ class LocalRanks:
             raise  # at once: the other ranks cannot be told, and end when this process does
         except Exception as error:
             failure = error
-        found: list[Any] = [None] * dist.get_world_size()
+        answer = to_bytes(failure if failure else mine if self.grid.leads else None)
         # From all ranks, not only the replica's: an error must reach every one of them.
-        dist.all_gather_object(found, failure if failure else mine if self.grid.leads else None)
+        device = self.member.worker.platform.device
+        found = [from_bytes(each) for each in all_gather_bytes(answer, None, device)]
         errors = [each for each in found if isinstance(each, Exception)]
         future: Future[T] = Future()
         if errors:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.distributed.messages import receive_json, send_json
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.folders import asides_of, begin, discard, partial_of, put_in_place, sync
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
@@ -21,6 +22,7 @@ from megatron_vlm.hf.files import copy_files
 from megatron_vlm.hf.names import Entry, Origin, exported
 from megatron_vlm.hf.source import FLOATS, INDEX, WEIGHTS, HFCheckpoint
 
+_DTYPE_OF = {str(dtype): dtype for dtype in FLOATS.values()}
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -54,14 +56,15 @@ def _send_to_first(
     """Move an entry's tensors from the stage that holds them to stage 0."""
     ranks, group = dist.get_process_group_ranks(stages.group), stages.group
     if stages.rank == source:
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        dist.send_object_list([shapes], ranks[0], group=group)
+        shapes = [(tensor.shape, str(tensor.dtype)) for tensor in tensors]
+        send_json(shapes, ranks[0], group, device)
         for tensor in tensors:
             dist.send(tensor.contiguous(), ranks[0], group=group)
         return tensors
-    received: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[]]
-    dist.recv_object_list(received, ranks[source], group=group)
-    result = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in received[0]]
+    result = [
+        torch.empty(shape, dtype=_DTYPE_OF[name], device=device)
+        for shape, name in receive_json(ranks[source], group, device)
+    ]
     for tensor in result:
         dist.recv(tensor, ranks[source], group=group)
     return result
