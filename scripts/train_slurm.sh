@@ -14,7 +14,12 @@
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+if [ "$SLURM_JOB_NUM_NODES" -eq 1 ]; then
+  MASTER_ADDR=127.0.0.1 # no port is opened to other machines
+fi
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
+# With it the ranks tell each other's messages from a stranger's: see docs/clusters.md.
+export MEGATRON_VLM_SECRET=${MEGATRON_VLM_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \n")}
 status=0
 # shellcheck disable=SC2016 # the variables expand in each task
 srun --kill-on-bad-exit=0 bash -c '

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.rendezvous import MeetingError, of_this_attempt
 
 
@@ -33,7 +34,7 @@ def test_ranks_of_an_attempt_share_what_is_new(store):
 
 
 def test_a_rank_that_died_before_it_was_told_is_not_waited_for(store):
-    store.set("joined/1", "killed before rank 0 looked")
+    Board(store).write("joined/1", "killed before rank 0 looked")
     last, first = attempt(store, 2)
     first.set("key", "here")
     assert last.get("key") == b"here"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.distributed.process import STOP_SIGNALS
 
@@ -49,21 +50,27 @@ class Signals:
             signal.signal(number, handler)
 
 
-def job_store() -> Any:
+def job_store() -> Board | None:
     """The store through which the ranks found each other; None where there is only one rank."""
-    return dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    store: Any = dist.distributed_c10d._get_default_store()
+    return Board(store) if dist.get_world_size() > 1 else None
 
 
 def meet(name: str) -> None:
     """Wait for every rank, however long it takes: indexing a data set may outlast the time-out of
     any collective. The watchdog sees who is silent. A job may use each `name` once."""
-    store, delay = job_store(), 0.01
-    if store is None:
+    board, delay, key = job_store(), 0.01, f"meet/{name}"
+    if board is None:
         return
-    store.add(f"meet/{name}", 1)
-    while store.add(f"meet/{name}", 0) < dist.get_world_size():
+    board.write(f"{key}/{dist.get_rank()}", "here")
+    awaited = [key]  # rank 0 waits for the others, and they for its word
+    if dist.get_rank() == 0:
+        awaited = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    while awaited := [each for each in awaited if board.read(each) is None]:
         time.sleep(delay)
-        delay = min(2 * delay, 1.0)
+        delay = min(2 * delay, 0.2)
+    if dist.get_rank() == 0:
+        board.write(key, "all are here")
 
 
 def agree(mine: int, device: torch.device) -> int:

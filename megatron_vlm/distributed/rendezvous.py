@@ -9,9 +9,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.job_store import (
+    LOOPBACK,
+    SECRET,
+    Board,
+    listen_at,
+    part_of_job,
+    stay_on_this_machine,
+)
 from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01
+_MISSING = "rank {} did not join; check its logs, and that all ranks have one " + SECRET
 
 
 class MeetingError(MegatronVLMError):
@@ -25,11 +34,12 @@ def join_world(platform: Platform, minutes: float) -> None:
         return
     timeout = datetime.timedelta(minutes=minutes)
     store: Any = dist.HashStore()
-    rank, world = 0, 1
-    if "RANK" in os.environ:
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    here = stay_on_this_machine()
+    if world > 1:
+        store = _open_store(rank, here, timeout)
         store.set_timeout(timeout)
-        store = of_this_attempt(store, rank, world)
+        store = of_this_attempt(part_of_job(store), rank, world)
     dist.init_process_group(
         platform.dist_backend,
         store=store,
@@ -40,36 +50,59 @@ def join_world(platform: Platform, minutes: float) -> None:
     )
 
 
+def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:
+    """The launcher's store if it has one, or one that rank 0 opens."""
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    if not here or not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return next(dist.rendezvous("env://", timeout=timeout))[0]
+    if rank == 0:
+        return listen_at(LOOPBACK, port, timeout)
+    return dist.TCPStore(LOOPBACK, port, timeout=timeout)
+
+
 def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     """A part of the store that no earlier attempt of the job has written to.
 
     torchrun keeps one store for all attempts, in which torch reads addresses of processes that no
     longer exist: every restart fails (pytorch issues 135712 and 167288; seen with torch 2.13 and
     gloo). torchrun's own count of restarts does not tell attempts apart, as each machine counts for
-    itself. So rank 0 numbers the attempt, and tells the ranks that are there now.
+    itself. So rank 0 names the attempt, and tells the ranks that are there now.
     """
+    board, until = Board(store), time.monotonic() + store.timeout.total_seconds()
     if rank == 0:
-        attempt = str(store.add("attempts", 1))
-        until = time.monotonic() + store.timeout.total_seconds()
+        attempt = uuid.uuid4().hex
         for other in range(1, world):
-            _tell(store, other, attempt, until)
+            _tell(board, other, attempt, until)
     else:
         me = uuid.uuid4().hex
-        store.set(f"joined/{rank}", me)
-        try:
-            attempt = store.get(f"attempt-of/{me}").decode()
-        except dist.DistStoreError:
-            raise MeetingError("rank 0 did not join; check its logs") from None
-        store.set(f"told/{attempt}/{rank}", me)
+        board.write(f"joined/{rank}", me)
+        attempt = _hear(board, f"attempt-of/{me}", until)
+        board.write(f"told/{attempt}/{rank}", me)
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _tell(store: Any, other: int, attempt: str, until: float) -> None:
+def _tell(board: Board, other: int, attempt: str, until: float) -> None:
     """Repeat it until it is acknowledged: the first to join may have been a process of the attempt
     before."""
-    while not store.check([f"told/{attempt}/{other}"]):
-        if store.check([f"joined/{other}"]):
-            store.set(f"attempt-of/{store.get(f'joined/{other}').decode()}", attempt)
+    while board.read(f"told/{attempt}/{other}") is None:
+        if (joined := board.read(f"joined/{other}")) is not None:
+            board.write(f"attempt-of/{joined}", attempt)
         if time.monotonic() > until:
-            raise MeetingError(f"rank {other} did not join; check its logs")
+            raise MeetingError(_MISSING.format(other))
+        time.sleep(_POLL_S)
+
+
+def _hear(board: Board, key: str, until: float) -> str:
+    """What rank 0 writes there. Many ranks wait for it, so the store tells them when it is there;
+    what somebody else wrote meanwhile is waited out."""
+    while True:
+        left = datetime.timedelta(seconds=max(_POLL_S, until - time.monotonic()))
+        try:
+            board.store.wait([key], left)
+        except dist.DistStoreError:
+            raise MeetingError(_MISSING.format(0)) from None
+        if (text := board.read(key)) is not None:
+            return text
+        if time.monotonic() > until:
+            raise MeetingError(_MISSING.format(0))
         time.sleep(_POLL_S)

@@ -15,6 +15,8 @@ from typing import Any
 
 from megatron_vlm.distributed.process import STUCK
 
+_NOTHING: list[Any] = [0.0, 0, 0, "start", 0.0]  # a rank that has not reported yet
+
 
 @dataclass(frozen=True)
 class Sign:
@@ -37,7 +39,7 @@ class Watchdog:
         self.patient = False
         self.since = time.monotonic()
         self.done = threading.Event()
-        self.seen: dict[int, tuple[str, float]] = {}
+        self.seen: dict[int, tuple[list[Any], float]] = {}
         self.signs: list[Sign] = []
         self.answered = time.monotonic()  # when the store last answered
         if store is not None and world > 1:
@@ -65,13 +67,11 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Apart from `_watch`: if the link to the store is cut, a call to it never returns."""
-        beat = 0
         while not self.done.wait(self._every):
-            beat += 1
             still = 0.0 if self.patient else time.monotonic() - self.since
-            mine = [beat, self.count, self.step, self.phase, still]
+            mine = [time.monotonic(), self.count, self.step, self.phase, still]
             try:
-                self.store.set(f"watchdog/{self.rank}", json.dumps(mine))
+                self.store.write(f"watchdog/{self.rank}", json.dumps(mine))
                 self.signs = self._read()
             except Exception:  # the store has ended with rank 0
                 return
@@ -92,11 +92,12 @@ class Watchdog:
         now = time.monotonic()
         signs = []
         for rank in range(self.world):
-            key = f"watchdog/{rank}"
-            raw = self.store.get(key).decode() if self.store.check([key]) else '[0,0,0,"start",0]'
-            if self.seen.get(rank, ("", 0.0))[0] != raw:
-                self.seen[rank] = (raw, now)
-            _, count, step, phase, still = json.loads(raw)
+            text = self.store.read(f"watchdog/{rank}")
+            said = _NOTHING if text is None else json.loads(text)
+            # Only what is newer: somebody may have put back what the rank said before.
+            if rank not in self.seen or said[0] > self.seen[rank][0][0]:
+                self.seen[rank] = (said, now)
+            _, count, step, phase, still = self.seen[rank][0]
             signs.append(Sign(rank, count, step, phase, now - self.seen[rank][1], still))
         return signs
 

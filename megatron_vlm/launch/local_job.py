@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_vlm.distributed.job_store import SECRET, new_secret
 from megatron_vlm.distributed.process import RESTART
 from megatron_vlm.launch.restart import (
     Ending,
@@ -32,14 +33,20 @@ def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int
     return run_with_restarts(lambda restart: _run_once(command, count, restart), max_restarts)
 
 
-def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
-    shared = {
+def variables_of(count: int, restart: int) -> dict[str, str]:
+    """What the ranks of one attempt have in common, in their environment."""
+    return {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         RESTART: str(restart),
+        SECRET: new_secret(),
     }
+
+
+def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
+    shared = variables_of(count, restart)
     processes = [
         subprocess.Popen(
             command,

@@ -1,0 +1,127 @@
+# .venv/bin/python -m pytest tests/test_network.py
+"""Who can reach a job, and what a stranger who can reach it is able to do."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.distributed.agree import job_store, meet
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.job_store import SECRET, Board
+from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.launch.local_job import variables_of
+from tests.nursery import Child, Nursery
+from tests.ports import is_loopback, listening, outward_address
+
+WORLD, TIMEOUT_S = 2, 2.0
+
+
+def be_rank(connection: Connection, variables: dict[str, str]) -> None:
+    """A rank of a job without a model: it is watched, and does as it is told."""
+    os.environ.update(variables)
+    join_world(pick_platform("cpu"), minutes=0.5)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(dist.get_rank() * TIMEOUT_S / 8)  # so that each sees what the other has not renewed
+    watchdog = Watchdog(job_store(), dist.get_rank(), WORLD, TIMEOUT_S)
+    watchdog.at(0, "waiting", patient=True)
+    connection.send([os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")])
+    while (order := connection.recv()) is not None:
+        if order == "meet":
+            meet("there")
+        connection.send(order)
+
+
+@pytest.fixture
+def job(nursery: Nursery) -> Iterator[tuple[list[Child], int]]:
+    """The ranks of a job of one machine, as the launcher starts them, and the port of its store."""
+    given = variables_of(WORLD, restart=0)
+    ranks = [nursery.fork(be_rank, given | {"RANK": str(rank)}) for rank in range(WORLD)]
+    # Without these, gloo would listen at whatever the machine's name resolves to.
+    assert [hear(rank, 60) for rank in ranks] == [["lo", "lo"]] * WORLD
+    yield ranks, int(given["MASTER_PORT"])
+    for rank in ranks:
+        rank.kill()
+
+
+def hear(rank: Child, seconds: float) -> Any:
+    assert rank.connection.poll(seconds), "no answer"
+    return rank.connection.recv()
+
+
+def test_a_job_of_one_machine_listens_on_loopback(job):
+    ranks, port = job
+    found = listening([rank.pid for rank in ranks])
+    assert port in {number for _, number in found} and len(found) > WORLD  # the store's, and gloo's
+    assert {address for address, _ in found if not is_loopback(address)} == set()
+    if (outside := outward_address()) is not None:
+        for _, number in found:
+            with pytest.raises(ConnectionRefusedError), socket.create_connection((outside, number)):
+                pass
+
+
+def test_a_stranger_cannot_end_the_job(job):
+    """It can reach the store, list its keys and write to them, but does not have the secret."""
+    ranks, port = job
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    until = time.monotonic() + 30
+    while sum("watchdog/" in key for key in store.list_keys()) < WORLD:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    stuck = json.dumps([10**9, 0, 0, "forged", 10**6]).encode()
+    keys = store.list_keys()
+    rooms = {key.partition("watchdog/")[0] for key in keys if "watchdog/" in key}
+    written = {key: store.get(key) for key in keys}
+    written |= {f"{room}meet/{name}": b"2" for room in rooms for name in ("there", "there/1")}
+    for forge in (
+        lambda own: stuck,
+        lambda own: own[: own.find(b"[")] + stuck,  # with the seal of another message
+        lambda own: b"\xff\xfe",
+    ):
+        for key, own in written.items():
+            store.set(key, forge(own))
+        time.sleep(TIMEOUT_S / 2)
+    for key, own in written.items():
+        store.set(key, own)  # what was once true
+    time.sleep(2 * TIMEOUT_S)
+    assert all(rank.alive for rank in ranks)
+    ranks[0].connection.send("meet")
+    assert not ranks[0].connection.poll(1)  # the other has not come, whatever the store says
+    ranks[1].connection.send("meet")
+    assert [hear(rank, 10) for rank in ranks] == ["meet", "meet"]
+
+
+def board(secret: str, monkeypatch: pytest.MonkeyPatch) -> Board:
+    monkeypatch.setenv(SECRET, secret)
+    return Board(dist.HashStore())
+
+
+def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
+    mine = board("one", monkeypatch)
+    assert mine.read("key") is None
+    mine.write("key", "text \N{SNOWMAN}")
+    assert mine.read("key") == "text \N{SNOWMAN}"
+    seal, theirs = mine.store.get("key")[:64], Board(dist.HashStore())
+    mine.write("other", "text \N{SNOWMAN}")
+    monkeypatch.setenv(SECRET, "two")
+    theirs.write("key", "text \N{SNOWMAN}")
+    monkeypatch.setenv(SECRET, "one")
+    for forged in (seal + b"other", mine.store.get("other"), theirs.store.get("key"), b"", b"\xff"):
+        mine.store.set("key", forged)
+        assert mine.read("key") is None
+
+
+def test_an_old_message_put_back_is_not_news(monkeypatch):
+    watchdog = Watchdog(None, 0, WORLD, TIMEOUT_S)
+    watchdog.store = board("one", monkeypatch)
+    for beat, step in ((5.0, 7), (4.0, 1), (6.0, 8)):
+        watchdog.store.write("watchdog/1", json.dumps([beat, 1, step, "step", 0.0]))
+        assert watchdog._read()[1].step == max(step, 7)
