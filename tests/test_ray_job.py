@@ -12,6 +12,7 @@ import pytest
 
 from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_vlm.errors import ConfigError
+from tests.ports import descendants, is_loopback, listening
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -90,6 +91,19 @@ def test_losses_are_those_without_ray(cluster, folder, tiny, pool):
     assert "(rank 0" in out and f"step {STEPS}/{STEPS}" in out  # lines have their rank
     one, other = (folder / run / "export" / "model.safetensors" for run in ("with-ray", "whole"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_cluster_of_its_own_stays_on_loopback(folder, tiny):
+    words = overrides("launch=ray", "launch.processes=1", "train.steps=100000")
+    env = {name: value for name, value in outside_of_jobs().items() if name != "RAY_ADDRESS"}
+    job = subprocess.Popen(command(folder, tiny(), "own", *words), env=env, stdout=subprocess.PIPE)
+    try:
+        wait_for_step(job, folder / "own", 2)
+        found = listening(descendants(job.pid))
+    finally:
+        job.terminate()
+        job.communicate(timeout=200)
+    assert len(found) > 4 and {address for address, _ in found if not is_loopback(address)} == set()
 
 
 def test_a_lost_actor_starts_the_job_again(cluster, folder, tiny, pool):

@@ -1,7 +1,7 @@
 """Ranks as actors of a Ray cluster: where they run, and how they find each other."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray  # type: ignore
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from ray.exceptions import GetTimeoutError  # type: ignore
 from ray.util.placement_group import placement_group, remove_placement_group  # type: ignore
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # type: ignore
 
+from megatron_vlm.distributed.job_store import SECRET, listen_at, new_secret
 from megatron_vlm.errors import ConfigError
 
 PLACE_S = 60.0  # the cluster has this long to find room
@@ -55,6 +56,14 @@ def room_for(cpus: float, gpus: float) -> int:
     return count
 
 
+class StoreAddress(NamedTuple):
+    """How the ranks of a job find its store, and the secret that they share."""
+
+    host: str
+    port: int
+    secret: str
+
+
 class RankActor:
     """The process of one rank: a base for actors."""
 
@@ -67,18 +76,22 @@ class RankActor:
     def __repr__(self) -> str:
         return f"rank {self.rank}"  # what Ray puts before each line
 
-    def open_store(self) -> tuple[str, int]:
-        """On rank 0: open the store through which the ranks find each other; its address. It
-        listens from now on: a port that is merely free may be taken later, as Ray opens many."""
+    def open_store(self) -> StoreAddress:
+        """On rank 0: open the store through which the ranks find each other. It listens from now
+        on, at the address that other nodes know, and there alone: a port that is merely free may
+        be taken later, as Ray opens many."""
         host: str = ray.util.get_node_ip_address()
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        return host, self.store.port
+        self.store = listen_at(host, 0)
+        return StoreAddress(host, self.store.port, new_secret())
 
-    def use_store(self, address: tuple[str, int]) -> None:
-        """Have torch use the store at this address instead of opening one, as under torchrun."""
+    def use_store(self, store: StoreAddress) -> None:
+        """Have torch use this store instead of opening one, as under torchrun."""
         os.environ.update(
-            MASTER_ADDR=address[0],
-            MASTER_PORT=str(address[1]),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT="0",
+            {
+                "MASTER_ADDR": store.host,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                SECRET: store.secret,
+            }
         )

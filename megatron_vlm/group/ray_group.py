@@ -42,8 +42,8 @@ def start_ray_group(
         make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
     ]
     crew = Crew(actors, place)
-    address = crew.gather([actors[0].open_store.remote()])[0]
-    crew.gather([actor.use_store.remote(address) for actor in actors])
+    store = crew.gather([actors[0].open_store.remote()])[0]
+    crew.gather([actor.use_store.remote(store) for actor in actors])
     return WorkerGroup(RayRanks(crew, cfg, training))
 
 

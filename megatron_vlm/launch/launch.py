@@ -29,6 +29,16 @@ def check_ray() -> None:
         raise ConfigError("launch.backend=ray needs Ray: pip install 'megatron_vlm[ray]'")
 
 
+def ray_address(cfg: Config) -> str:
+    """Of the cluster to use; "local" for a new one. Such a one stays on loopback."""
+    address = cfg.launch.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        # Ray reads it when it is imported. It is for laptops, where Ray takes loopback as the
+        # address of a node; without it, Ray listens at every address, whatever it is told.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return address
+
+
 def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) -> int:
     """Run `module.function(arguments)` in as many processes as the layout needs; the exit
     status."""
@@ -37,9 +47,10 @@ def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) ->
         return run_process(command, arguments)
     if cfg.launch.backend == "ray" and function == "run_train":
         check_ray()
+        address = ray_address(cfg)
         from megatron_vlm.launch.ray_job import run_ray_job
 
-        return run_ray_job(cfg, arguments)
+        return run_ray_job(cfg, arguments, address)
     from megatron_vlm.distributed.device import count_gpus
 
     gpus = count_gpus() if cfg.platform != "cpu" else 0

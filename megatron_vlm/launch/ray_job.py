@@ -16,7 +16,12 @@ from ray.util.placement_group import remove_placement_group  # type: ignore
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import FAILED, RESTART, guarded, say
-from megatron_vlm.distributed.ray_cluster import RankActor, place_ranks, room_for
+from megatron_vlm.distributed.ray_cluster import (
+    RankActor,
+    StoreAddress,
+    place_ranks,
+    room_for,
+)
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.launch.restart import (
     Ending,
@@ -28,11 +33,12 @@ from megatron_vlm.launch.restart import (
 _SETTLE_S = 20.0  # before a restart: the cluster needs it to notice that a node is gone
 
 
-def run_ray_job(cfg: Config, arguments: Sequence[str]) -> int:
-    """Train in the cluster at launch.ray_address, again after a failure; the exit status."""
+def run_ray_job(cfg: Config, arguments: Sequence[str], address: str) -> int:
+    """Train in the cluster at this address, again after a failure; the exit status."""
     started = not ray.is_initialized()
     if started:
-        ray.init(address=cfg.launch.ray_address, log_to_driver=True)
+        dashboard = False if address == "local" else None
+        ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
     try:
         return run_with_restarts(
             lambda restart: _run_once(cfg, arguments, restart), cfg.launch.max_restarts
@@ -50,12 +56,12 @@ class TrainActor(RankActor):
         self.signals: Any = None
         os.environ[RESTART] = str(restart)
 
-    def run(self, arguments: Sequence[str], address: tuple[str, int]) -> int:
+    def run(self, arguments: Sequence[str], store: StoreAddress) -> int:
         """The exit status of this rank."""
         from megatron_vlm.distributed.agree import Signals
         from megatron_vlm.train import run_train
 
-        self.use_store(address)
+        self.use_store(store)
         self.signals = Signals()
         return guarded(lambda given: run_train(given, self.signals), arguments)
 
@@ -93,10 +99,10 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int) -> Ending:
 
 def _train(actors: Sequence[Any], arguments: list[str]) -> Ending:
     try:
-        address = ray.get(actors[0].open_store.remote())
+        store = ray.get(actors[0].open_store.remote())
     except RayActorError as error:
         return Ending(FAILED, f"rank 0 could not start: {error}")
-    refs = [actor.run.remote(arguments, address) for actor in actors]
+    refs = [actor.run.remote(arguments, store) for actor in actors]
     running = list(refs)
 
     def ended() -> list[Ending]:
