@@ -164,8 +164,8 @@ def gloo_check(problem: str | None, has_gpu: bool) -> Check:
     """Whether two processes can add up a tensor. On GPUs, NCCL does that."""
     found = problem or "two processes can communicate"
     advice = (
-        "the host's name must resolve to an address of this machine (see /etc/hosts); "
-        "GLOO_SOCKET_IFNAME=lo picks the interface"
+        "loopback must be up (`ip link show lo`) and nothing may filter it; "
+        "GLOO_SOCKET_IFNAME names another interface"
     )
     return _check("gloo", problem is None, found, advice, WARNING if has_gpu else MISSING)
 

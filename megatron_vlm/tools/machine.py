@@ -135,6 +135,9 @@ def talk(store: str, rank: int, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_vlm.distributed.job_store import stay_on_this_machine
+
+    stay_on_this_machine()  # as a job of one machine does
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
