@@ -5,6 +5,7 @@ has already done the imports: forking the trainer itself can hang, and spawning 
 process.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, get_context
 from typing import Any
@@ -35,8 +36,19 @@ def in_processes(
         num_workers=processes,
         prefetch_factor=prefetch if processes else None,
         multiprocessing_context="forkserver" if processes else None,
+        worker_init_fn=_let_server_end,
     )
     return iter(loader)
+
+
+def _let_server_end(_: int) -> None:
+    """In a new worker: drop its copy of the pipe by which the server sees that the trainer is gone.
+    Python gives it to every worker, so that a worker can start others; but then a killed trainer
+    leaves the server and its workers alive for ever, each because of the other."""
+    server: Any = getattr(forkserver, "_forkserver")  # noqa: B009 - typeshed does not know it
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 def _unchanged(value: Any) -> Any:

@@ -7,7 +7,6 @@ get SIGTERM at once, which tells them to save. It also restarts after a user's m
 ranks outlive a launcher that was killed.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from megatron_vlm.launch.restart import (
     signals_sent_to,
     wait_for_ranks,
 )
+from megatron_vlm.parent import signal_when_parent_dies
 
 
 def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int = 0) -> int:
@@ -52,7 +52,7 @@ def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
             command,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             start_new_session=True,  # Ctrl-C comes through us, once
-            preexec_fn=_end_with_parent,
+            preexec_fn=_end_with_launcher,
         )
         for rank in range(count)
     ]
@@ -86,12 +86,10 @@ def _ending(rank: int, status: int) -> Ending:
     return Ending(status, f"rank {rank} ended with exit status {status}")
 
 
-def _end_with_parent() -> None:
-    """In a new process: have Linux send it SIGTERM when the launcher dies without forwarding a
-    signal; the rank then saves and ends."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+def _end_with_launcher() -> None:
+    """In a new process: a launcher that dies cannot forward a signal; Linux sends SIGTERM in its
+    place, and the rank saves and ends."""
+    signal_when_parent_dies(signal.SIGTERM)
 
 
 def _free_port() -> int:
