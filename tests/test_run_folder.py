@@ -4,6 +4,7 @@ weights than it says, nothing of others is touched. test_sequences.py plays rand
 
 import fcntl
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.folders import MARK
 from tests.sets import write_set
-from tests.test_train import go_pooled, steps_of
+from tests.test_train import command, go_pooled, run_rank, steps_of
 
 
 class Folder:
@@ -117,6 +118,30 @@ def test_a_line_that_was_left_is_not_gone_on_from(folder):
     said = folder.train(12, lr)
     assert f"resumed from {folder.step(6)}" in said and "step-00000009" in said
     folder.check_export(12)
+
+
+def restarted(*args: object) -> tuple[int, str, str]:
+    os.environ["MEGATRON_VLM_RESTART"] = "1"
+    try:
+        return run_rank(*args)
+    finally:
+        del os.environ["MEGATRON_VLM_RESTART"]
+
+
+def test_a_restart_does_not_go_on_from_what_the_job_left(folder):
+    """Told to resume from step 3, the job fails before it has saved anything, and is restarted."""
+    folder.train(9, checkpoint__keep_last=5)
+    words = command(folder.root, folder.model, "run", "parallel.pp=1", "train.steps=6")[4:]
+    words.append(f"checkpoint.resume={folder.step(3)}")
+    failing = [*words, "optim.lr=3e38", "train.max_nonfinite=0"]
+    [(status, _, err)] = folder.pool.run(run_rank, 1, failing)
+    assert status == 2 and "not applied" in err
+    [(status, out, err)] = folder.pool.run(restarted, 1, words)
+    assert status == 0 and f"resumed from {folder.step(3)}" in out, err
+    # What it has saved by itself is gone on from.
+    [(status, out, err)] = folder.pool.run(restarted, 1, words)
+    assert status == 0 and f"resumed from {folder.step(6)}" in out, err
+    assert folder.names() == ["03", "06", "06.aside1", "09"]
 
 
 def test_the_best_is_known_where_it_is_the_last_step(folder):

@@ -197,13 +197,13 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
     return dict(state["progress"])
 
 
-def find_latest(run_folder: Path, device: torch.device) -> Path | None:
+def find_latest(run_folder: Path, device: torch.device, after: int = -1) -> Path | None:
     """The checkpoint that was written last of those whose every file is as it was written; each
-    rank reads its share of them. A collective."""
+    rank reads its share of them. Only serials `after` this one count, rank 0's. A collective."""
     found: list[str] = []
     with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
-            found = [str(folder) for folder in store.whole_ones(run_folder)]
+            found = [str(folder) for folder in store.whole_ones(run_folder, after)]
     for folder in map(Path, broadcast_json(found, 0, None, device)):
         try:
             _verify(folder, device)

@@ -108,9 +108,9 @@ def find_latest(run_folder: Path) -> Path | None:
     return None
 
 
-def whole_ones(run_folder: Path) -> list[Path]:
+def whole_ones(run_folder: Path, after: int = -1) -> list[Path]:
     """The checkpoints whose files all have the right size, the one written last first; `verify`
-    reads them."""
+    reads them. Only serials `after` this one count."""
     run_folder, found = Path(run_folder), []
     for path in sorted(run_folder.glob(_PARTIAL)):
         _log.warning("skipped %s: it was never completed", path)
@@ -121,8 +121,15 @@ def whole_ones(run_folder: Path) -> list[Path]:
         except CheckpointError as error:
             pass_over(folder, error)
         else:
+            if manifest.serial <= after:
+                continue
             found.append((manifest.serial, _step_of(folder), not _was_replaced(folder), folder))
     return [folder for *_, folder in sorted(found, reverse=True)]
+
+
+def last_serial(run_folder: Path) -> int:
+    """Of the checkpoints here, damaged ones too; 0 without any."""
+    return max((manifest.serial for _, manifest in _manifests(run_folder)), default=0)
 
 
 def pass_over(folder: Path, error: Exception) -> None:

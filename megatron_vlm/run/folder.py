@@ -9,9 +9,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_vlm.checkpoint.store import check_leftovers
+from megatron_vlm.checkpoint.store import check_leftovers, last_serial
 from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import restarts
@@ -26,40 +28,60 @@ _PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
 _PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks back late
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What the folder says of the run."""
+
+    run: str  # its id
+    last_serial: int  # of the checkpoints that were there when the job began, restarts apart
+
+
 @contextmanager
-def held_folder(cfg: Config) -> Iterator[str]:
-    """Claim cfg.run, made if need be, and write config.yaml into it; gives the id of the run. What
-    others put where the run would write is refused. On one rank."""
+def held_folder(cfg: Config) -> Iterator[Claim]:
+    """Claim cfg.run, made if need be, and write config.yaml into it. What others put where the run
+    would write is refused. On one rank."""
     folder = Path(cfg.run)
     with ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            run = _id_of(folder)
+            _check_free(folder)
             held.enter_context(_lock(folder))
-            check_leftovers(folder / "checkpoints", run)
+            claim = _claim(folder)
+            check_leftovers(folder / "checkpoints", claim.run)
             if cfg.checkpoint.export:
-                check_partial(partial_of(folder / "export"), run)
-                check_replaceable(folder / "export", run)
+                check_partial(partial_of(folder / "export"), claim.run)
+                check_replaceable(folder / "export", claim.run)
             write_text(folder / "config.yaml", to_yaml(cfg))
         except OSError as error:
             raise ConfigError(
                 f"run={cfg.run} cannot be written: {error.strerror}; give another folder"
             ) from error
-        yield run
+        yield claim
 
 
-def _id_of(folder: Path) -> str:
+def _check_free(folder: Path) -> None:
+    """It must be the folder of a run, or have nothing that a run would write over."""
+    taken = [name for name in (*_OURS, MARK) if (folder / name).exists()]
+    if taken and _run_mark(folder) is None:
+        raise ConfigError(
+            f"run={folder} is not the folder of a run, and {taken[0]} is in it, which a run "
+            "would write over; give another folder"
+        )
+
+
+def _run_mark(folder: Path) -> dict[str, Any] | None:
     mark = read_mark(folder)
-    if mark is None or mark.get("kind") != "run":
-        if taken := [name for name in (*_OURS, MARK) if (folder / name).exists()]:
-            raise ConfigError(
-                f"run={folder} is not the folder of a run, and {taken[0]} is in it, which a run "
-                "would write over; give another folder"
-            )
-        write_mark(folder, uuid.uuid4().hex, kind="run")
-        mark = read_mark(folder)  # of two jobs that begin at once, both get the same
-    assert mark is not None
-    return str(mark["run"])
+    return mark if mark is not None and mark.get("kind") == "run" else None
+
+
+def _claim(folder: Path) -> Claim:
+    mark = _run_mark(folder)
+    if mark is not None and restarts():
+        return Claim(mark["run"], mark["last_serial"])
+    run = uuid.uuid4().hex if mark is None else mark["run"]
+    claim = Claim(run, last_serial(folder / "checkpoints"))
+    write_mark(folder, run, kind="run", last_serial=claim.last_serial)
+    return claim
 
 
 @contextmanager

@@ -32,9 +32,9 @@ class Run:
     def __init__(self, cfg: Config, signals: Signals, opened: ExitStack):
         """Model and data, and what an earlier run of this folder has done. `opened` closes it."""
         opened.callback(signals.restore)
-        run_id = None
+        claim = None
         if int(os.environ.get("RANK", "0")) == 0:  # before anything that takes long
-            run_id = opened.enter_context(held_folder(cfg))
+            claim = opened.enter_context(held_folder(cfg))
         if cfg.data.num_workers:
             start_server()  # it imports while the model is built
         self.cfg, self.signals = cfg, signals
@@ -48,7 +48,7 @@ class Run:
         self.examiner = Examiner(worker, cfg, self.watchdog.alive)
         self.total_steps = self.feeder.total_steps()
         self.at(0, "resuming")
-        self.saver = Saver(cfg, worker, self.feeder.fingerprint, run_id)
+        self.saver = Saver(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
         self.feeder.start(self.progress.position)

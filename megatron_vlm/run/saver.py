@@ -14,15 +14,16 @@ from megatron_vlm.distributed.agree import agree
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_mark import ExportMark
+from megatron_vlm.run.folder import Claim
 from megatron_vlm.run.progress import Progress
 from megatron_vlm.worker import MegatronWorker
 
 
 class Saver:
-    """The checkpoints in cfg.run/checkpoints. `run`: the id of the run, on rank 0."""
+    """The checkpoints in cfg.run/checkpoints. Rank 0 has the claim on that folder."""
 
-    def __init__(self, cfg: Config, worker: MegatronWorker, data: str, run: str | None):
-        self.cfg, self.worker, self.data, self.run = cfg, worker, data, run
+    def __init__(self, cfg: Config, worker: MegatronWorker, data: str, claim: Claim | None):
+        self.cfg, self.worker, self.data, self.claim = cfg, worker, data, claim
         self.folder = Path(cfg.run) / "checkpoints"
         self.pending: PendingSave | None = None
         self.best_step: int | None = None
@@ -32,19 +33,22 @@ class Saver:
 
     def resume(self) -> Progress:
         """Resume as checkpoint.resume says. A collective."""
-        # After a failure a run resumes from its own checkpoints, however it was started. Under
-        # torchrun each machine counts its own restarts.
-        device = self.worker.platform.device
-        again = agree(int(restarts() > 0), device)
-        asked = "auto" if again else self.cfg.checkpoint.resume
-        origin = find_latest(self.folder, device) if asked == "auto" else Path(asked)
-        if asked == "never":
+        asked, device = self.cfg.checkpoint.resume, self.worker.platform.device
+        origin, verified = None if asked in ("auto", "never") else Path(asked), False
+        # After a failure a job resumes from the checkpoints that it has written, however it was
+        # started. Under torchrun each machine counts its own restarts.
+        again = bool(agree(int(restarts() > 0), device))
+        if asked == "auto" or again:
+            after = self.claim.last_serial if self.claim and asked != "auto" else -1
+            latest = find_latest(self.folder, device, after)
+            origin, verified = latest or origin, latest is not None
+        elif asked == "never":
             self._check_unused()
-        if asked == "never" or origin is None:
+        if origin is None:
             if dist.get_rank() == 0 and any(store.others(self.folder, None)):
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
-        progress = Progress.from_json(load(self.worker, origin, verified=asked == "auto"))
+        progress = Progress.from_json(load(self.worker, origin, verified=verified))
         if progress.data != self.data:
             raise CheckpointError(
                 f"{origin} was trained on other data, or with other rules for it: its place in "
@@ -84,8 +88,8 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         content = replace(progress, data=self.data).to_json()
-        async_save = self.cfg.checkpoint.async_save
-        self.pending = save(self.worker, target, content, async_save, self.run, self.head)
+        async_save, run = self.cfg.checkpoint.async_save, self.claim.run if self.claim else None
+        self.pending = save(self.worker, target, content, async_save, run, self.head)
         self.saved_step, self.best_step = progress.step, progress.best_step
         self.poll()
 
