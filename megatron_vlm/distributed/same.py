@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron_vlm.distributed.messages import all_gather_bytes
 from megatron_vlm.errors import ConfigError
 
 _SHOWN = 5  # differences in a message
@@ -17,23 +17,13 @@ def check_same(values: Mapping[str, str], digests: Mapping[str, str], device: to
     """End all ranks, with one message, where one has other values or digests than rank 0; of
     digests only the names are told. A collective."""
     mine = json.dumps([dict(values), dict(digests)], sort_keys=True).encode()
-    if len(set(_gather(hashlib.sha256(mine).digest(), device))) == 1:
+    if len(set(all_gather_bytes(hashlib.sha256(mine).digest(), None, device))) == 1:
         return
-    longest = torch.tensor([len(mine)], device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    texts = _gather(mine.ljust(int(longest)), device)  # JSON may end in spaces
+    texts = all_gather_bytes(mine, None, device)
     raise ConfigError(
         f"{'; '.join(_differences(texts))}; start every rank with the same arguments, and give "
         "all machines the same model"
     )
-
-
-def _gather(mine: bytes, device: torch.device) -> list[bytes]:
-    """The bytes of each rank, as many from all."""
-    tensor = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return [bytes(each.tolist()) for each in found]
 
 
 def _differences(texts: list[bytes]) -> Iterator[str]:
