@@ -20,7 +20,6 @@ from megatron_vlm.distributed.job_store import (
 from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01
-_MISSING = "rank {} did not join; check its logs, and that all ranks have one " + SECRET
 
 
 class MeetingError(MegatronVLMError):
@@ -88,7 +87,7 @@ def _tell(board: Board, other: int, attempt: str, until: float) -> None:
         if (joined := board.read(f"joined/{other}")) is not None:
             board.write(f"attempt-of/{joined}", attempt)
         if time.monotonic() > until:
-            raise MeetingError(_MISSING.format(other))
+            raise _missing(other)
         time.sleep(_POLL_S)
 
 
@@ -100,9 +99,15 @@ def _hear(board: Board, key: str, until: float) -> str:
         try:
             board.store.wait([key], left)
         except dist.DistStoreError:
-            raise MeetingError(_MISSING.format(0)) from None
+            raise _missing(0) from None
         if (text := board.read(key)) is not None:
             return text
         if time.monotonic() > until:
-            raise MeetingError(_MISSING.format(0))
+            raise _missing(0)
         time.sleep(_POLL_S)
+
+
+def _missing(rank: int) -> MeetingError:
+    return MeetingError(
+        f"rank {rank} did not join; check its logs, and that all ranks have one {SECRET}"
+    )
