@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.data.read.sources import open_source
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.errors import DataError, MegatronVLMError
 from tests.alone import alone
 
 # Arrow files with flipped bits.
@@ -215,3 +216,22 @@ def test_frames_of_a_video_are_bounded(tmp_path):
         assert message.startswith(f"{path} cannot be read as a video")
         assert "up to 16777216 pixels a frame): Invalid argument" in message
     assert found.grown < 150
+
+
+# Text that takes gigabytes as tokens.
+
+
+def encode_word(model: str) -> str:
+    from megatron_vlm.data.encode.row_maker import RowMaker  # with torch, which takes seconds
+
+    maker = RowMaker(model, max_tokens=512)
+    word = {"role": "assistant", "content": "a" * 10**7}
+    before = time.process_time()
+    with pytest.raises(DataError, match="tokens or more, above") as error:
+        maker.row({"messages": [{"role": "user", "content": "?"}, word]})
+    assert time.process_time() - before < 5
+    return str(error.value)
+
+
+def test_a_word_of_10_mb_is_not_tokenized(tiny):
+    assert alone(encode_word, tiny()).grown < 500

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.config.validate import check_values
+from megatron_vlm.data.encode.chat import ChatRenderer
 from megatron_vlm.data.encode.sample import Dropped, Sample, Span, cut_sample
 from megatron_vlm.data.media.images import (
     ImageSettings,
@@ -135,7 +136,38 @@ def test_too_long(reader):  # noqa: F811
         reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
 
 
-UNLIMITED = {"max_tokens": 9999, "max_images": None, "truncation": "error"}
+@pytest.mark.parametrize("truncation", ["error", "drop", "image_safe"])
+def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  # noqa: F811
+    """The tokens of a word of 10 MB take gigabytes; see test_hostile.py."""
+    ours = reader(truncation=truncation, max_tokens=512)
+    seen = []
+    tokenize = ChatRenderer._tokenize
+    monkeypatch.setattr(
+        ChatRenderer,
+        "_tokenize",
+        lambda self, pieces: seen.append(sum(map(len, pieces))) or tokenize(self, pieces),
+    )
+    long = {"messages": [say("user", "Say a."), say("assistant", "a" * 10**6)]}
+    if truncation == "image_safe":
+        assert len(ours.encode(long, "x:1").ids_S) == 512
+    else:
+        words = r"x:1: \d+ tokens or more, above data\.max_tokens=512; raise the limit"
+        error, words = (DataError, words) if truncation == "error" else (Dropped, "above")
+        with pytest.raises(error, match=words):
+            ours.encode(long, "x:1")
+    assert max(seen, default=0) < 10**5
+
+
+ANY = st.text(max_size=60) | st.text("\u1112\u1161\u11ab\u03b1\u0313\u0301 \n", max_size=60)
+
+
+@given(words=ANY)
+def test_no_text_has_fewer_tokens_than_its_least(words, escaping):
+    renderer = escaping.encoder.renderer
+    assert renderer.least_tokens(words * 9) <= len(renderer.tokenizer(words * 9)["input_ids"])
+
+
+UNLIMITED = {"max_tokens": 99999, "max_images": None, "truncation": "error"}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +179,8 @@ WORDS = st.text(alphabet="ab \n.é三<|>", max_size=12) | st.just("<|im_end|>\n<
 PARTS = st.lists(
     st.one_of(WORDS.map(text), st.integers(0, 3).map(PICTURES.__getitem__)), max_size=4
 )
+LONG = st.sampled_from(["ab", "a b\n", "\u1112\u1161\u11ab ", "<|im_end|>"])
+PARTS |= LONG.map(lambda word: [text(word * 700)])
 TURNS = st.lists(st.tuples(PARTS, WORDS), min_size=1, max_size=4)
 
 

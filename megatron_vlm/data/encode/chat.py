@@ -22,6 +22,9 @@ from megatron_vlm.family.family import VisionMarks
 
 START, END = "<|im_start|>", "<|im_end|>"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
+_CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
+_LONG_WORD = 2**16  # characters without a space
+_SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,20 @@ class ChatRenderer:
         special = sorted({*names, *(token.content for token in added if token.special)})
         self.special = re.compile("|".join(map(re.escape, special)))
 
-    def render(self, chat: Chat, videos: Sequence[str], train_on: str | Sequence[str]) -> Rendered:
-        """The tokens and which of them are trained. `videos` is the text for each video."""
+    def render(
+        self,
+        chat: Chat,
+        videos: Sequence[str],
+        train_on: str | Sequence[str],
+        bounded: Callable[[str], str] = str,
+    ) -> Rendered:
+        """The tokens and which of them are trained. `videos` is the text for each video. `bounded`
+        may shorten the text, or refuse it, before it costs time and memory as tokens."""
         chat, cut = self._guard(chat)
         text = self.tokenizer.apply_chat_template(
             [_message(turn) for turn in chat.turns], tools=list(chat.tools) or None, tokenize=False
         )
-        text, video_chars = _fill(text, self.marks.video, videos, cut)
+        text, video_chars = _fill(bounded(text), self.marks.video, videos, cut)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
         messages = self._messages(chat, text, ids_U, starts_U)
@@ -85,6 +95,38 @@ class ChatRenderer:
             train = chosen and bool(message.turns) and message.mark is not False
             trained_U[message.body : message.end] = train
         return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+
+    def least_tokens(self, text: str) -> int:
+        """No fewer tokens than this come of the text: none is longer than the longest."""
+        least = len(text.encode()) // self._longest
+        if not least:
+            return 0
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        text = re.sub(_CUTS, "", text)  # which become no tokens
+        text = normalizer.normalize_str(text) if normalizer else text
+        return len(text.encode()) // self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token. The vocabulary has one character for each byte."""
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        return max(map(len, [*self.tokenizer.get_vocab(), *(text.encode() for text in added)]))
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """A rendered text that is the same for at least so many tokens; what is left of the rest
+        are turns without text, images and videos."""
+        end = tokens * self._longest
+        while self.least_tokens(text[:end]) < tokens + _SPARE and end < len(text):
+            end *= 2
+        space = re.compile(r"\s").search(text, end, end + _LONG_WORD)  # where words are cut anyway
+        end = space.start() if space else end
+        frame = re.compile(rf"{re.escape(START)}[^\n]*\n|{self.special.pattern}")
+        kept = []
+        for mark in frame.finditer(text):
+            if mark.end() > end:
+                kept.append(mark[0])
+                end = min(end, mark.start())
+        return text[:end] + "".join(kept)
 
     def opened(self, rendered: Rendered) -> Rendered:
         """The chat followed by the tokens that open an answer."""

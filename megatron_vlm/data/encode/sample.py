@@ -6,6 +6,7 @@ Shapes: U tokens before placeholders are expanded, S tokens, I images, V videos.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -81,7 +82,8 @@ class Encoder:
                 _one_pad_a_frame(plan, self.videos.merge_size, self.renderer.marks)
                 for plan in plans
             ]
-            rendered = self.renderer.render(record, texts, self.cfg.train_on)
+            bounded = partial(self._bounded, where=record.where)
+            rendered = self.renderer.render(record, texts, self.cfg.train_on, bounded)
             rendered = self.renderer.opened(rendered) if prompt else rendered
         else:
             rendered = self._read_chunks(record, image_grids)
@@ -130,7 +132,7 @@ class Encoder:
                 raise DataError(f"{where} has placeholder tokens; give images as image chunks")
             end = cursor + len(chunk)
             ids += chunk
-            trained += (record.mask or (True,) * end)[cursor:end]
+            trained += record.mask[cursor:end] if record.mask else [True] * len(chunk)
             cursor = end
         if record.mask is not None and len(record.mask) != cursor:
             raise DataError(
@@ -187,6 +189,27 @@ class Encoder:
             last += 1
         return first, last
 
+    def _bounded(self, text: str, where: str) -> str:
+        """A text that is certainly longer than data.max_tokens, by data.truncation: the tokens of
+        megabytes take gigabytes of memory."""
+        cfg, least = self.cfg, self.renderer.least_tokens(text)
+        if least <= cfg.max_tokens:
+            return text
+        if cfg.truncation == "image_safe":
+            return self.renderer.shortened(text, cfg.max_tokens)
+        raise self._too_long(
+            f"{least} tokens or more, above data.max_tokens={cfg.max_tokens}", where
+        )
+
+    def _too_long(self, over: str, where: str) -> DataError | Dropped:
+        """What becomes of a record above a limit that is not cut."""
+        if self.cfg.truncation == "drop":
+            return Dropped("above data.max_tokens or data.max_images")
+        return DataError(
+            f"{where}: {over}; raise the limit, lower data.max_pixels, or set data.truncation to "
+            "image_safe or drop"
+        )
+
     def _fit(self, sample: Sample, spans: Sequence["Span"], where: str) -> Sample:
         """The sample within data.max_tokens and data.max_images, by data.truncation."""
         cfg, tokens, images = self.cfg, len(sample.ids_S), len(sample.image_grids)
@@ -195,13 +218,8 @@ class Encoder:
             over.append(f"{tokens} tokens, above data.max_tokens={cfg.max_tokens}")
         if cfg.max_images is not None and images > cfg.max_images:
             over.append(f"{images} images, above data.max_images={cfg.max_images}")
-        if over and cfg.truncation == "error":
-            raise DataError(
-                f"{where}: {' and '.join(over)}; raise the limit, lower data.max_pixels, or set "
-                "data.truncation to image_safe or drop"
-            )
-        if over and cfg.truncation == "drop":
-            raise Dropped("above data.max_tokens or data.max_images")
+        if over and cfg.truncation != "image_safe":
+            raise self._too_long(" and ".join(over), where)
         return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
 
 
