@@ -1,6 +1,10 @@
 # .venv/bin/python -m pytest tests/test_loader.py
 """From disk to the ranks: one order whatever the layout, exact resume, one decode a sample."""
 
+import gzip
+import json
+import re
+
 import datasets
 import pytest
 import torch
@@ -14,6 +18,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.feed.feeder import SharedBatches
 from megatron_vlm.feed.share import share_batch
 from megatron_vlm.worker import MegatronWorker
+from tests.chats import picture, say, text
 from tests.runs import call
 from tests.sets import data_config, open_set, write_set
 from tests.test_parity import layout
@@ -329,10 +334,73 @@ def test_mixed_streams(stream, tiny):
     assert without_state(again) == without_state(steps[3:])
 
 
+def write_wrong(folder):
+    """A right record, and one of each kind of wrong ones; pictures lie beside the file."""
+    (folder / "pictures").mkdir()
+    picture(40, 40).save(folder / "pictures" / "0.png")
+    (folder / "pictures" / "broken.png").write_bytes(b"no picture")
+    whole = (folder / "pictures" / "0.png").read_bytes()
+    (folder / "pictures" / "cut.png").write_bytes(whole[: len(whole) // 2])
+
+    def record(name, answer="c"):
+        parts = [{"type": "image", "image": name}, text("?")]
+        return json.dumps({"messages": [say("user", *parts), say("assistant", answer)]})
+
+    lines = {
+        record("pictures/0.png"): None,
+        "{": "not a line of JSON",
+        "[" * 100_000: "the JSON is nested too deeply|not a line of JSON",
+        '{"prompt": "a"}': "match no known format",
+        record("pictures/1.png"): "no file pictures/1.png",
+        record("../a.jsonl"): "lies outside",
+        record("pictures/broken.png"): "is not an image that can be opened",
+        record("http://localhost/a.png"): "is on the network",
+        record("pictures/0.png", "word " * 9999): "above data.max_tokens=2048",
+        record("pictures/0.png", "<|im_end|>"): "which would forge a turn",
+        record("pictures/cut.png"): "cannot be decoded",
+    }
+    (folder / "a.jsonl").write_text("".join(line + "\n" for line in lines))
+    with gzip.open(folder / "a.jsonl.gz", "wt") as packed:
+        packed.write((folder / "a.jsonl").read_text())
+    return [words for words in lines.values() if words]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny, tmp_path, caplog):
+    """As docs/troubleshooting.md says, whether files are indexed or streamed."""
+    expected = write_wrong(tmp_path)
+    spec = {"path": str(tmp_path / name), "streaming": streaming}
+    options = dict(shuffle=False, epochs=1, max_tokens=2048)
+    with pytest.raises(DataError, match=rf"{name}:2: not a line of JSON"):
+        load(spec, tiny(), tmp_path / "cache", **options)
+    most = len(expected)
+    steps = load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most, **options)
+    skipped = [m for m in caplog.messages if m.startswith("skipped")]
+    assert sum(len(rows) for rows, _ in steps) == 1
+    assert len(skipped) == most
+    for place, words in enumerate(expected, 2):
+        assert any(re.search(f"{name}:{place}: .*({words})", message) for message in skipped), words
+    with pytest.raises(
+        DataError, match=rf"{most} records are wrong, above data.max_errors={most - 1}"
+    ):
+        load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most - 1, **options)
+
+
+def test_a_stream_that_breaks_off_is_an_error(tiny, tmp_path):
+    """Nothing can follow: it is not skipped."""
+    lines = [json.dumps({"prompt": str(i), "completion": "a"}) + "\n" for i in range(9)]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-9])
+    spec = {"path": str(tmp_path / "a.jsonl.gz"), "streaming": True}
+    for processes in (0, 1):
+        with pytest.raises(DataError, match=r"^\S+a\.jsonl\.gz cannot be unpacked"):
+            load(spec, tiny(), None, on_error="skip", num_workers=processes)
+
+
 def test_errors_of_a_stream(stream, tiny, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "completion": "c"}\n')
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
-    with pytest.raises(DataError, match=r"a\.jsonl: record 0: the keys"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the keys"):
         load(spec, tiny(), tmp_path, shuffle=False)
     steps = load(spec, tiny(), tmp_path, shuffle=False, on_error="skip", epochs=1)
     assert [len(rows) for rows, _ in steps] == [1]

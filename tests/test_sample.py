@@ -161,6 +161,7 @@ def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  #
 ANY = st.text(max_size=60) | st.text("\u1112\u1161\u11ab\u03b1\u0313\u0301 \n", max_size=60)
 
 
+@settings(deadline=None)
 @given(words=ANY)
 def test_no_text_has_fewer_tokens_than_its_least(words, escaping):
     renderer = escaping.encoder.renderer

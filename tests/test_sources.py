@@ -7,11 +7,12 @@ import io
 import json
 import os
 import tarfile
+from dataclasses import replace
 
 import datasets
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vlm.config.schema import DataConfig
@@ -112,6 +113,7 @@ def test_places_are_lines_of_the_file(tmp_path):
     assert [source.where(i) for i in range(5)] == [f"{path}:{n}" for n in (3, 5, 7, 9, 11)]
 
 
+@settings(deadline=None)
 @given(content=st.binary(max_size=60), block=st.sampled_from([1, 3, 8, 64]))
 def test_lines_are_found_whatever_the_blocks(content, block, tmp_path_factory):
     content = content.translate(bytes(b"\n \r\tab{}"[i % 8] for i in range(256)))
@@ -379,6 +381,38 @@ def test_a_device_and_a_folder_are_no_data_files(tmp_path):
         open_source(SourceSpec(str(tmp_path / "b" / "*.jsonl")), None, None)
 
 
+OUTSIDE = {
+    "../secret.jsonl": "which lies outside",
+    "a/../../secret.jsonl": "which lies outside",
+    "{}/secret.jsonl": "which lies outside",
+    "file://{}/secret.jsonl": r"names file://\S+/secret.jsonl as a data file",
+    "https://127.0.0.1:9/a.jsonl": r"names https://127\.0\.0\.1:9/a\.jsonl as a data file",
+    "zip://a.jsonl::a.zip": "as a data file",
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+def test_a_readme_names_no_file_outside_its_folder(name, streaming, file, tmp_path):
+    (tmp_path / "secret.jsonl").write_text(LINES)
+    (tmp_path / "set" / "a").mkdir(parents=True)
+    (tmp_path / "set" / "0.jsonl").write_text(LINES)
+
+    def open_it(named):
+        yaml = f"configs:\n- config_name: default\n  data_files: '{named}'\n"
+        text = f"---\n{yaml}---\n# A set\n" if file == "README.md" else yaml
+        (tmp_path / "set" / file).write_text(text)
+        spec = SourceSpec(str(tmp_path / "set"), streaming=streaming)
+        if streaming:
+            return list(open_stream([spec], DataConfig(), train=True).records(0, None))
+        return open_source(spec, None, None)
+
+    assert len(open_it("0.jsonl")) == 5
+    with pytest.raises(DataError, match=OUTSIDE[name]):
+        open_it(name.format(tmp_path))
+
+
 def test_a_name_that_the_hub_does_not_have_here(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -402,8 +436,32 @@ def test_a_stream_resumes_after_any_record(tmp_path):
     whole = read(0)
     windows = [sorted(int(text) for _, text, _ in whole[i : i + 4]) for i in (0, 4, 8)]
     assert windows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert all(where.endswith(f"a.jsonl: record {text}") for where, text, _ in whole)
+    assert all(where.endswith(f"a.jsonl:{int(text) + 1}") for where, text, _ in whole)
     assert [text for _, text, _ in read(1)] != [text for _, text, _ in whole]
     for taken, (_, _, state) in enumerate(whole, 1):
         rest = read(0, json.loads(json.dumps(state, sort_keys=True)))  # as a checkpoint keeps it
         assert [entry[:2] for entry in rest] == [entry[:2] for entry in whole[taken:]]
+
+
+@pytest.mark.parametrize("name", [*WRITERS])
+def test_a_stream_gives_the_same_records(name, tmp_path):
+    if name in ("a.json", "saved", "dict"):
+        pytest.skip("these are not streamed")
+    path = write(tmp_path, name)
+    stream = open_stream([SourceSpec(path, streaming=True)], DataConfig(shuffle=False), train=True)
+    found = [parse_record(record.raw(), "x") for record in stream.records(0, None)]
+    assert found == [parse_record(record, "x") for record in RECORDS]
+    assert stream.root == str(tmp_path if name != "folder" else tmp_path / "folder")
+
+
+def test_where_the_images_of_streams_lie(tmp_path, monkeypatch):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.jsonl").write_text(LINES)
+    one, other = (SourceSpec(str(tmp_path / f / "*.jsonl"), streaming=True) for f in ("a", "b"))
+    assert open_stream([one], DataConfig(), True).root == str(tmp_path / "a")
+    assert open_stream([one], DataConfig(image_root="/x"), True).root == "/x"
+    assert (
+        open_stream([replace(one, image_root="/y")], DataConfig(image_root="/x"), True).root == "/y"
+    )
+    assert open_stream([one, other], DataConfig(), True).root is None

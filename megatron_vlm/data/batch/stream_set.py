@@ -12,11 +12,13 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batch.batching import RowSize
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.encode.index import check_errors
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.data.encode.row import PlacedRow
 from megatron_vlm.data.encode.sample import Dropped, Sample
 from megatron_vlm.data.processes import in_processes
-from megatron_vlm.data.read.stream import Stream
+from megatron_vlm.data.read.hub import root_cause
+from megatron_vlm.data.read.stream import Stream, StreamRecord
 from megatron_vlm.errors import DataError
 
 log = logging.getLogger("megatron_vlm.data")
@@ -31,7 +33,8 @@ class Item:
     sample: Sample
 
 
-# A record's place, the state of the stream after it, and what became of it.
+# A record's place, the state of the stream after it (empty if nothing can follow), and what became
+# of it.
 Outcome = tuple[str, dict[str, Any], Item | Dropped | DataError]
 
 
@@ -60,10 +63,11 @@ class StreamSet:
                 self.dropped[str(outcome)] += 1
                 log.info("dropped %s: %s", where, outcome)
             elif isinstance(outcome, DataError):
-                if self.cfg.on_error == "raise":
+                if self.cfg.on_error == "raise" or not state:
                     raise outcome
                 self.errors.append(str(outcome))
                 log.warning("skipped %s", outcome)
+                check_errors(self.errors, self.cfg)
             else:
                 taken += 1
                 yield outcome, self._size(outcome.sample), Position(start.epoch, taken, state)
@@ -96,11 +100,24 @@ class _EncodedRecords(IterableDataset[Outcome]):
     start: Position
 
     def __iter__(self) -> Iterator[Outcome]:
-        for record in self.stream.records(self.start.epoch, self.start.stream):
-            outcome: Item | Dropped | DataError
+        # Errors are handed on: a DataLoader would wrap the message of a raised one.
+        where = "its beginning"
+        records = iter(self.stream.records(self.start.epoch, self.start.stream))
+        while True:
             try:
-                raw = record.raw()
-                outcome = Item(raw, record.where, self.reader.encode(raw, record.where))
-            except (Dropped, DataError) as reason:
-                outcome = reason  # a DataLoader would wrap the message of a raised one
-            yield record.where, record.state, outcome
+                record = next(records)
+            except StopIteration:
+                return
+            except Exception as error:  # of a network, a file system, a damaged file
+                broken = f"{self.stream.name}: cannot be read on after {where}: {root_cause(error)}"
+                yield where, {}, error if isinstance(error, DataError) else DataError(broken)
+                return
+            where = record.where
+            yield where, record.state, self._encoded(record)
+
+    def _encoded(self, record: StreamRecord) -> Item | Dropped | DataError:
+        try:
+            raw = record.raw()
+            return Item(raw, record.where, self.reader.encode(raw, record.where))
+        except (Dropped, DataError) as reason:
+            return reason

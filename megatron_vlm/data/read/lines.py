@@ -37,9 +37,12 @@ def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> A
 def check_size(size: int, where: str) -> None:
     """Refuse a record of more than MAX_RECORD bytes."""
     if size > MAX_RECORD:
-        raise DataError(
-            f"{where}: larger than {MAX_RECORD // 2**20} MiB; split it, or give its images as files"
-        )
+        raise DataError(too_large(where))
+
+
+def too_large(where: str) -> str:
+    """What is said of such a record."""
+    return f"{where}: larger than {MAX_RECORD // 2**20} MiB; split it, or give its images as files"
 
 
 def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:

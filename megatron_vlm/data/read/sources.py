@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.read.files import unpacked
+from megatron_vlm.data.read.hub import load_by_name, root_cause
 from megatron_vlm.data.read.lines import check_size, parse_json, scan_lines
 from megatron_vlm.data.read.table import TableSource
 from megatron_vlm.data.read.tar import TarSource
@@ -46,9 +47,9 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         if re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", spec.path) and not Path(spec.path).suffix:
             return _hub_source(spec, root)
         raise ConfigError(f"no file or folder {spec.path}")
-    folder = str(Path(paths[0]).resolve().parent)
+    folder = folder_of(paths[0])
     if Path(paths[0]).is_dir():
-        return _open_folder(paths[0], spec, root or str(Path(paths[0]).resolve()))
+        return _open_folder(paths[0], spec, root or folder)
     for path in paths:
         require_file(path)
     kinds = {
@@ -70,6 +71,12 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         f"{spec.path}: cannot tell the format; known are .jsonl, .jsonl.gz, .jsonl.zst, .json, "
         ".parquet, .arrow, .tar, a folder of save_to_disk, or the name of a Hugging Face data set"
     )
+
+
+def folder_of(path: str) -> str:
+    """Where the images of a file, or of a folder of files, lie unless something else is said."""
+    resolved = Path(path).resolve()
+    return str(resolved if resolved.is_dir() else resolved.parent)
 
 
 class JsonlSource:
@@ -137,13 +144,7 @@ def _read_tables(kind: str, paths: Sequence[str]) -> Any:
             return datasets.Dataset.from_parquet(list(paths))
         return datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"{paths[0]}: not a readable {kind} file: {_root_cause(error)}") from error
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{paths[0]}: not a readable {kind} file: {root_cause(error)}") from error
 
 
 def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
@@ -156,7 +157,7 @@ def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
     try:
         found, name = datasets.load_from_disk(path), path
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"{path}: not readable: {_root_cause(error)}") from error
+        raise DataError(f"{path}: not readable: {root_cause(error)}") from error
     if isinstance(found, datasets.DatasetDict):
         if spec.split not in found:
             raise ConfigError(f"{path} has no split {spec.split!r}; it has {', '.join(found)}")
@@ -165,12 +166,5 @@ def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
 
 
 def _hub_source(spec: SourceSpec, root: str | None) -> Source:
-    import datasets
-
-    try:
-        dataset = datasets.load_dataset(spec.path, spec.subset, split=spec.split)
-    except Exception as error:  # connection, missing data set, missing split, bad files
-        raise ConfigError(
-            f"{spec.path}: not a file here, and `datasets` cannot load it: {_root_cause(error)}"
-        ) from error
-    return TableSource(dataset, f"{spec.path}[{spec.split}]", root or os.getcwd())
+    name = f"{spec.path}[{spec.split}]"
+    return TableSource(load_by_name(spec), name, root or os.getcwd())

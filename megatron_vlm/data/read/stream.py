@@ -5,6 +5,7 @@ the epoch and the window's number; a run resumes at the start of its window and 
 that it had already taken.
 """
 
+import codecs
 import copy
 import glob
 import itertools
@@ -18,13 +19,20 @@ import numpy as np
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.data.read.files import content_of
+from megatron_vlm.data.read.hub import load_by_name, root_cause
+from megatron_vlm.data.read.lines import iter_lines, parse_json, too_large
+from megatron_vlm.data.read.sources import folder_of
 from megatron_vlm.data.read.table import table_row
-from megatron_vlm.data.read.tar import join_members
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.data.read.tar import TarSource, join_members
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.paths import require_file, require_files_in
 
-_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".zst": "json", ".gz": "json"}
-_BUILDERS |= {".tar": "webdataset", ".arrow": "arrow"}
+_LINES = (".jsonl", ".ndjson", ".gz", ".zst")
+_TABLES = (".parquet", ".arrow")  # which `datasets` reads
+# The columns of what is read here: bytes, parsed where an error can be skipped.
+_WHERE, _CONTENT = "__where__", "__content__"
+_LINE = "a line"  # no name of a member has a space
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,13 @@ class StreamRecord:
     def raw(self) -> Any:
         """The record as plain values."""
         raw = table_row(self.table, self.where)
-        if "__key__" in raw:  # a WebDataset sample
-            raw = join_members({k: v for k, v in raw.items() if k[:2] != "__"}, self.where)
-        return raw
+        if _WHERE not in raw:
+            return raw
+        members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
+        if not members:
+            raise DataError(too_large(self.where))
+        line = members.get(_LINE)
+        return join_members(members, self.where) if line is None else parse_json(line, self.where)
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Stream:
 
     dataset: Any  # of `datasets`, in Arrow format
     name: str
-    root: str  # where its images lie
+    root: str | None  # where its images lie
     window: int  # records that are shuffled together
     seed: int
     shuffle: bool
@@ -68,7 +80,8 @@ class Stream:
             order = generator.permutation(len(tables)) if self.shuffle else np.arange(len(tables))
             for count, index in enumerate(order.tolist()):
                 if count >= used:
-                    where = f"{self.name}: record {window * self.window + index}"
+                    where = _where(tables[index])
+                    where = where or f"{self.name}: record {window * self.window + index}"
                     after = {"window": window, "used": count + 1, "state": read}
                     yield StreamRecord(tables[index], where, after)
             # A copy: the data set keeps changing its own.
@@ -89,26 +102,78 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
             seed=cfg.seed,
             stopping_strategy="all_exhausted_without_replacement",
         )
-    root = specs[0].image_root or cfg.image_root or os.getcwd()  # validate.py: they share one
+    root = _root(specs, cfg)
     # Arrow's own values: `datasets` would decode images, and without our limits.
     dataset, name = mixed.with_format("arrow"), " + ".join(spec.path for spec in specs)
     return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, train and cfg.shuffle)
 
 
+def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
+    """The folder of the images: as given (validate.py: streams share it), or that of the files. If
+    these lie in several, none: a record says nothing of where it comes from."""
+    if given := specs[0].image_root or cfg.image_root:
+        return given
+    firsts = [next(iter(_paths(spec)), None) for spec in specs]
+    roots = {os.getcwd() if first is None else folder_of(first) for first in firsts}
+    return roots.pop() if len(roots) == 1 else None
+
+
+def _paths(spec: SourceSpec) -> list[str]:
+    return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
+
+
 def _open(spec: SourceSpec) -> Any:
     import datasets
 
-    paths = sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
-    builder, options = spec.path, {}
+    paths = _paths(spec)
+    if not paths or os.path.isdir(paths[0]):
+        for folder in paths:
+            require_files_in(folder)
+        return load_by_name(spec, streaming=True)
     for path in paths:
-        require_files_in(path) if os.path.isdir(path) else require_file(path)
-    if paths and not Path(paths[0]).is_dir():
-        suffix = Path(paths[0]).suffix
-        if suffix not in _BUILDERS:
-            raise ConfigError(f"{spec.path} cannot be streamed; give {', '.join(_BUILDERS)}")
-        builder, options = _BUILDERS[suffix], {"data_files": {spec.split: paths}}
+        require_file(path)
+    suffix = Path(paths[0]).suffix
+    if suffix in _LINES or suffix == ".tar":
+        text, data = datasets.Value("string"), datasets.Value("large_binary")
+        return datasets.IterableDataset.from_generator(
+            _samples if suffix == ".tar" else _lines,
+            features=datasets.Features({_WHERE: text, _CONTENT: [{"name": text, "content": data}]}),
+            gen_kwargs={"paths": paths},
+        )
+    if suffix not in _TABLES:
+        known = (*_LINES, ".tar", *_TABLES)
+        raise ConfigError(f"{spec.path} cannot be streamed; give {', '.join(known)}")
     try:
-        subset = None if options else spec.subset
-        return datasets.load_dataset(builder, subset, split=spec.split, streaming=True, **options)
-    except Exception as error:  # connection, missing data set, missing split, bad files
-        raise ConfigError(f"{spec.path}: `datasets` cannot stream it: {error}") from error
+        return datasets.load_dataset(
+            suffix[1:], data_files={spec.split: paths}, split=spec.split, streaming=True
+        )
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise DataError(f"{spec.path} cannot be streamed: {root_cause(error)}") from error
+
+
+def _where(table: Any) -> str | None:
+    """The place of a record, where it was read here."""
+    known = _WHERE in table.column_names
+    return table[_WHERE][0].as_py() if known else None
+
+
+def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The lines of JSON of files, not parsed yet: a wrong one may be skipped."""
+    for path in paths:
+        for number, line in enumerate(iter_lines(content_of(path)), 1):
+            where = f"{path}:{number}"
+            line = line.removeprefix(codecs.BOM_UTF8) if line and number == 1 else line
+            if line is None:
+                yield {_WHERE: where}
+            elif line.strip():
+                yield {_WHERE: where, _CONTENT: [{"name": _LINE, "content": line}]}
+
+
+def _samples(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The samples of WebDataset shards."""
+    for path in paths:
+        source = TarSource([path], "")
+        for index in range(len(source)):
+            where, members = source.where(index), source.members(index)
+            content = [{"name": name, "content": value} for name, value in members.items()]
+            yield {_WHERE: where, _CONTENT: content}

@@ -4,6 +4,7 @@ import hashlib
 import os
 import tarfile
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from megatron_vlm.data.read.files import file_digest
@@ -21,16 +22,24 @@ class TarSource:
         self.paths, self.root = list(paths), root
         self.name = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self.samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
-        hasher = hashlib.blake2b(digest_size=16)
         for shard, path in enumerate(self.paths):
-            hasher.update(file_digest(path).encode())
             self.samples += _scan_tar(shard, path)
-        self.digest = hasher.hexdigest()
+
+    @cached_property
+    def digest(self) -> str:
+        hasher = hashlib.blake2b(digest_size=16)
+        for path in self.paths:
+            hasher.update(file_digest(path).encode())
+        return hasher.hexdigest()
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
+        return join_members(self.members(index), self.where(index))
+
+    def members(self, index: int) -> dict[str, bytes]:
+        """The content of each member of a sample, by the end of its name."""
         shard, _, members = self.samples[index]
         check_size(sum(size for _, size in members.values()), self.where(index))
         with open(self.paths[shard], "rb") as file:
@@ -38,7 +47,7 @@ class TarSource:
             for field, (offset, size) in members.items():
                 file.seek(offset)
                 values[field] = file.read(size)
-        return join_members(values, self.where(index))
+        return values
 
     def where(self, index: int) -> str:
         shard, key, _ = self.samples[index]

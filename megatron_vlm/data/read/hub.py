@@ -1,0 +1,74 @@
+"""Data sets by name or folder, as `datasets` loads them.
+
+The README.md of a data set may say which files it consists of. It is data like the rest: it names
+no file outside its folder, and no address.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.errors import ConfigError, DataError
+
+_README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # its YAML stands first
+
+
+def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
+    """A split of a data set on the Hub, or in a folder of files."""
+    import datasets
+
+    if folder := os.path.isdir(spec.path):
+        _refuse_addresses(Path(spec.path))
+    try:
+        builder = datasets.load_dataset_builder(spec.path, spec.subset)
+        _refuse_outside(builder.config.data_files or {}, spec.path, folder)
+        # It resolves the same files once more.
+        return datasets.load_dataset(spec.path, spec.subset, split=spec.split, streaming=streaming)
+    except DataError:
+        raise
+    except Exception as error:  # connection, missing data set, missing split, bad files
+        verb = "stream" if streaming else "load"
+        raise ConfigError(
+            f"{spec.path}: not a file here, and `datasets` cannot {verb} it: {root_cause(error)}"
+        ) from error
+
+
+def root_cause(error: BaseException) -> str:
+    """The first line of the error that led to this one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _refuse_addresses(folder: Path) -> None:
+    """Refuse them before `datasets` asks them whether the files are there."""
+    for path in (folder / "README.md", folder / ".huggingface.yaml"):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        head = _README.match(text) if path.suffix == ".md" else None
+        try:
+            said = yaml.safe_load(head[1] if head else "" if path.suffix == ".md" else text)
+        except yaml.YAMLError as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{path}: its YAML cannot be read: {reason}; mend it") from error
+        configs = said.get("configs") if isinstance(said, dict) else None
+        if found := re.search(r"[\w+.]+://[^'\"\s]*|::", str(configs or "")):
+            raise DataError(
+                f"{path} names {found[0]} as a data file; download it into the folder and name it "
+                "there"
+            )
+
+
+def _refuse_outside(files: Any, name: str, folder: bool) -> None:
+    """Refuse files outside the folder; for a data set on the Hub, all files of this machine."""
+    root = os.path.abspath(os.path.expanduser(name))
+    for path in (str(path) for paths in files.values() for path in paths):
+        inside = os.path.normpath(path).startswith(os.path.join(root, "")) if folder else False
+        if not inside and (folder or "://" not in path):
+            raise DataError(
+                f"{name}: its README.md names {path} as a data file, which lies outside; move the "
+                "file into the folder, or give its path as data.train"
+            )
