@@ -28,16 +28,19 @@ def what_is_at(path: str | Path) -> str:
         return "nothing"
 
 
-def require_file(path: str | Path) -> Path:
-    """The path of a regular file; anything else is refused before it is opened."""
+def require_file(path: str | Path, where: str = "") -> Path:
+    """The path of a regular file; anything else is refused before it is opened. `where`: what named
+    it, for messages."""
+    named = f"{where}: " if where else ""
     try:
         found = what_is_at(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{named}{path} cannot be read: {error}") from error
     if found == "nothing":
-        raise DataError(f"no file {path}: it is a link that leads nowhere")
+        lost = ": it is a link that leads nowhere" if os.path.islink(path) else ""
+        raise DataError(f"{named}no file {path}{lost}")
     if found != "a file":
-        raise DataError(f"{path} is {found}, and only files are read; give a file")
+        raise DataError(f"{named}{path} is {found}, and only files are read; give a file")
     return Path(path)
 
 

@@ -125,7 +125,7 @@ def _image_bytes(value: Any, where: str) -> bytes:
     if value.get("bytes"):
         return value["bytes"]
     try:
-        return require_file(value["path"]).read_bytes()
+        return require_file(value["path"], where).read_bytes()
     except OSError as error:
         raise DataError(f"{where}: {value['path']}: {error.strerror}") from error
 
