@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
-from megatron_vlm.distributed.process import PREEMPTED, run_process
+from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
+from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
 
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
 def train(cfg: Config, signals: "Signals | None" = None) -> int:
     """Train to the last step; the exit status of this rank. `signals`: for a caller that asks the
     run to stop by other means than signals of the operating system."""
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        return _train(cfg, watchdog, signals)
+
+
+def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
     from megatron_vlm.distributed.agree import Stopped
     from megatron_vlm.run.run import Run
 
-    with Run.open(cfg, signals) as run:
+    with Run.open(cfg, watchdog, signals) as run:
         try:
             for step in range(run.progress.step, run.total_steps):
                 train_step(run, step)

@@ -22,12 +22,14 @@ from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.distributed.agree import job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
-from megatron_vlm.distributed.rendezvous import join_world
+from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same
+from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.digest import digests
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
@@ -63,9 +65,11 @@ class StepMetrics:
 class MegatronWorker:
     """Build it from a Config inside torchrun (or any launcher that sets torch's variables)."""
 
-    def __init__(self, cfg: Config, training: bool = True):
-        """Without `training` there are no gradients and no optimizer, nor the memory for them."""
+    def __init__(self, cfg: Config, training: bool = True, watchdog: Watchdog | None = None):
+        """Without `training` there are no gradients and no optimizer, nor the memory for them.
+        `watchdog`: of a run, which is told how far this has got."""
         self.cfg = cfg
+        self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
         self.source = HFCheckpoint(cfg.model.path)
         sizes, family = self.source.sizes, self.source.family
@@ -78,17 +82,22 @@ class MegatronWorker:
         check_tied(self.source)
         found = digests(self.source) if world_size > 1 else {}
         patience = _PATIENCE * cfg.launch.timeout_minutes
+        watchdog.at(0, f"meeting the other ranks{meeting_place()}")
         join_world(self.platform, patience)
+        watchdog.join(job_store(), world_size)
         if world_size > 1:
             check_same(_compared(cfg), found, self.platform.device)
         self.grid = Grid.create(self.dims, cfg.train.seed, patience)
+        watchdog.at(0, "building the model")
         self.table = name_table(family, sizes, cfg.model.backend, self.dims)
         self.chunks = build_chunks(cfg, family, self.source.config, sizes, self.grid, self.platform)
         # This rank's parameters by their entries in the table.
         self.held = held_params(self.chunks, self.table, self.grid.pp.rank)
-        load_hf(self.held, self.source, self.grid)
+        watchdog.at(0, "loading the weights", files=True)
+        load_hf(self.held, self.source, self.grid, watchdog.alive)
         for entry, param in self.held.items():
             param.requires_grad_(not entry.is_frozen(cfg.model))
+        watchdog.at(0, "building the optimizer")
         wrapped: list[Any] = list(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
         if training:

@@ -129,7 +129,7 @@ def examine(
         eval=EvalConfig(batch_size=4, **options),
     )
     worker = MegatronWorker(cfg, training=False)
-    found = Examiner(worker, cfg, lambda: None).examine()
+    found = Examiner(worker, cfg).examine()
     return [(done.name, done.scores, done.examples) for done in found]
 
 

@@ -3,12 +3,14 @@
 test_checkpoint.py kills at random moments, test_checkpoint_store.py during every write."""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ import torch.distributed as dist
 
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agree import Vote, fail_together, meet
+from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.run.run import Run
+from megatron_vlm.train import run_train, train
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -119,11 +122,8 @@ def test_a_rank_that_is_stuck_is_named(folder, tiny):
 
 def watches_left(overrides: list[str]) -> int:
     """After a run that could not be opened: a watch that is left would end the process."""
-    with (
-        pytest.raises((ConfigError, DataError), match=r"none\.jsonl|another rank"),
-        Run.open(load_config(overrides)),
-    ):
-        raise AssertionError("the run must not open")
+    with pytest.raises((ConfigError, DataError), match=r"none\.jsonl|another rank"):
+        train(load_config(overrides))
     watches = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
     for thread in watches:
         thread.join(0.5)
@@ -133,6 +133,43 @@ def watches_left(overrides: list[str]) -> int:
 def test_a_run_that_cannot_be_opened_leaves_no_watch(folder, tiny, pool):
     given = arguments(folder, tiny(), "unopened", f"data.train={folder}/none.jsonl")[4:]
     assert pool.run(watches_left, 2, given) == [0, 0]
+
+
+@contextlib.contextmanager
+def opening_blocks(path: Path) -> Iterator[None]:
+    """As on a file system that has gone: whoever opens the file waits, here for at most 45 s."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # it asks us to let others open the file
+    with open(path, "r+b") as file:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        try:
+            yield
+        finally:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            signal.signal(signal.SIGIO, before)
+
+
+def run_into(_: Any, words: list[str], err: Path) -> None:
+    """A rank whose messages go to a file."""
+    with open(err, "w") as file:
+        os.dup2(file.fileno(), 2)
+    guarded(run_train, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [("model.safetensors", "start"), ("preprocessor_config.json", "opening data.train")],
+)
+def test_a_file_that_cannot_be_opened_ends_the_run(name, phase, folder, tiny, nursery, tmp_path):
+    """Before the first step, too."""
+    model = shutil.copytree(tiny(), tmp_path / "model")
+    more = ("parallel.pp=1", "launch.timeout_minutes=0.05")
+    words = arguments(folder, str(model), "blocked", *more)[4:]
+    with opening_blocks(model / name):
+        child = nursery.fork(run_into, words, tmp_path / "err")
+        assert child.connection.poll(40), "it still waits"
+        child.kill()
+    err = (tmp_path / "err").read_text()
+    assert "rank 0 has been stuck for" in err and f"it was at step 0: {phase}." in err
 
 
 def test_ranks_meet_however_late_one_is(pool):

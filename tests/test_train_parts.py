@@ -102,8 +102,8 @@ def test_the_guard_counts_and_stops():
         Guard(Config(train=TrainConfig(on_nonfinite="stop"))).check(0, math.nan, 1.0)
 
 
-def sign(rank, count, phase="data", age=0.0, still=0.0):
-    return Sign(rank, count, 7, phase, age, still)
+def sign(rank, phases, phase="data", age=0.0, still=0.0, alive=0):
+    return Sign(rank, (phases, alive), 7, phase, age, still)
 
 
 def test_the_watchdog_blames_the_right_rank():
@@ -115,6 +115,10 @@ def test_the_watchdog_blames_the_right_rank():
     assert find_stuck([sign(0, 9, still=70), sign(1, 8, still=3)], 60) is None  # it still moves
     text = describe(find_stuck(waiting, 60), 60)
     assert "rank 1 has been stuck for 71 s" in text and "at step 7: data" in text
+    scoring = [sign(0, 5, still=70, alive=8), sign(1, 5, still=70, alive=7)]
+    assert find_stuck(scoring, 60).rank == 1
+    scoring[1] = sign(1, 6, still=70)  # its next phase has only begun
+    assert find_stuck(scoring, 60).rank == 0
 
 
 def _agreed(worker: MegatronWorker) -> int:

@@ -18,6 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # they ask to sa
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
 RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
+LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of the launcher, if it is ours
 
 
 def under_launcher() -> bool:
@@ -32,6 +33,11 @@ def under_launcher() -> bool:
             "a launcher sets RANK to 0 .. WORLD_SIZE-1: start with torchrun, or unset both"
         )
     return True
+
+
+def rank_of_process() -> int:
+    """The rank of this process, as its launcher says; 0 for one that is alone."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def restarts() -> int:

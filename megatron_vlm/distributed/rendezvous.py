@@ -59,6 +59,12 @@ def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:
     return dist.TCPStore(LOOPBACK, port, timeout=timeout)
 
 
+def meeting_place() -> str:
+    """Where the ranks meet, for messages; empty for a rank that is alone."""
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    return " at {}:{}".format(*map(os.environ.get, names)) if "RANK" in os.environ else ""
+
+
 def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     """A part of the store that no earlier attempt of the job has written to.
 

@@ -1,21 +1,32 @@
 """Which rank is stuck, and where: every rank reports its progress, and silence ends the job.
 
 A rank that hangs or dies leaves the others inside a collective, which cannot tell them who is
-missing. So a thread of each rank writes its progress to the job's store and reads that of the
-others; when nothing has moved for the time-out, it names the rank furthest behind and exits.
+missing. So a thread of each rank, started before anything that may hang, looks whether the rank
+gets on; once the ranks have met, another one writes that to the job's store and reads what the
+others have written. When nothing has moved for the time-out, the rank furthest behind is named,
+and the process exits. A rank whose threads cannot run is ended from outside: see sentinel.py.
 """
 
+import contextlib
 import json
 import os
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from megatron_vlm.distributed.process import STUCK
+from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.process import LAUNCHER, STUCK, say
+from megatron_vlm.distributed.sentinel import Sentinel
 
-_NOTHING: list[Any] = [0.0, 0, 0, "start", 0.0]  # a rank that has not reported yet
+_NAME = "watchdog"  # of its threads
+_SAY_S = 2.0  # for a message: whoever should read our output may have stopped doing so
+_MOVED = 2**16  # bytes that count as progress: logging threads write a few, whatever happens
+
+_NOTHING: list[Any] = [0, [0, 0], 0, "start", 0.0]  # a rank that has not reported yet
 
 
 @dataclass(frozen=True)
@@ -23,7 +34,7 @@ class Sign:
     """What a rank last reported."""
 
     rank: int
-    count: int  # of phases that it has begun
+    reached: tuple[int, int]  # phases that it has begun, and signs of life in the last one
     step: int
     phase: str
     age: float  # seconds since its last report
@@ -31,75 +42,148 @@ class Sign:
 
 
 class Watchdog:
-    """Each rank starts one and calls `at` when a phase begins. Without a store it does nothing."""
+    """Each rank starts one and calls `at` when a phase begins. Without a time-out it does nothing.
 
-    def __init__(self, store: Any, rank: int, world: int, timeout_s: float):
-        self.store, self.rank, self.world, self.timeout_s = store, rank, world, timeout_s
-        self.count, self.step, self.phase = 0, 0, "start"
-        self.patient = False
-        self.since = time.monotonic()
+    Time is what `clock` has counted: while this process is stopped, as by Ctrl-Z, none passes.
+    """
+
+    def __init__(self, rank: int, timeout_s: float | None):
+        self.rank, self.timeout_s, self.every_s = rank, timeout_s, min(5.0, (timeout_s or 0.0) / 4)
+        self.phases, self.signs_of_life, self.step, self.phase = 0, 0, 0, "start"
+        self.files = True  # the imports read them
+        self.clock = self.since = 0.0
+        self.moved = 0
         self.done = threading.Event()
+        self.answered: float | None = None  # when the store last did; None before the ranks met
         self.seen: dict[int, tuple[list[Any], float]] = {}
         self.signs: list[Sign] = []
-        self.answered = time.monotonic()  # when the store last answered
-        if store is not None and world > 1:
-            for work in (self._exchange, self._watch):
-                threading.Thread(target=work, daemon=True, name="watchdog").start()
+        self.sentinel: Sentinel | None = None
+        self.thread: threading.Thread | None = None
+        if timeout_s is not None:
+            self.sentinel = Sentinel(rank, self.every_s, timeout_s + 2 * self.every_s)
+            self.thread = threading.Thread(target=self._watch, daemon=True, name=_NAME)
+            self.thread.start()
 
-    def at(self, step: int, phase: str, patient: bool = False) -> None:
-        """This rank begins a phase; a patient one may take as long as it likes."""
-        self.count, self.step, self.phase = self.count + 1, step, phase
-        self.patient = patient
-        self.since = time.monotonic()
+    @staticmethod
+    @contextlib.contextmanager
+    def over(rank: int, timeout_minutes: float) -> Iterator["Watchdog"]:
+        """One that watches over the body."""
+        watchdog = Watchdog(rank, 60 * timeout_minutes)
+        try:
+            yield watchdog
+        finally:
+            watchdog.stop()
+
+    def join(self, board: Board | None, world: int) -> None:
+        """The ranks have met: from now on, watch the others too. Alone, a rank has no board."""
+        if self.timeout_s is not None and board is not None:
+            self.answered = self.clock
+            work = partial(self._exchange, board, world)
+            threading.Thread(target=work, daemon=True, name=_NAME).start()
+
+    def at(self, step: int, phase: str, files: bool = False) -> None:
+        """This rank begins a phase. One that reads or writes `files` may take as long as it likes,
+        if only bytes move; others make progress by `alive`, or not at all."""
+        self.phases, self.signs_of_life = self.phases + 1, 0
+        self.step, self.phase, self.files = step, phase, files
+        self.since = self.clock
+        self._tell()
 
     def alive(self) -> None:
         """The phase is making progress."""
-        self.count += 1
-        self.since = time.monotonic()
+        self.signs_of_life += 1
+        self.since = self.clock
 
     def stop(self) -> None:
         """The job is done: from now on silence means nothing."""
         self.done.set()
+        if self.thread is not None and self.sentinel is not None:
+            self.thread.join()
+            self.sentinel.close()
+            self.sentinel = None
 
     @property
-    def _every(self) -> float:
-        return min(5.0, self.timeout_s / 4)
-
-    def _exchange(self) -> None:
-        """Apart from `_watch`: if the link to the store is cut, a call to it never returns."""
-        while not self.done.wait(self._every):
-            still = 0.0 if self.patient else time.monotonic() - self.since
-            mine = [time.monotonic(), self.count, self.step, self.phase, still]
-            try:
-                self.store.write(f"watchdog/{self.rank}", json.dumps(mine))
-                self.signs = self._read()
-            except Exception:  # the store has ended with rank 0
-                return
-            self.answered = time.monotonic()
+    def where(self) -> str:
+        """Step and phase, for messages."""
+        return f"step {self.step}: {self.phase}"
 
     def _watch(self) -> None:
-        while not self.done.wait(self._every):
-            text = None
-            if (unheard := time.monotonic() - self.answered) > self.timeout_s:
-                text = describe_lost(unheard, self.timeout_s, self.step, self.phase)
-            elif self.signs and (culprit := find_stuck(self.signs, self.timeout_s)) is not None:
-                text = describe(culprit, self.timeout_s)
-            if text is not None and not self.done.is_set():
-                print(f"megatron-vlm: rank {self.rank}: {text}", file=sys.stderr, flush=True)
-                os._exit(STUCK)
+        assert self.timeout_s is not None
+        last, orphan_s = time.monotonic(), 0.0
+        while not self.done.wait(self.every_s):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self.every_s), now
+            self.clock += passed
+            orphan_s += passed if lost_launcher() else 0.0
+            self._tell()
+            if self.files and (moved := bytes_moved()) >= self.moved + _MOVED:
+                self.moved, self.since = moved, self.clock
+            if (text := self._complaint(self.timeout_s, orphan_s)) and not self.done.is_set():
+                end(f"rank {self.rank}: {text}")
 
-    def _read(self) -> list[Sign]:
-        now = time.monotonic()
-        signs = []
-        for rank in range(self.world):
-            text = self.store.read(f"watchdog/{rank}")
-            said = _NOTHING if text is None else json.loads(text)
-            # Only what is newer: somebody may have put back what the rank said before.
-            if rank not in self.seen or said[0] > self.seen[rank][0][0]:
-                self.seen[rank] = (said, now)
-            _, count, step, phase, still = self.seen[rank][0]
-            signs.append(Sign(rank, count, step, phase, now - self.seen[rank][1], still))
-        return signs
+    def _tell(self) -> None:
+        if self.sentinel is not None:
+            self.sentinel.tell(self.where)
+
+    def _complaint(self, timeout_s: float, orphan_s: float) -> str | None:
+        """Why the process must end, if it must."""
+        if orphan_s > timeout_s:
+            return describe_orphan(orphan_s, timeout_s, self.where)
+        if self.answered is not None and (unheard := self.clock - self.answered) > timeout_s:
+            return describe_lost(unheard, timeout_s, self.where)
+        still, reached = self.clock - self.since, (self.phases, self.signs_of_life)
+        mine = Sign(self.rank, reached, self.step, self.phase, 0.0, still)
+        culprit = find_stuck(self.signs or [mine], timeout_s)
+        return None if culprit is None else describe(culprit, timeout_s)
+
+    def _exchange(self, board: Board, world: int) -> None:
+        """Apart from `_watch`: if the link to the store is cut, a call to it never returns."""
+        beat = 0
+        while not self.done.wait(self.every_s):
+            beat += 1
+            reached = self.phases, self.signs_of_life
+            mine = [beat, reached, self.step, self.phase, self.clock - self.since]
+            try:
+                board.write(f"watchdog/{self.rank}", json.dumps(mine))
+                self.signs = [self._read(board, rank) for rank in range(world)]
+            except Exception:  # the store has ended with rank 0
+                return
+            self.answered = self.clock
+
+    def _read(self, board: Board, rank: int) -> Sign:
+        text = board.read(f"watchdog/{rank}")
+        said = _NOTHING if text is None else json.loads(text)
+        # Only what is newer: somebody may have put back what the rank said before.
+        if rank not in self.seen or said[0] > self.seen[rank][0][0]:
+            self.seen[rank] = (said, self.clock)
+        _, reached, step, phase, still = self.seen[rank][0]
+        return Sign(rank, tuple(reached), step, phase, self.clock - self.seen[rank][1], still)
+
+
+def lost_launcher() -> bool:
+    """Whether the launcher of this process was ours and has died."""
+    launcher = os.environ.get(LAUNCHER)
+    return launcher is not None and os.getppid() != int(launcher)
+
+
+def bytes_moved() -> int:
+    """Read and written by the threads that Python has started: not by those of the network, nor by
+    the watchdog's own."""
+    total = 0
+    for thread in threading.enumerate():
+        if thread.name != _NAME:
+            with contextlib.suppress(OSError):  # it has just ended
+                lines = Path(f"/proc/self/task/{thread.native_id}/io").read_text().split()
+                total += int(lines[1]) + int(lines[3])
+    return total
+
+
+def end(text: str) -> None:
+    """Say it and end this process, even if nobody reads what it says."""
+    saying = threading.Thread(target=say, args=(text,), daemon=True, name=_NAME)
+    saying.start()
+    saying.join(_SAY_S)
+    os._exit(STUCK)
 
 
 def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
@@ -109,25 +193,30 @@ def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
     if silent:
         return max(silent, key=lambda sign: sign.age)
     if min(sign.still for sign in signs) > timeout_s:
-        return min(signs, key=lambda sign: (sign.count, sign.rank))
+        return min(signs, key=lambda sign: (sign.reached, sign.rank))
     return None
 
 
 def describe(sign: Sign, timeout_s: float) -> str:
     """One sentence for the user."""
     what = "has not been heard from" if sign.age > timeout_s else "has been stuck"
-    seconds = max(sign.age, sign.still)
-    return (
-        f"rank {sign.rank} {what} for {seconds:.0f} s (launch.timeout_minutes="
-        f"{timeout_s / 60:g}); it was at step {sign.step}: {sign.phase}. Stopping; the run resumes "
-        "from its last complete checkpoint"
-    )
+    where = f"step {sign.step}: {sign.phase}"
+    return _sentence(f"rank {sign.rank} {what}", max(sign.age, sign.still), timeout_s, where)
 
 
-def describe_lost(seconds: float, timeout_s: float, step: int, phase: str) -> str:
+def describe_lost(seconds: float, timeout_s: float, where: str) -> str:
     """The same for rank 0, which holds the store: without it no other rank can be asked."""
+    what = "rank 0, which has died or cannot be reached, has not answered"
+    return _sentence(what, seconds, timeout_s, where, "this rank")
+
+
+def describe_orphan(seconds: float, timeout_s: float, where: str) -> str:
+    """The same for a rank that did not end after its launcher had died."""
+    return _sentence("the launcher has been dead", seconds, timeout_s, where, "this rank")
+
+
+def _sentence(what: str, seconds: float, timeout_s: float, where: str, who: str = "it") -> str:
     return (
-        f"rank 0 has not answered for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}): "
-        f"it has died, or the link to it is cut; this rank was at step {step}: {phase}. Stopping; "
-        "the run resumes from its last complete checkpoint"
+        f"{what} for {seconds:.0f} s (launch.timeout_minutes={timeout_s / 60:g}); {who} was at "
+        f"{where}. Stopping; the run resumes from its last complete checkpoint"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_vlm.config import from_yaml, load_config
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import require
-from megatron_vlm.distributed.process import run_process
+from megatron_vlm.distributed.process import rank_of_process, run_process
+from megatron_vlm.distributed.watchdog import Watchdog
 
 
 def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
@@ -43,21 +44,31 @@ def run_eval(arguments: Sequence[str]) -> int:
     add_arguments(parser)
     args = parser.parse_args(arguments)
     cfg, checkpoint = locate(args.where, args.overrides)
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        _evaluate(cfg, checkpoint, args.predictions, watchdog)
+    return 0
+
+
+def _evaluate(
+    cfg: Config, checkpoint: Path | None, predictions: str | None, watchdog: Watchdog
+) -> None:
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.state import load
     from megatron_vlm.evaluation.evaluate import Examiner, write_predictions
     from megatron_vlm.worker import MegatronWorker
 
-    worker = MegatronWorker(cfg, training=False)
+    worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
     if checkpoint is not None:
+        watchdog.at(0, "loading the checkpoint", files=True)
         load(worker, checkpoint)
-    for done in Examiner(worker, cfg, lambda: None).examine():
+    examiner = Examiner(worker, cfg)
+    watchdog.at(0, "evaluation")
+    for done in examiner.examine():
         if dist.get_rank() == 0:
             print(json.dumps({"name": done.name, **done.scores}), flush=True)
-            if args.predictions:
-                write_predictions(Path(args.predictions), done)
-    return 0
+            if predictions:
+                write_predictions(Path(predictions), done)
 
 
 if __name__ == "__main__":

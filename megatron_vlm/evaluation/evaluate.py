@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,9 +39,9 @@ class Evaluation:
 class Examiner:
     """The held-out sets of a run. Its methods are collectives."""
 
-    def __init__(self, worker: MegatronWorker, cfg: Config, alive: Callable[[], None]):
-        """`alive` is called now and then, since an evaluation may take long."""
-        self.cfg, self.alive = cfg, alive
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        """The worker's watchdog hears of progress, since an evaluation may take long."""
+        self.cfg, self.alive = cfg, worker.watchdog.alive
         self.candidates: list[str] | None = None
         if cfg.eval.candidates is not None:
             self.candidates = read_candidates(cfg.eval.candidates)

@@ -56,7 +56,8 @@ class EvalSet:
             data = first_of(data, cfg.eval.samples)
             return data, len(data.order)
 
-        data, samples = open_together(f"data.eval {entry.name}", grid, device, opening)
+        name = f"data.eval {entry.name}"
+        data, samples = open_together(name, grid, device, opening, worker.watchdog)
         return EvalSet(worker, cfg, entry.name, data, samples)
 
     def batches(self) -> Iterator[list[MicroBatch]]:

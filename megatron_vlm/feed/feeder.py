@@ -18,6 +18,7 @@ from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.distributed.agree import Vote, fail_together, meet
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.messages import all_gather_json
+from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.feed.share import share_batch, share_json
@@ -57,7 +58,14 @@ class SharedBatches:
 class Feeder:
     """The training batches of a run, on every rank."""
 
-    def __init__(self, cfg: Config, sizes: ModelSizes, grid: Grid, device: torch.device):
+    def __init__(
+        self,
+        cfg: Config,
+        sizes: ModelSizes,
+        grid: Grid,
+        device: torch.device,
+        watchdog: Watchdog,
+    ):
         self.cfg, self.grid, self.device = cfg, grid, device
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
@@ -70,7 +78,7 @@ class Feeder:
             return data, (length, fingerprint(data))
 
         self.data, (self.length, self.fingerprint) = open_together(
-            "data.train", grid, device, opening
+            "data.train", grid, device, opening, watchdog
         )
         _check_same(self.fingerprint, device)
 
@@ -106,18 +114,24 @@ class Feeder:
 
 
 def open_together(
-    name: str, grid: Grid, device: torch.device, opening: Callable[[], tuple[T, Known]]
+    name: str,
+    grid: Grid,
+    device: torch.device,
+    opening: Callable[[], tuple[T, Known]],
+    watchdog: Watchdog,
 ) -> tuple[T | None, Known]:
     """What `opening` opens, on the loading ranks, and what all ranks are to know of it, as JSON
     can hold it. The error of one is an error on all, however long the others take. A collective."""
     data: T | None = None
     opened: Any = None
     failure: MegatronVLMError | None = None
+    watchdog.at(0, f"opening {name}", files=True)
     if grid.leads:
         try:
             data, opened = opening()
         except MegatronVLMError as error:
             failure = error
+    watchdog.at(0, f"waiting until all ranks have opened {name}")
     meet(name)
     with fail_together(device, DataError, _ELSEWHERE):
         if failure is not None:

@@ -1,6 +1,6 @@
 """Weights in: each rank reads from the safetensors shards only the slices that it holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -74,8 +74,14 @@ def held_params(
     return held
 
 
-def load_hf(held: Mapping[Entry, nn.Parameter], source: HFCheckpoint, grid: Grid) -> None:
+def load_hf(
+    held: Mapping[Entry, nn.Parameter],
+    source: HFCheckpoint,
+    grid: Grid,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
     """Fill this rank's parameters from the checkpoint; those that are ours alone stay as they are.
+    `alive` is called after each, since a large model may take long.
 
     Cut parameters are marked as such, which Megatron 0.16 does only while it initialises weights:
     unmarked, all but TP rank 0's part would be missing from the gradient norm."""
@@ -89,4 +95,5 @@ def load_hf(held: Mapping[Entry, nn.Parameter], source: HFCheckpoint, grid: Grid
         assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
         with torch.no_grad():
             param.copy_(loaded)
+        alive()
     source.close()

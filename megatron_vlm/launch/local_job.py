@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_vlm.distributed.job_store import SECRET, new_secret
-from megatron_vlm.distributed.process import RESTART
+from megatron_vlm.distributed.process import LAUNCHER, RESTART
 from megatron_vlm.launch.restart import (
     Ending,
     run_with_restarts,
@@ -42,6 +42,7 @@ def variables_of(count: int, restart: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         RESTART: str(restart),
         SECRET: new_secret(),
+        LAUNCHER: str(os.getpid()),
     }
 
 

@@ -1,7 +1,6 @@
 """All that a training run holds on one rank, opened in order and closed in order."""
 
 import importlib.metadata
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.processes import start_server
-from megatron_vlm.distributed.agree import Signals, Vote, agree, job_store
+from megatron_vlm.distributed.agree import Signals, Vote, agree
+from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
@@ -27,27 +27,23 @@ from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
 class Run:
-    """Open it with `with Run.open(cfg) as run`."""
+    """Open it with `with Run.open(cfg, watchdog) as run`."""
 
-    def __init__(self, cfg: Config, signals: Signals, opened: ExitStack):
+    def __init__(self, cfg: Config, watchdog: Watchdog, signals: Signals, opened: ExitStack):
         """Model and data, and what an earlier run of this folder has done. `opened` closes it."""
         opened.callback(signals.restore)
         claim = None
-        if int(os.environ.get("RANK", "0")) == 0:  # before anything that takes long
+        if rank_of_process() == 0:  # before anything that takes long
             claim = opened.enter_context(held_folder(cfg))
         if cfg.data.num_workers:
             start_server()  # it imports while the model is built
-        self.cfg, self.signals = cfg, signals
-        self.worker = worker = MegatronWorker(cfg)
+        self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
+        self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform
-        timeout_s = 60 * cfg.launch.timeout_minutes
-        self.watchdog = Watchdog(job_store(), grid.rank, grid.dims.world_size, timeout_s)
-        opened.callback(self.watchdog.stop)
-        self.at(0, "opening the data", patient=True)
-        self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device)
-        self.examiner = Examiner(worker, cfg, self.watchdog.alive)
+        self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog)
+        self.examiner = Examiner(worker, cfg)
         self.total_steps = self.feeder.total_steps()
-        self.at(0, "resuming")
+        self.at(0, "resuming", files=True)
         self.saver = Saver(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
@@ -63,10 +59,10 @@ class Run:
 
     @staticmethod
     @contextmanager
-    def open(cfg: Config, signals: Signals | None = None) -> Iterator["Run"]:
+    def open(cfg: Config, watchdog: Watchdog, signals: Signals | None = None) -> Iterator["Run"]:
         """A run that is closed again whatever happens; without an error, all ranks end together."""
         with ExitStack() as opened:
-            yield Run(cfg, signals or Signals(), opened)
+            yield Run(cfg, watchdog, signals or Signals(), opened)
         dist.barrier()
 
     def _announce(self) -> None:
@@ -90,9 +86,9 @@ class Run:
             },
         )
 
-    def at(self, step: int, phase: str, patient: bool = False) -> None:
+    def at(self, step: int, phase: str, files: bool = False) -> None:
         """Tell the watchdog."""
-        self.watchdog.at(step, phase, patient)
+        self.watchdog.at(step, phase, files)
 
     def next_batch(self) -> StepData:
         """The next step's data; all ranks continue together or stop together."""
@@ -131,7 +127,7 @@ class Run:
 
     def save_if_due(self) -> None:
         """After a step: what was being written may be complete now, and a new one may be due."""
-        self.at(self.progress.step, "checkpoint")
+        self.at(self.progress.step, "checkpoint", files=True)
         self.saver.poll()
         every, step = self.cfg.checkpoint.every, self.progress.step
         if (every is not None and step % every == 0) or self.progress.best_step == step:
@@ -140,7 +136,7 @@ class Run:
 
     def stop_early(self) -> None:
         """A signal came: save, and say how to resume."""
-        self.at(self.progress.step, "checkpoint")
+        self.at(self.progress.step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
         resume = self.cfg.checkpoint.resume
@@ -156,7 +152,7 @@ class Run:
         if step == self.resumed_step:
             beyond = f", more than the {self.total_steps} asked for" * (step > self.total_steps)
             self.log.event(step, f"nothing was left to train: {step} steps are done{beyond}")
-        self.at(step, "checkpoint")
+        self.at(step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
         self._export(Path(self.cfg.run) / "export")
@@ -176,6 +172,6 @@ class Run:
         if agree(int(is_current), self.worker.platform.device):
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
-        self.at(self.progress.step, "export", patient=True)
+        self.at(self.progress.step, "export", files=True)
         self.worker.export_hf(str(target), mark)
         self.log.say(f"exported to {target}, of step {self.progress.step}")
