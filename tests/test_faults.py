@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,6 +24,7 @@ from megatron_vlm.distributed.agree import Vote, fail_together, meet
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.train import run_train, train
+from tests.nursery import Nursery
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -148,8 +150,9 @@ def opening_blocks(path: Path) -> Iterator[None]:
             signal.signal(signal.SIGIO, before)
 
 
-def run_into(_: Any, words: list[str], err: Path) -> None:
+def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> None:
     """A rank whose messages go to a file."""
+    os.environ.update(variables)
     with open(err, "w") as file:
         os.dup2(file.fileno(), 2)
     guarded(run_train, words)
@@ -165,11 +168,26 @@ def test_a_file_that_cannot_be_opened_ends_the_run(name, phase, folder, tiny, nu
     more = ("parallel.pp=1", "launch.timeout_minutes=0.05")
     words = arguments(folder, str(model), "blocked", *more)[4:]
     with opening_blocks(model / name):
-        child = nursery.fork(run_into, words, tmp_path / "err")
-        assert child.connection.poll(40), "it still waits"
-        child.kill()
-    err = (tmp_path / "err").read_text()
+        err = words_of_the_end(nursery, words, tmp_path / "err")
     assert "rank 0 has been stuck for" in err and f"it was at step 0: {phase}." in err
+
+
+def words_of_the_end(nursery: Nursery, words: list[str], err: Path, **variables: str) -> str:
+    """What a rank that ends itself says."""
+    child = nursery.fork(run_into, words, err, variables)
+    assert child.connection.poll(40), "it still waits"
+    child.kill()
+    return err.read_text()
+
+
+def test_a_meeting_place_that_says_nothing_ends_the_run(folder, tiny, nursery, tmp_path):
+    words = arguments(folder, tiny(), "alone", "launch.timeout_minutes=0.05")[4:]
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+        err = words_of_the_end(nursery, words, tmp_path / "err", **rank, **address)
+    place = ":".join(address.values())
+    assert "rank 1 has been stuck for" in err and f"meeting the other ranks at {place}." in err
 
 
 def test_ranks_meet_however_late_one_is(pool):

@@ -1,14 +1,17 @@
 # .venv/bin/python -m pytest tests/test_meeting.py
 """Attempts of one job share a store, and do not see each other's keys in it."""
 
+import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.job_store import Board
-from megatron_vlm.distributed.rendezvous import MeetingError, of_this_attempt
+from megatron_vlm.distributed.rendezvous import MeetingError, join_world, of_this_attempt
 
 
 def attempt(store: dist.Store, world: int) -> list[dist.Store]:
@@ -46,3 +49,20 @@ def test_a_rank_that_did_not_join_is_named(store):
         of_this_attempt(store, 0, 2)
     with pytest.raises(MeetingError, match=r"^rank 0 did not join"):
         of_this_attempt(store, 1, 2)
+
+
+@pytest.fixture
+def silent_port(monkeypatch) -> Iterator[int]:
+    """The ranks' meeting place is a port that accepts connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
+        port = server.getsockname()[1]
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield port
+
+
+def test_a_port_that_says_nothing_is_not_waited_for(silent_port):
+    with pytest.raises(MeetingError, match=f"nothing answers at 127.0.0.1:{silent_port} in 0.01"):
+        join_world(pick_platform("cpu"), 0.01)

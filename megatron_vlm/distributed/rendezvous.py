@@ -2,9 +2,11 @@
 
 import datetime
 import os
+import threading
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +22,7 @@ from megatron_vlm.distributed.job_store import (
 from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01
+T = TypeVar("T")
 
 
 class MeetingError(MegatronVLMError):
@@ -36,7 +39,7 @@ def join_world(platform: Platform, minutes: float) -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     here = stay_on_this_machine()
     if world > 1:
-        store = _open_store(rank, here, timeout)
+        store = _within(minutes, lambda: _open_store(rank, here, timeout))
         store.set_timeout(timeout)
         store = of_this_attempt(part_of_job(store), rank, world)
     dist.init_process_group(
@@ -57,6 +60,31 @@ def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:
     if rank == 0:
         return listen_at(LOOPBACK, port, timeout)
     return dist.TCPStore(LOOPBACK, port, timeout=timeout)
+
+
+def _within(minutes: float, join: Callable[[], T]) -> T:
+    """What `join` returns. torch's time-outs do not cover an address that accepts a connection and
+    says nothing (seen with torch 2.13); a thread that waits there is left behind."""
+    found: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(join())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60 * minutes)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise MeetingError(
+            f"nothing answers{meeting_place()} in {minutes:g} minutes; check that rank 0 is there, "
+            "and that no other program has this port"
+        )
+    return found[0]
 
 
 def meeting_place() -> str:
