@@ -1,16 +1,20 @@
 # .venv/bin/python -m pytest tests/test_endings.py
 """However a process of ours ends, everything that it has started ends with it."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron_vlm.data.processes import in_processes
 from tests.endings import END_S, Marked
-from tests.test_train import outside_of_jobs
+from tests.sets import write_set
+from tests.test_train import command, outside_of_jobs
 
 
 class Work:
@@ -49,3 +53,99 @@ def test_data_workers_end_with_a_killed_trainer(number):
         trainer.communicate(timeout=END_S)  # until all that hold its output are gone
     finally:
         marked.check_all_gone()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("endings")
+    write_set(folder)
+    return folder
+
+
+class PipedJob:
+    """`train ... 2>&1 | cat` with two ranks and two data workers, trained for a few steps."""
+
+    def __init__(self, folder: Path, model: str, run: str, *more: str):
+        self.marked = Marked(outside_of_jobs())
+        keys = ("train.steps=100000", "checkpoint.every=2", "data.num_workers=2", *more)
+        words = ["sh", "-c", '"$@" 2>&1 | cat', "sh", *command(folder, model, run, *keys)]
+        self.pipe = subprocess.Popen(
+            words, env=self.marked.environment, stdout=subprocess.PIPE, text=True
+        )
+        metrics = folder / run / "metrics.jsonl"
+        until = time.monotonic() + 200
+        while not (metrics.exists() and '"step", "step": 4' in metrics.read_text()):
+            assert self.pipe.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+
+    def pid_of_launcher(self) -> int:
+        for pid, (line, _) in self.marked.alive().items():
+            if "-m megatron_vlm.cli " in line and " -c " not in line:
+                return pid
+        raise AssertionError("there is no launcher")
+
+    def check_end(self, seconds: float) -> str:
+        """The pipe is read to its end, and nothing is left; what was said."""
+        try:
+            out, _ = self.pipe.communicate(timeout=seconds)
+        finally:
+            self.marked.check_all_gone()
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_outlives_a_killed_rank(rank, folder, tiny):
+    job = PipedJob(folder, tiny(), f"rank-{rank}")
+    os.kill(job.marked.pid_of(rank), signal.SIGKILL)
+    assert f"rank {rank} was killed by SIGKILL" in job.check_end(60)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_launcher(folder, tiny):
+    job = PipedJob(folder, tiny(), "launcher")
+    os.kill(job.pid_of_launcher(), signal.SIGKILL)
+    assert "stopped by a signal after" in job.check_end(60)  # the ranks have saved
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_killed_launcher_of_ranks_that_hang(folder, tiny):
+    """They cannot save: one of them is stopped, and the other waits for it."""
+    job = PipedJob(folder, tiny(), "hanging", "launch.timeout_minutes=0.2")
+    os.kill(job.marked.pid_of(1), signal.SIGSTOP)
+    os.kill(job.pid_of_launcher(), signal.SIGKILL)
+    assert "rank 1 has not been heard from for" in job.check_end(100)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_job_that_was_stuck(folder, tiny):
+    job = PipedJob(folder, tiny(), "stuck", "launch.timeout_minutes=0.2")
+    os.kill(job.marked.pid_of(1), signal.SIGSTOP)
+    out = job.check_end(100)
+    assert "rank 0: rank 1 has not been heard from for" in out
+    assert "rank 0 ended with exit status 70" in out
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_second_interrupt_of_ranks_that_hang(folder, tiny):
+    job = PipedJob(folder, tiny(), "interrupted")
+    os.kill(job.marked.pid_of(1), signal.SIGSTOP)
+    time.sleep(1)  # the other one waits for it in a collective
+    for _ in range(2):
+        os.kill(job.pid_of_launcher(), signal.SIGINT)
+        time.sleep(0.5)
+    job.check_end(60)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_restarts(folder, tiny):
+    job = PipedJob(folder, tiny(), "restarts", "launch.max_restarts=2")
+    killed = set()
+    while len(killed) < 3:
+        assert job.pipe.poll() is None
+        time.sleep(3)  # they are at different things when they are killed
+        with contextlib.suppress(AssertionError):
+            if (pid := job.marked.pid_of(0)) not in killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+    assert "starting again, restart 2 of launch.max_restarts=2" in job.check_end(60)

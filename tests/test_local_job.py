@@ -96,6 +96,35 @@ time.sleep(60)
     assert starts(tmp_path) == ["0-0", "0-1"]
 
 
+def interrupt_twice(folder: Path) -> None:
+    while len(list(folder.glob("ready-*"))) < 2:
+        time.sleep(0.02)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_hear_it(job, tmp_path, monkeypatch):
+    """As in a collective: Python's handler does not run there."""
+    monkeypatch.setattr("megatron_vlm.launch.local_job.STOP_S", 0.5)
+    body = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(f"{sys.argv[1]}/ready-{rank}", "w").close()
+time.sleep(60)
+"""
+    thread = threading.Thread(target=interrupt_twice, args=(tmp_path,))
+    thread.start()
+    assert job(body, 2, max_restarts=1) == 130
+    thread.join()
+    assert starts(tmp_path) == ["0-0", "0-1"]
+
+
+def test_a_rank_that_does_not_end_with_the_others_is_ended(job, capfd, monkeypatch):
+    monkeypatch.setattr("megatron_vlm.launch.restart.LAST_S", 0.5)
+    assert job("rank and time.sleep(60)") == 70
+    assert "1 of the ranks did not end in 0 s after another had" in capfd.readouterr().err
+
+
 def test_a_killed_launcher_leaves_no_process(tmp_path):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))

@@ -116,6 +116,15 @@ def test_it_ends_even_if_nobody_reads_what_it_says(tmp_path):
         os.close(writing)
 
 
+def test_a_rank_that_does_not_end_after_its_launcher_is_ended(monkeypatch):
+    """However much progress it makes."""
+    monkeypatch.setenv("MEGATRON_VLM_LAUNCHER", "1")  # is not its parent: that one has died
+    with process(FOR_EVER) as orphan:
+        _, err = orphan.communicate(timeout=30)
+    assert orphan.returncode == 70
+    assert "rank 3: the launcher has been dead for" in err
+
+
 def test_what_it_started_ends_with_it():
     with process(FOR_EVER) as killed:
         until = time.monotonic() + 20

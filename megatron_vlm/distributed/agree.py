@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.messages import all_gather_json
-from megatron_vlm.distributed.process import STOP_SIGNALS
+from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, say
 
 
 class Vote(enum.IntEnum):
@@ -30,11 +30,12 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and stop; it looks between two steps. A
-    second Ctrl-C ends the process at once."""
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and stop; it looks between two steps. Before
+    it `can_save` they end the process at once, as does a second Ctrl-C."""
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.can_save = False
         self.before = {}
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
@@ -43,6 +44,9 @@ class Signals:
         if number == signal.SIGINT and self.received is not None:
             raise KeyboardInterrupt
         self.received = number
+        if not self.can_save:
+            say("stopped by a signal before the first step: there is nothing to save")
+            raise SystemExit(PREEMPTED)
 
     def restore(self) -> None:
         """Put the former handlers back."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_vlm.distributed.job_store import SECRET, new_secret
-from megatron_vlm.distributed.process import LAUNCHER, RESTART
+from megatron_vlm.distributed.process import FAILED, INTERRUPTED, LAUNCHER, RESTART, say
 from megatron_vlm.launch.restart import (
     Ending,
     run_with_restarts,
@@ -25,6 +25,8 @@ from megatron_vlm.launch.restart import (
     wait_for_ranks,
 )
 from megatron_vlm.parent import signal_when_parent_dies
+
+STOP_S = 5.0  # for the ranks to end after a second Ctrl-C, and after they were killed
 
 
 def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int = 0) -> int:
@@ -48,23 +50,29 @@ def variables_of(count: int, restart: int) -> dict[str, str]:
 
 def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
     shared = variables_of(count, restart)
+    launcher = os.getpid()
     processes = [
         subprocess.Popen(
             command,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             start_new_session=True,  # Ctrl-C comes through us, once
-            preexec_fn=_end_with_launcher,
+            preexec_fn=lambda: _end_with_launcher(launcher),
         )
         for rank in range(count)
     ]
     running = dict(enumerate(processes))
+    interrupts: list[float] = []  # when Ctrl-C came
 
     def ended() -> list[Ending]:
         time.sleep(0.05)
+        if len(interrupts) > 1 and time.monotonic() > interrupts[1] + STOP_S:
+            _kill(processes)  # one that hangs in a collective does not hear the second Ctrl-C
         done = [rank for rank, process in running.items() if process.poll() is not None]
         return [_ending(rank, running.pop(rank).returncode) for rank in done]
 
     def send(number: int) -> None:
+        if number == signal.SIGINT:
+            interrupts.append(time.monotonic())
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -72,12 +80,21 @@ def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
     try:
         with signals_sent_to(send) as received:
             ending = wait_for_ranks(count, ended)
-        return replace(ending, stopped=bool(received))
+        status = INTERRUPTED if len(interrupts) > 1 else ending.status
+        return replace(ending, status=status, stopped=bool(received))
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        _kill(processes)
+        for rank, process in enumerate(processes):
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                say(f"rank {rank}, process {process.pid}, waits for a device and cannot be killed")
+
+
+def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
 
 
 def _ending(rank: int, status: int) -> Ending:
@@ -87,10 +104,12 @@ def _ending(rank: int, status: int) -> Ending:
     return Ending(status, f"rank {rank} ended with exit status {status}")
 
 
-def _end_with_launcher() -> None:
+def _end_with_launcher(launcher: int) -> None:
     """In a new process: a launcher that dies cannot forward a signal; Linux sends SIGTERM in its
-    place, and the rank saves and ends."""
+    place, and the rank saves and ends. One that cannot is ended by its watchdog."""
     signal_when_parent_dies(signal.SIGTERM)
+    if os.getppid() != launcher:  # it was gone before we asked
+        os._exit(FAILED)
 
 
 def _free_port() -> int:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, say
+from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, STUCK, say
 
 GRACE_S = 10.0  # for the other ranks to say why they end too, once one has failed
+LAST_S = 120.0  # for the other ranks to end, once one is done: they finish together
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,19 @@ def signals_sent_to(send: Callable[[int], None]) -> Iterator[list[int]]:
 
 
 def wait_for_ranks(count: int, ended: Callable[[], Iterable[Ending]]) -> Ending:
-    """Wait until all ranks have ended, or until GRACE_S after the first failure. `ended` waits a
-    moment, and returns the ranks that ended since it was last called."""
+    """Wait until all ranks have ended, or until GRACE_S after the first failure, or LAST_S after
+    the first that is done. `ended` waits a moment, and returns the ranks that ended since it was
+    last called."""
     failure: Ending | None = None
     until = float("inf")
     while count and time.monotonic() < until:
         for ending in ended():
             count -= 1
+            until = min(until, time.monotonic() + LAST_S)
             if ending.status and failure is None:
                 failure, until = ending, time.monotonic() + GRACE_S
+    if count and failure is None:
+        return Ending(
+            STUCK, f"{count} of the ranks did not end in {LAST_S:.0f} s after another had"
+        )
     return failure or Ending(0)

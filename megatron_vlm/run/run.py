@@ -56,6 +56,7 @@ class Run:
         self._announce()
         for remark in self.saver.remarks:
             self.log.event(self.resumed_step, remark)
+        signals.can_save = True
 
     @staticmethod
     @contextmanager
