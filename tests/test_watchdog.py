@@ -95,6 +95,32 @@ def test_bytes_that_move_are_progress_where_files_are_read(files, status, tmp_pa
     assert reading.returncode == status
 
 
+def read(path: str) -> None:
+    """What a data worker does: read for two seconds."""
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        Path(path).read_bytes()
+        time.sleep(0.05)
+
+
+WORKER = """
+from multiprocessing import get_context
+from tests.test_watchdog import read
+worker = get_context("forkserver").Process(target=read, args=(sys.argv[1],))
+worker.start()
+worker.join()
+watchdog.stop()
+"""
+
+
+def test_bytes_that_data_workers_move_are_progress(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2**17))
+    body = "watchdog.at(5, 'opening', files=True)" + WORKER
+    with process(body, str(tmp_path / "file"), timeout_s=1.5) as reading:
+        _, err = reading.communicate(timeout=30)
+    assert reading.returncode == 0, err
+
+
 def test_it_ends_even_if_nobody_reads_what_it_says(tmp_path):
     """`train 2>&1 | less`, paused: the pipe is full, and writing to it never returns."""
     reading, writing = os.pipe()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -167,15 +168,24 @@ def lost_launcher() -> bool:
 
 
 def bytes_moved() -> int:
-    """Read and written by the threads that Python has started: not by those of the network, nor by
-    the watchdog's own."""
+    """Read and written by the threads that Python has started, and by the data workers: not by the
+    network's threads, nor by the watchdog's own."""
+    threads = [thread for thread in threading.enumerate() if thread.name != _NAME]
     total = 0
-    for thread in threading.enumerate():
-        if thread.name != _NAME:
-            with contextlib.suppress(OSError):  # it has just ended
-                lines = Path(f"/proc/self/task/{thread.native_id}/io").read_text().split()
-                total += int(lines[1]) + int(lines[3])
+    for place in [*(f"self/task/{thread.native_id}" for thread in threads), *_data_workers()]:
+        with contextlib.suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{place}/io").read_text().split()
+            total += int(lines[1]) + int(lines[3])
     return total
+
+
+def _data_workers() -> list[str]:
+    """The process ids of what Python's fork server has started."""
+    server = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009 - not in typeshed
+    try:
+        return Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    except OSError:  # there is no server
+        return []
 
 
 def end(text: str) -> None:

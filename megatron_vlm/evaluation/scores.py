@@ -104,7 +104,7 @@ class Voice:
 
     @staticmethod
     def of(cfg: Config) -> "Voice":
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=False)
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
         ids = tokenizer(prefill)["input_ids"] if prefill else []

@@ -19,6 +19,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.ray_cluster import RankActor, place_ranks
+from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.group.group import Join, Parts, T, WorkerGroup
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
 from megatron_vlm.group.parts import ReplicaBatch
@@ -64,7 +65,8 @@ class WorkerActor(RankActor):
     def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
         """Make a worker; its number in this process, and the layout."""
         try:
-            worker = MegatronWorker(cfg, training)
+            with Watchdog.over(self.rank, cfg.launch.timeout_minutes) as watchdog:
+                worker = MegatronWorker(cfg, training, watchdog)
         except Exception as error:
             raise of_rank(error, self.rank) from error
         self.members.append(Member(worker))

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import ray  # type: ignore
-from ray.exceptions import RayActorError, RayTaskError  # type: ignore
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError  # type: ignore
 from ray.util.placement_group import remove_placement_group  # type: ignore
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import FAILED, RESTART, guarded, say
+from megatron_vlm.distributed.process import FAILED, RESTART, STUCK, guarded, say
 from megatron_vlm.distributed.ray_cluster import (
     RankActor,
     StoreAddress,
@@ -89,7 +89,7 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int) -> Ending:
 
     try:
         with signals_sent_to(send) as received:
-            ending = _train(actors, list(arguments))
+            ending = _train(actors, list(arguments), cfg.launch.timeout_minutes)
         return replace(ending, stopped=bool(received))
     finally:
         for actor in actors:
@@ -97,9 +97,11 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int) -> Ending:
         remove_placement_group(place)
 
 
-def _train(actors: Sequence[Any], arguments: list[str]) -> Ending:
+def _train(actors: Sequence[Any], arguments: list[str], minutes: float) -> Ending:
     try:
-        store = ray.get(actors[0].open_store.remote())
+        store = ray.get(actors[0].open_store.remote(), timeout=60 * minutes)
+    except GetTimeoutError:
+        return Ending(STUCK, f"rank 0 has not started in launch.timeout_minutes={minutes:g}")
     except RayActorError as error:
         return Ending(FAILED, f"rank 0 could not start: {error}")
     refs = [actor.run.remote(arguments, store) for actor in actors]
