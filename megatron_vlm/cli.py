@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_vlm import __version__
 from megatron_vlm.demo.tiny_spec import TinySpec
-from megatron_vlm.distributed.process import DEBUG
+from megatron_vlm.display.text import visible
+from megatron_vlm.distributed.process import DEBUG, say
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.evaluation.command import add_arguments, locate
 
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     except MegatronVLMError as error:
         if args.debug:
             raise
-        print(f"megatron-vlm: {error}", file=sys.stderr)
+        say(str(error))
         return 2
 
 
@@ -35,7 +36,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or "=" not in word]
     if unknown or (rest and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}")
+        parser.error(f"unrecognized arguments: {visible(' '.join(unknown or rest))}")
     if rest:
         args.overrides += rest
     return args
@@ -158,7 +159,7 @@ def _export(args: argparse.Namespace) -> None:
     from megatron_vlm.checkpoint.export import export_checkpoint
 
     folder = export_checkpoint(args.checkpoint, args.out, args.model)
-    print(f"wrote {args.out} from {folder}")
+    print(visible(f"wrote {args.out} from {folder}"))
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +184,7 @@ def _report(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.run.report import write_report
 
-    print(f"wrote {write_report(*args.runs, out=args.out)}")
+    print(visible(f"wrote {write_report(*args.runs, out=args.out)}"))
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -239,7 +240,7 @@ def _shapes(args: argparse.Namespace) -> None:
     from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
 
     write_shapes(args.out, ShapesSpec(args.train, args.eval, args.easy, args.seed))
-    print(f"wrote {args.out}")
+    print(visible(f"wrote {args.out}"))
 
 
 def _tiny_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,7 +266,7 @@ def _tiny(args: argparse.Namespace) -> None:
 
     spec = TinySpec(**{item.name: getattr(args, item.name) for item in fields(TinySpec)})
     write_tiny(args.out, spec, args.dtype)
-    print(f"wrote {args.out}")
+    print(visible(f"wrote {args.out}"))
 
 
 if __name__ == "__main__":

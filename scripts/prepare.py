@@ -18,6 +18,7 @@ import PIL.ImageOps
 
 from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
 from megatron_vlm.data.read.records import Image
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.paths import require_file
 
@@ -31,7 +32,7 @@ def run(main: Callable[[list[str]], None]) -> int:
     try:
         main(sys.argv[1:])
     except MegatronVLMError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {visible(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -203,4 +204,4 @@ def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
     finally:
         for part in parts:
             part.unlink(missing_ok=True)
-    print(result.report())
+    print(visible(result.report()))

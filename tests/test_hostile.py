@@ -3,6 +3,7 @@
 memory. Programs that pictures would start, and servers that drip, are in test_media.py."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -14,11 +15,16 @@ import av
 import numpy as np
 import pyarrow
 import pytest
+from rich.console import Console
 
+from megatron_vlm.cli import main
+from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
 from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.run.log import RunLog
 from tests.alone import alone
 
 # Arrow files with flipped bits.
@@ -235,3 +241,32 @@ def encode_word(model: str) -> str:
 
 def test_a_word_of_10_mb_is_not_tokenized(tiny):
     assert alone(encode_word, tiny()).grown < 500
+
+
+# Names that would steer a terminal.
+
+EVIL = "a\x1b[2J\x1b]0;x\x07[red]\u202eb\x9b"
+SHOWN = r"a\x1b[2J\x1b]0;x\x07[red]\u202eb\x9b"
+
+
+def test_errors_show_escapes_as_text(tmp_path, capsys):
+    """Those of a command, and those of a rank."""
+    path = tmp_path / f"{EVIL}.txt"
+    path.write_text("")
+    assert main(["inspect", f"data.train='{path}'", f"model.path={tmp_path}"]) == 2
+    assert guarded(lambda _: read_all_or_raise(str(path)), []) == 2
+    said = capsys.readouterr().err
+    assert not set("\x1b\x07\x9b\u202e") & set(said)
+    assert said.count(SHOWN) >= 1
+
+
+def read_all_or_raise(path: str) -> int:
+    raise DataError(f"{path}: wrong")
+
+
+def test_a_run_says_escapes_and_markup_as_text():
+    out = io.StringIO()
+    log = RunLog(Config(), speaks=False, total_steps=1, console=Console(file=out, width=500))
+    log.speaks = True
+    log.event(0, f"{EVIL}: skipped")
+    assert out.getvalue() == f"{SHOWN}: skipped\n"

@@ -26,7 +26,7 @@ from megatron_vlm.data.encode.chat import START
 from megatron_vlm.data.encode.views import unpatch
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
-from megatron_vlm.display.html import visible
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen3_vl import MARKS

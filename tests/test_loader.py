@@ -352,6 +352,7 @@ def write_wrong(folder):
         "[" * 100_000: "the JSON is nested too deeply|not a line of JSON",
         '{"prompt": "a"}': "match no known format",
         record("pictures/1.png"): "no file pictures/1.png",
+        record("pictures/\x1b[2J.png"): r"no file pictures/\\x1b\[2J\.png",
         record("../a.jsonl"): "lies outside",
         record("pictures/broken.png"): "is not an image that can be opened",
         record("http://localhost/a.png"): "is on the network",

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_vlm.display.html import Html, json_block, tag, visible
+from megatron_vlm.display.html import Html, json_block, tag
 from megatron_vlm.display.numbers import COLUMNS, number, thin
+from megatron_vlm.display.text import visible
 
 _HERE = Path(__file__).parent
 _COLOURS = 6  # in charts.css

@@ -12,10 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-# Characters that could steer a terminal, reverse the text around them, or not be written at all.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
-)
+from megatron_vlm.display.text import visible
+
 _VOID = frozenset(("meta", "img", "rect", "line", "path"))
 # Should anything of a record become markup after all, it still loads nothing and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -25,11 +23,6 @@ class Html(str):
     """Markup. Any other string is text."""
 
     __slots__ = ()
-
-
-def visible(text: str) -> str:
-    """The text with its control characters spelled out."""
-    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def tag(name: str, /, *content: str, **attributes: object) -> Html:

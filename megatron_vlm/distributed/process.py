@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 
 # Exit statuses of a process, and of the job that it belongs to.
@@ -71,5 +72,5 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
 
 
 def say(text: str) -> None:
-    """Tell the user, on stderr."""
-    print(f"megatron-vlm: {text}", file=sys.stderr, flush=True)
+    """Tell the user, on stderr. A message may quote paths and records, which others wrote."""
+    print(f"megatron-vlm: {visible(text)}", file=sys.stderr, flush=True)

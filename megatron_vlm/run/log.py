@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.display.text import visible
 from megatron_vlm.run.lines import EvalLine, EventLine, Line, StartLine, StepLine
 from megatron_vlm.run.sinks import JsonLines, TensorBoard, WandB
 
@@ -81,7 +82,8 @@ class RunLog:
     def say(self, text: str | Table) -> None:
         """To the terminal only."""
         if self.speaks:
-            self.console.print(text, markup=False, soft_wrap=True)
+            shown = visible(text) if isinstance(text, str) else text
+            self.console.print(shown, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         if self.progress is not None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vlm.display.tables import plain_table
+from megatron_vlm.display.text import visible
 from megatron_vlm.tools import machine
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def as_table(checks: Sequence[Check]) -> Table:
     for column in ("status", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        found = Text(check.found)
+        found = Text(visible(check.found))
         if check.advice:
             found.append(f"\n{check.advice}", "dim")
         table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.name), found)

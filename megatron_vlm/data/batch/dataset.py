@@ -23,6 +23,7 @@ from megatron_vlm.data.encode.row import PlacedRow
 from megatron_vlm.data.encode.views import ShownSample, show_sample
 from megatron_vlm.data.read.sources import Source, open_source
 from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.sizes import ModelSizes
 
@@ -124,9 +125,9 @@ def open_data(
     data = DataSet(sources, readers, indexes, order, WorkModel.of(sizes))
     for index in indexes:
         for where, rule in index.faults.dropped:
-            log.info("dropped %s: %s", where, rule)
+            log.info("dropped %s: %s", visible(where), rule)
         for error in index.faults.errors:
-            log.warning("skipped %s", error)
+            log.warning("skipped %s", visible(error))
     check_errors(data.faults()[1], cfg)
     if not len(order):
         dropped, errors = data.faults()

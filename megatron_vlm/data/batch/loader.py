@@ -16,6 +16,7 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batc
 from megatron_vlm.data.batch.position import Position, SampleSource
 from megatron_vlm.data.encode.index import check_errors
 from megatron_vlm.data.processes import in_processes
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError
 
 log = logging.getLogger("megatron_vlm.data")
@@ -115,7 +116,7 @@ class Loader:
                 raise outcome
             self.errors += errors
             for error in errors:
-                log.warning("skipped %s", error)
+                log.warning("skipped %s", visible(error))
             check_errors([*self.data.faults()[1], *self.errors], cfg)
             micro_batches.append(outcome)
             skipped += errors

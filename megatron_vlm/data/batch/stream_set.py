@@ -19,6 +19,7 @@ from megatron_vlm.data.encode.sample import Dropped, Sample
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.hub import root_cause
 from megatron_vlm.data.read.stream import Stream, StreamRecord
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError
 
 log = logging.getLogger("megatron_vlm.data")
@@ -61,12 +62,12 @@ class StreamSet:
         for where, state, outcome in in_processes(records, None, min(self.cfg.num_workers, 1), 64):
             if isinstance(outcome, Dropped):
                 self.dropped[str(outcome)] += 1
-                log.info("dropped %s: %s", where, outcome)
+                log.info("dropped %s: %s", visible(where), outcome)
             elif isinstance(outcome, DataError):
                 if self.cfg.on_error == "raise" or not state:
                     raise outcome
                 self.errors.append(str(outcome))
-                log.warning("skipped %s", outcome)
+                log.warning("skipped %s", visible(str(outcome)))
                 check_errors(self.errors, self.cfg)
             else:
                 taken += 1

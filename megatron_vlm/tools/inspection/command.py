@@ -8,6 +8,7 @@ from rich.console import Console
 from megatron_vlm.config import load_config
 from megatron_vlm.config.validate import require
 from megatron_vlm.data.batch.dataset import DataSet, open_data
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.tools.inspection.collect import collect
@@ -50,4 +51,4 @@ def run_inspect(
             Path(html).expanduser().write_text(render_page(inspection), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from error
-        console.print(f"wrote {html}", markup=False, soft_wrap=True)
+        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece, View
 from megatron_vlm.data.media.media import data_uri
-from megatron_vlm.display.html import Html, contents, document, table, tag, tiles, visible
+from megatron_vlm.display.html import Html, contents, document, table, tag, tiles
+from megatron_vlm.display.text import visible
 from megatron_vlm.tools.inspection import tables
 from megatron_vlm.tools.inspection.collect import Column, Inspection, figure
 

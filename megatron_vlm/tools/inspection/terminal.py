@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece
-from megatron_vlm.display.html import visible
 from megatron_vlm.display.tables import plain_table
+from megatron_vlm.display.text import visible
 from megatron_vlm.tools.inspection import tables
 from megatron_vlm.tools.inspection.collect import Inspection
 
