@@ -176,6 +176,21 @@ def test_the_formats_that_open(kind):
     assert image_size(Image(file), policy, "x:1") == (24, 40)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.filterwarnings("ignore")  # Pillow's, of TIFF and EXIF
+def test_a_damaged_picture_opens_or_is_refused(kind):
+    """Each of Pillow's decoders raises errors of its own: that of AVIF, RuntimeError."""
+    whole, refused = encoded(noise(), kind), 0
+    for place in range(0, len(whole), max(1, len(whole) // 150)):
+        damaged = whole[:place] + bytes([whole[place] ^ 0x7F]) + whole[place + 1 :]
+        try:
+            assert read(damaged, MediaPolicy(None)).mode == "RGB"
+        except DataError as error:
+            assert str(error).startswith("x:1: an image given as bytes")
+            refused += 1
+    assert refused
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

@@ -95,7 +95,7 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
             width, height = opened.size
             check_aspect(height, width, f"{where}: {image.name} is {width} x {height} pixels")
             yield opened
-    except (OSError, SyntaxError, EOFError, IndexError, ValueError) as error:
+    except Exception as error:  # each of Pillow's decoders has its own, RuntimeError among them
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where}: {image.name} cannot be decoded: {_first(error)}") from error
@@ -129,7 +129,7 @@ def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         limit = PIL.Image.MAX_IMAGE_PIXELS
         raise DataError(f"{where} has more than {limit} pixels; shrink the file") from error
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
+    except Exception as error:  # as above
         raise DataError(f"{where} is not an image that can be opened: {_first(error)}") from error
 
 
