@@ -263,3 +263,11 @@ def test_an_image_that_the_template_leaves_out_is_an_error(reader, tiny):
     renderer.tokenizer.chat_template = renderer.tokenizer.chat_template.replace("<|image_pad|>", "")
     with pytest.raises(DataError, match="shows 0 of 1 images"):
         ours.encode(record, "x:1")
+
+
+def test_what_the_template_cannot_show_is_a_wrong_record(reader):
+    """So data.on_error=skip leaves it out."""
+    tools = [{"name": "f", "icon": b"bytes from a table"}]
+    record = {"tools": tools, "messages": [say("user", "a"), say("assistant", "b")]}
+    with pytest.raises(DataError, match="x:1: the chat template cannot show the record: "):
+        reader().encode(record, "x:1")

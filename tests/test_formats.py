@@ -301,6 +301,23 @@ WRONG = {
         "messages must be a list, but this is an int",
     ),
     "output missing its text": ({"instruction": "a", "output": 3}, "output must be a string"),
+    "input a list": (
+        {"instruction": "a", "input": ["b"], "output": "c"},
+        "input must be a string, but this is a list",
+    ),
+    **{
+        f"history {name}": (
+            {"instruction": "a", "output": "c", "history": history},
+            "history must be a list of pairs of strings",
+        )
+        for name, history in (
+            ("a number", 3),
+            ("of strings", ["ab"]),
+            ("of halves", [["a"]]),
+            ("of objects", [{"a": "b"}]),
+            ("of other things", [["a", {"b": 1}]]),
+        )
+    },
     "no frames": (user([{"type": "video", "video": []}]), "the video has no frames"),
     "fps of zero": (user([{"type": "video", "video": ["a"], "fps": 0}]), "fps is 0; give frames"),
     "video a number": (user([{"type": "video", "video": 3}]), "a video is a path or a list"),

@@ -83,15 +83,19 @@ class ChatRenderer:
         """The tokens and which of them are trained. `videos` is the text for each video. `bounded`
         may shorten the text, or refuse it, before it costs time and memory as tokens."""
         chat, cut = self._guard(chat)
-        text = self.tokenizer.apply_chat_template(
-            [_message(turn) for turn in chat.turns], tools=list(chat.tools) or None, tokenize=False
-        )
+        messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        except Exception as error:  # a template is a program, and refuses what it does not expect
+            raise DataError(
+                f"{chat.where}: the chat template cannot show the record: {error}"
+            ) from error
         text, video_chars = _fill(bounded(text), self.marks.video, videos, cut)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
-        messages = self._messages(chat, text, ids_U, starts_U)
+        found = self._messages(chat, text, ids_U, starts_U)
         trained_U = np.zeros(len(ids_U), dtype=bool)
-        for message, chosen in zip(messages, choose_trained(messages, train_on), strict=True):
+        for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
             train = chosen and bool(message.turns) and message.mark is not False
             trained_U[message.body : message.end] = train
         return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))

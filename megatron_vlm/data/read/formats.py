@@ -57,15 +57,23 @@ def _turns_of(raw: Mapping[str, Any], where: str) -> list[Turn]:
         prompt = _as_turns(raw["prompt"], "user", where)
         return prompt + _as_turns(raw["completion"], "assistant", where)
     if "instruction" in raw and "output" in raw:
-        text = "\n".join(filter(None, (_text(raw, "instruction", where), raw.get("input"))))
+        given = [_text(raw, key, where) for key in ("instruction", "input") if key in raw]
+        text = "\n".join(filter(None, given))
         turns = _as_turns(raw.get("system"), "system", where)
-        for pair in raw.get("history", ()):
+        for pair in _pairs(raw.get("history", ()), f"{where}: history"):
             turns += [Turn("user", (pair[0],)), Turn("assistant", (pair[1],))]
         answer = _text(raw, "output", where)
         return [*turns, Turn("user", (text,)), Turn("assistant", (answer,))]
     raise DataError(
         f"{where}: the keys {sorted(raw)} match no known format; give {_FORMATS}; see docs/data.md"
     )
+
+
+def _pairs(value: Any, where: str) -> Sequence[Sequence[str]]:
+    pairs = value if _is_list(value) else [value]
+    if not all(_is_list(p) and [type(text) for text in p] == [str, str] for p in pairs):
+        raise DataError(f"{where} must be a list of pairs of strings, a question and its answer")
+    return pairs
 
 
 def _as_turns(value: Any, role: str, where: str) -> list[Turn]:
