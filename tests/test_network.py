@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_vlm.distributed.agree import job_store, meet
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.job_store import SECRET, Board
+from megatron_vlm.distributed.process import LAUNCHER
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.launch.local_job import variables_of
@@ -28,14 +29,18 @@ WORLD, TIMEOUT_S = 2, 2.0
 def be_rank(connection: Connection, variables: dict[str, str]) -> None:
     """A rank of a job without a model: it is watched, and does as it is told."""
     os.environ.update(variables)
+    del os.environ[LAUNCHER]  # it is not this process's parent
     join_world(pick_platform("cpu"), minutes=0.5)
     dist.all_reduce(torch.ones(1))
     time.sleep(dist.get_rank() * TIMEOUT_S / 8)  # so that each sees what the other has not renewed
-    watchdog = Watchdog(job_store(), dist.get_rank(), WORLD, TIMEOUT_S)
-    watchdog.at(0, "waiting", patient=True)
+    watchdog = Watchdog(dist.get_rank(), TIMEOUT_S)
+    watchdog.join(job_store(), WORLD)
+    watchdog.at(0, "waiting")
     connection.send([os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")])
-    while (order := connection.recv()) is not None:
-        if order == "meet":
+    while True:
+        while not connection.poll(TIMEOUT_S / 8):
+            watchdog.alive()
+        if (order := connection.recv()) == "meet":
             meet("there")
         connection.send(order)
 
@@ -76,7 +81,7 @@ def test_a_stranger_cannot_end_the_job(job):
     while sum("watchdog/" in key for key in store.list_keys()) < WORLD:
         assert time.monotonic() < until
         time.sleep(0.05)
-    stuck = json.dumps([10**9, 0, 0, "forged", 10**6]).encode()
+    stuck = json.dumps([10**9, [0, 0], 0, "forged", 10**6]).encode()
     keys = store.list_keys()
     rooms = {key.partition("watchdog/")[0] for key in keys if "watchdog/" in key}
     written = {key: store.get(key) for key in keys}
@@ -120,8 +125,7 @@ def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
 
 
 def test_an_old_message_put_back_is_not_news(monkeypatch):
-    watchdog = Watchdog(None, 0, WORLD, TIMEOUT_S)
-    watchdog.store = board("one", monkeypatch)
-    for beat, step in ((5.0, 7), (4.0, 1), (6.0, 8)):
-        watchdog.store.write("watchdog/1", json.dumps([beat, 1, step, "step", 0.0]))
-        assert watchdog._read()[1].step == max(step, 7)
+    watchdog, mine = Watchdog(0, None), board("one", monkeypatch)
+    for beat, step in ((5, 7), (4, 1), (6, 8)):
+        mine.write("watchdog/1", json.dumps([beat, [1, 0], step, "step", 0.0]))
+        assert watchdog._read(mine, 1).step == max(step, 7)

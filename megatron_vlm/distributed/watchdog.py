@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.process import LAUNCHER, STUCK, say
 from megatron_vlm.distributed.sentinel import Sentinel
+
+if TYPE_CHECKING:
+    from megatron_vlm.distributed.job_store import Board
 
 _NAME = "watchdog"  # of its threads
 _SAY_S = 2.0  # for a message: whoever should read our output may have stopped doing so
@@ -75,7 +77,7 @@ class Watchdog:
         finally:
             watchdog.stop()
 
-    def join(self, board: Board | None, world: int) -> None:
+    def join(self, board: "Board | None", world: int) -> None:
         """The ranks have met: from now on, watch the others too. Alone, a rank has no board."""
         if self.timeout_s is not None and board is not None:
             self.answered = self.clock
@@ -137,7 +139,7 @@ class Watchdog:
         culprit = find_stuck(self.signs or [mine], timeout_s)
         return None if culprit is None else describe(culprit, timeout_s)
 
-    def _exchange(self, board: Board, world: int) -> None:
+    def _exchange(self, board: "Board", world: int) -> None:
         """Apart from `_watch`: if the link to the store is cut, a call to it never returns."""
         beat = 0
         while not self.done.wait(self.every_s):
@@ -151,7 +153,7 @@ class Watchdog:
                 return
             self.answered = self.clock
 
-    def _read(self, board: Board, rank: int) -> Sign:
+    def _read(self, board: "Board", rank: int) -> Sign:
         text = board.read(f"watchdog/{rank}")
         said = _NOTHING if text is None else json.loads(text)
         # Only what is newer: somebody may have put back what the rank said before.
