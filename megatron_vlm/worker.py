@@ -94,7 +94,7 @@ class MegatronWorker:
         # This rank's parameters by their entries in the table.
         self.held = held_params(self.chunks, self.table, self.grid.pp.rank)
         watchdog.at(0, "loading the weights", files=True)
-        load_hf(self.held, self.source, self.grid, watchdog.alive)
+        load_hf(self.held, self.source, self.grid, watchdog.busy)
         for entry, param in self.held.items():
             param.requires_grad_(not entry.is_frozen(cfg.model))
         watchdog.at(0, "building the optimizer")
@@ -189,6 +189,7 @@ class MegatronWorker:
     def _loss_step(
         self, objective: Objective, data: Iterator[MicroBatch], chunk: Any
     ) -> tuple[Tensor, Any]:
+        self.watchdog.busy()  # a step of many micro-batches may take long
         grid = self.grid
         batch = next(data).for_stage(grid.first, self.platform.device, grid.last)
         asked = {"labels": batch.targets_BS} if grid.last else {}

@@ -50,6 +50,14 @@ def test_no_progress_ends_it(body, tmp_path):
     assert "rank 3: rank 3 has been stuck for" in err and "at step 5: data. Stopping;" in err
 
 
+@pytest.mark.parametrize("progress", ["busy", "alive"])
+def test_progress_goes_on(progress):
+    body = f"for _ in range(30): watchdog.{progress}(); time.sleep(0.05)\nwatchdog.stop()"
+    with process(body) as working:
+        working.communicate(timeout=30)
+    assert working.returncode == 0
+
+
 def test_a_call_that_keeps_pythons_lock_is_ended_from_outside():
     with process("ctypes.PyDLL(None).sleep(3600)") as stuck:
         _, err = stuck.communicate(timeout=30)

@@ -190,7 +190,7 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
-            worker.watchdog.alive()
+            worker.watchdog.busy()
     worker.lr = state["lr"]
     if worker.optimizer is not None:
         set_step(worker.optimizer, state["optimizer_steps"])

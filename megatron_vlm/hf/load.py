@@ -78,10 +78,10 @@ def load_hf(
     held: Mapping[Entry, nn.Parameter],
     source: HFCheckpoint,
     grid: Grid,
-    alive: Callable[[], None] = lambda: None,
+    busy: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill this rank's parameters from the checkpoint; those that are ours alone stay as they are.
-    `alive` is called after each, since a large model may take long.
+    `busy` is called after each, since a large model may take long.
 
     Cut parameters are marked as such, which Megatron 0.16 does only while it initialises weights:
     unmarked, all but TP rank 0's part would be missing from the gradient norm."""
@@ -95,5 +95,5 @@ def load_hf(
         assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
         with torch.no_grad():
             param.copy_(loaded)
-        alive()
+        busy()
     source.close()
