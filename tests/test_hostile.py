@@ -7,7 +7,9 @@ import io
 import json
 import os
 import random
+import struct
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from rich.console import Console
 from megatron_vlm.cli import main
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
+from megatron_vlm.data.read.records import Image
 from megatron_vlm.data.read.sources import open_source
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
@@ -270,3 +274,43 @@ def test_a_run_says_escapes_and_markup_as_text():
     log.speaks = True
     log.event(0, f"{EVIL}: skipped")
     assert out.getvalue() == f"{SHOWN}: skipped\n"
+
+
+# Pictures.
+
+
+def tiled(side: int) -> bytes:
+    """A TIFF of 64 x 64 pixels with a single tile, packed, of `side` x `side`."""
+    packer = zlib.compressobj(9)
+    tile = b"".join([*(packer.compress(bytes(side)) for _ in range(side)), packer.flush()])
+    numbers = {256: 64, 257: 64, 322: side, 323: side, 324: 8, 325: len(tile)}
+    shorts = {258: 8, 259: 8, 262: 1, 277: 1}
+    tags = {**{tag: (4, n) for tag, n in numbers.items()}, **{t: (3, n) for t, n in shorts.items()}}
+    entries = [struct.pack("<HHII", tag, *tags[tag][:1], 1, tags[tag][1]) for tag in sorted(tags)]
+    directory = struct.pack("<H", len(entries)) + b"".join(entries) + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8 + len(tile)) + tile + directory
+
+
+def look(path: str) -> list[str]:
+    found = []
+    for read in (image_size, read_image):
+        try:
+            found.append(
+                str(read(Image(Path(path).name), MediaPolicy(str(Path(path).parent)), "x:1"))
+            )
+        except MegatronVLMError as error:
+            found.append(str(error))
+    return found
+
+
+def test_tiles_of_a_tiff_are_bounded(tmp_path):
+    (tmp_path / "a.tif").write_bytes(tiled(12_000))
+    (tmp_path / "b.tif").write_bytes(tiled(1024))
+    found = alone(look, str(tmp_path / "a.tif"))
+    assert (
+        found.result
+        == ["x:1: a.tif has tiles of 12000 x 12000 pixels, above 16777216; save it again"] * 2
+    )
+    assert found.grown < 100
+    assert look(str(tmp_path / "b.tif"))[0] == "(64, 64)"
+    assert "size=64x64" in look(str(tmp_path / "b.tif"))[1]

@@ -29,6 +29,8 @@ MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
 # the file, whatever its name. JPEG includes the MPO files of phones.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+MAX_TILE_PIXELS = 4096 * 4096  # of a TIFF
+_TILE_SIDES = (322, 323)  # its tags
 _ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap width and height
 
 
@@ -94,6 +96,7 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
         with nullcontext(opened) if opened is image.source else opened:
             width, height = opened.size
             check_aspect(height, width, f"{where}: {image.name} is {width} x {height} pixels")
+            _check_tiles(opened, f"{where}: {image.name}")
             yield opened
     except Exception as error:  # each of Pillow's decoders has its own, RuntimeError among them
         if isinstance(error, DataError):
@@ -138,6 +141,17 @@ def _formats() -> tuple[str, ...]:
     """Those that this Pillow was built with: its older versions have no AVIF."""
     PIL.Image.init()
     return tuple(name for name in FORMATS if name in PIL.Image.OPEN)
+
+
+def _check_tiles(opened: PIL.Image.Image, what: str) -> None:
+    """Refuse a TIFF whose tiles are far larger than pictures are stored in: each is decoded whole,
+    however small the picture itself."""
+    tags = getattr(opened, "tag_v2", {}) if opened.format == "TIFF" else {}
+    width, height = (int(tags.get(tag, 1)) for tag in _TILE_SIDES)
+    if width * height > MAX_TILE_PIXELS:
+        raise DataError(
+            f"{what} has tiles of {width} x {height} pixels, above {MAX_TILE_PIXELS}; save it again"
+        )
 
 
 def check_aspect(height: int, width: int, what: str) -> None:
