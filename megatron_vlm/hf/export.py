@@ -2,6 +2,7 @@
 layout that trained them."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.distributed.messages import receive_json, send_json
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.folders import asides_of, begin, discard, partial_of, put_in_place, sync
+from megatron_vlm.folders import MARK, asides_of, begin, discard, partial_of, put_in_place, sync
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.files import copy_files
 from megatron_vlm.hf.names import Entry, Origin, exported
@@ -152,6 +153,8 @@ class _ShardWriter:
                 tensors = self.held.pop(shard)
                 ordered = {key: tensors[key] for key in sorted(tensors)}
                 save_file(ordered, self.folder / shard, metadata={"format": "pt"})
+                # safetensors lets nobody else read it: like any other file, as the umask says.
+                shutil.copymode(self.folder / MARK, self.folder / shard)
 
     def finish(self) -> None:
         assert not self.held, f"tensors never arrived for {sorted(self.held)}"
