@@ -388,6 +388,14 @@ def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny
         load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most - 1, **options)
 
 
+def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
+    """Not at its end, which may be far."""
+    (tmp_path / "a.jsonl").write_text("{\n" * 50)
+    spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
+    with pytest.raises(DataError, match=r"^4 records are wrong, above data\.max_errors=3"):
+        load(spec, tiny(), None, on_error="skip", max_errors=3)
+
+
 def test_a_stream_that_breaks_off_is_an_error(tiny, tmp_path):
     """Nothing can follow: it is not skipped."""
     lines = [json.dumps({"prompt": str(i), "completion": "a"}) + "\n" for i in range(9)]
