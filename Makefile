@@ -28,7 +28,8 @@ test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --ignore tests/test_sequences.py
+	$(BIN)/python -m pytest -m slow -n 2 tests/test_sequences.py
 
 test-parity: setup
 	$(BIN)/python -m pytest tests/test_parity.py tests/test_steps.py
