@@ -245,7 +245,7 @@ class Sequences(RuleBasedStateMachine):
         folder = self.folder_of(known)
         name = "complete.json" if how == "manifest" else "rank-00000.safetensors"
         path = folder / name
-        if not path.exists():
+        if known.damaged:  # the same flip again would mend it
             return
         if how == "remove":
             path.unlink()
