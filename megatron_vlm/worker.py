@@ -22,7 +22,7 @@ from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.distributed.agree import job_store
+from megatron_vlm.distributed.agree import fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
@@ -30,6 +30,7 @@ from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.digest import digests
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
@@ -94,7 +95,8 @@ class MegatronWorker:
         # This rank's parameters by their entries in the table.
         self.held = held_params(self.chunks, self.table, self.grid.pp.rank)
         watchdog.at(0, "loading the weights", files=True)
-        load_hf(self.held, self.source, self.grid, watchdog.busy)
+        with fail_together(self.platform.device, CheckpointError):
+            load_hf(self.held, self.source, self.grid, watchdog.busy)
         for entry, param in self.held.items():
             param.requires_grad_(not entry.is_frozen(cfg.model))
         watchdog.at(0, "building the optimizer")

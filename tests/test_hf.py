@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -415,3 +416,39 @@ def test_an_export_never_overwrites(pool, tiny, tmp_path):
     with pytest.raises(RuntimeError, match="is not empty; choose a new folder"):
         pool.run(export_again, 1, tiny(), layout(), str(tmp_path))
     assert (tmp_path / "mine.txt").read_text() == "precious"
+
+
+def opening(path: str, case: Case) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        MegatronWorker(case.config(path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
+    """One value of a tensor that one rank of two reads."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny(), folder)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.3.mlp.down_proj.weight"
+    weights[name][-1, -1] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for said in pool.run(opening, 2, str(folder), layout(pp=2)):
+        assert f"{name} has values that are NaN or infinite" in said
+
+
+def diverged(worker: MegatronWorker, out: str) -> str:
+    """What each rank says where one weight of the last stage is no number."""
+    if worker.grid.last:
+        next(reversed(worker.held.values())).data.view(-1)[3] = torch.nan
+    with pytest.raises(CheckpointError) as caught:
+        worker.export_hf(out)
+    return str(caught.value)
+
+
+def test_what_is_not_finite_is_not_exported(pool, tiny, tmp_path):
+    for said in pool.run(
+        call, 4, tiny(), layout(tp=2, pp=2), partial(diverged, out=str(tmp_path / "out"))
+    ):
+        assert "has values that are NaN or infinite, so" in said
+    assert list(tmp_path.iterdir()) == []

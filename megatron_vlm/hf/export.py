@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.distributed.messages import receive_json, send_json
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.folders import MARK, asides_of, begin, discard, partial_of, put_in_place, sync
+from megatron_vlm.folders import MARK, asides_of, begin, discard, put_in_place, sync
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.files import copy_files
 from megatron_vlm.hf.names import Entry, Origin, exported
@@ -81,14 +82,15 @@ def export_hf(
     mark: ExportMark | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
-    if grid.dp.rank == 0:
-        named = gather_tensors(held, table, grid)
-        if grid.leads:
-            write_folder(source, table, named, out, max_shard_bytes, mark)
-        else:
-            for _ in named:
+    device = next(iter(held.values())).device
+    named = gather_tensors(held, table, grid) if grid.dp.rank == 0 else iter(())
+    with fail_together(device, CheckpointError):
+        try:
+            if grid.dp.rank == 0 and grid.leads:
+                write_folder(source, table, named, out, max_shard_bytes, mark)
+        finally:
+            for _ in named:  # whatever became of the first rank's file, the others send theirs
                 pass
-    dist.barrier()
 
 
 def write_folder(
@@ -108,11 +110,16 @@ def write_folder(
     out = Path(out)
     run = None if mark is None else mark.run
     check_replaceable(out, run)
+    partial = begin(out, run)
     try:
-        partial = begin(out, run)
         writer = _ShardWriter(source, table, partial, max_shard_bytes)
         for name, tensor in named:
             assert tensor is not None
+            if not torch.isfinite(tensor).all():
+                raise CheckpointError(
+                    f"{name} has values that are NaN or infinite, so {out} is not written; export "
+                    "an earlier checkpoint"
+                )
             writer.add(name, tensor)
         writer.finish()
         finish_mark(partial, mark)
@@ -122,8 +129,10 @@ def write_folder(
         put_in_place(out)
         for former in filter(lambda path: is_replaceable(path, run), asides_of(out)):
             discard(former)
-    except (OSError, SafetensorError) as error:
-        discard(partial_of(out))
+    except (OSError, SafetensorError, CheckpointError) as error:
+        discard(partial)
+        if isinstance(error, CheckpointError):
+            raise
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{out} cannot be written: {reason}; free space there or give another folder"
