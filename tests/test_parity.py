@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
         {},
         "mixed",
     ),
+    "no-deepstack-pp2": (layout(pp=2), {"deepstack": 0}, "mixed"),
     "all-text": (layout(pp=2), {}, "all_text"),
     "all-text-tp2-dp2": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}, "all_text"),
     "images-not-shared": (layout(tp=2, share_images=False), {}, "mixed"),

@@ -155,6 +155,8 @@ class Qwen3VLGPTModel(GPTModel):
             self.pg_collection.tp if self.share_images else None,
         ).to(hidden_SBH.dtype)
         flat = hidden_SBH.flatten(0, 1).index_copy(0, places_V, visual[0])
+        if len(visual) == 1:  # a tower without DeepStack
+            return flat.view_as(hidden_SBH), None
         features = hidden_SBH.new_zeros(len(visual) - 1, *flat.shape)
         features = features.index_copy(1, places_V, visual[1:])
         return flat.view_as(hidden_SBH), features.unflatten(1, hidden_SBH.shape[:2])
