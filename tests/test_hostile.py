@@ -116,6 +116,7 @@ def read_with_offsets(folder: str, values: list[int]) -> list[str]:
     return outcomes
 
 
+@pytest.mark.slow  # the flipped bits find such offsets, too
 def test_an_arrow_offset_outside_the_file(tmp_path):
     outcomes = alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
     assert outcomes == ["a record refused"] * 3
@@ -140,8 +141,11 @@ def read_bomb(path: str, cache: str) -> str:
 
 @pytest.mark.parametrize(
     ("packing", "content"),
-    [("gz", b"a"), ("zst", b"{}\n"), ("zst", b"\n")],
-    ids=["one line", "short lines", "blank lines"],
+    [
+        pytest.param("gz", b"a", id="one line"),
+        pytest.param("zst", b"{}\n", id="short lines", marks=pytest.mark.slow),
+        pytest.param("zst", b"\n", id="blank lines", marks=pytest.mark.slow),
+    ],
 )
 def test_a_packed_bomb_is_refused(packing, content, tmp_path):
     """Of 4 GB, unpacked."""
