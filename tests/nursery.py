@@ -8,6 +8,7 @@ The nursery itself imports and forks, and does nothing else: it has no threads a
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -87,6 +88,8 @@ def _nurse(pipe: Connection) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again and again
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end leave nothing behind
     while True:
         try:

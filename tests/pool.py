@@ -5,6 +5,7 @@ world and returns what rank 0 .. world-1 returned. `fn` is a module-level functi
 """
 
 import contextlib
+import gc
 import os
 import tempfile
 import traceback
@@ -45,6 +46,7 @@ def _serve(connection: Connection) -> None:
         with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+        gc.collect()  # a worker is a cycle, and each of its process groups has three threads
         connection.send(answer)
 
 
