@@ -154,7 +154,7 @@ crew = Crew([Slow.remote()], None)
 futures = [crew.promise([crew.actors[0].call.remote()], list) for _ in range(3)]
 if SHUT_DOWN:
     ray.shutdown()
-    print([str(future.exception(20)) for future in futures], ray.is_initialized())
+    print({str(future.exception(20))[:20] for future in futures}, ray.is_initialized())
 """
     for shut_down in (True, False):
         done = subprocess.run(
@@ -164,8 +164,8 @@ if SHUT_DOWN:
             timeout=120,
         )
         assert done.returncode == 0 and "SIGTERM handler" not in done.stderr, done.stderr
-        ended = "the group has ended: Ray was shut down"
-        assert done.stdout.strip() == (f"{[ended] * 3} False" if shut_down else "")
+        # Ray was shut down or, if that is seen first, "rank 0: its process has died".
+        assert done.stdout.strip() == ("{'the group has ended:'} False" if shut_down else "")
 
 
 def test_no_room_is_an_error(cluster, tiny, monkeypatch):

@@ -6,8 +6,9 @@ first stage fetch.
 """
 
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron_vlm.group.parts import ReplicaBatch
 from megatron_vlm.worker import MegatronWorker
 
 GRACE_S = 20.0  # for the other ranks to end their call, once one has failed
+POLL_S = 0.2  # between two looks whether Ray is still there, while a result is waited for
 
 
 def start_ray_group(
@@ -108,13 +110,14 @@ class Crew:
         """A future of what `join` makes of the results of every rank."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # the ranks have begun: it cannot be cancelled
+        results = [ref.future() for ref in refs]
         before = self.gathering
 
         def finish() -> None:
             if before is not None:
                 before.join()  # in order, so that the first failure says why the group ended
             try:
-                future.set_result(join(self.gather(refs)))
+                future.set_result(join(self._all_of(results)))
             except Exception as error:
                 future.set_exception(error)
 
@@ -123,19 +126,25 @@ class Crew:
         return future
 
     def gather(self, refs: Sequence[Any]) -> list[Any]:
+        """Wait for the result of every rank."""
+        return self._all_of([ref.future() for ref in refs])
+
+    def _all_of(self, results: Sequence[Future[Any]]) -> list[Any]:
         """The result of every rank. The first error is raised once all have ended their call; the
         processes are ended if one has died, or if others do not return from theirs."""
-        found: dict[Any, Any] = {}
+        found: dict[Future[Any], Any] = {}
         errors: list[Exception] = []
-        going = list(refs)
+        going = set(results)
         while going:
-            done, going = _wait(going, GRACE_S if errors else None)
+            done = _some_of(going, GRACE_S if errors else None)
             if not done:
                 break
-            found[done[0]] = _outcome(done[0], refs.index(done[0]))
+            going -= done
+            ended = [(rank, result) for rank, result in enumerate(results) if result in done]
+            found |= {result: _outcome(result, rank) for rank, result in ended}
             errors = [item for item in found.values() if isinstance(item, Exception)]
         if not errors:
-            return [found[ref] for ref in refs]
+            return [found[result] for result in results]
         error = first_failure(errors)
         if going or any(isinstance(item, DeadError) for item in errors):
             self.close(str(error))
@@ -146,6 +155,8 @@ class Crew:
         """End all actors; later calls fail with the reason."""
         if self.ended is None:
             self.ended = why
+            if not ray.is_initialized():
+                return  # they ended with it
             for actor in self.actors:
                 ray.kill(actor)
             remove_placement_group(self.place)
@@ -187,24 +198,26 @@ def _store(batch: TensorBatch | None) -> Any:
     return None if batch is None else ray.put(np.frombuffer(batch.to_bytes(), dtype=np.uint8))
 
 
-def _wait(refs: list[Any], timeout: float | None) -> tuple[list[Any], list[Any]]:
-    """ray.wait; but where Ray was shut down that would start a new one, in a thread."""
-    try:
-        if ray.is_initialized():
-            return ray.wait(refs, timeout=timeout)
-    except SystemExit:  # Ray was shut down meanwhile
-        pass
-    raise WorkerError("the group has ended: Ray was shut down")
+def _some_of(going: set[Future[Any]], timeout: float | None) -> set[Future[Any]]:
+    """Those that have ended, at least one; none if that takes too long. Ray's own functions are not
+    called here: in a thread, while another shuts Ray down, they would start a new Ray."""
+    started = time.monotonic()
+    while timeout is None or time.monotonic() < started + timeout:
+        if done := wait(going, POLL_S, FIRST_COMPLETED).done:
+            return done
+        if not ray.is_initialized():
+            raise WorkerError("the group has ended: Ray was shut down")
+    return set()
 
 
 class DeadError(WorkerError):
     """The process of a rank has died."""
 
 
-def _outcome(ref: Any, rank: int) -> Any:
+def _outcome(result: Future[Any], rank: int) -> Any:
     """The result of a call that has ended, or the worker's own error, without Ray's layers."""
     try:
-        return ray.get(ref)
+        return result.result()
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, Exception) else error
     except RayActorError as error:
