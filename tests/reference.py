@@ -32,13 +32,16 @@ def inputs_of(model: Qwen3VLForConditionalGeneration, row: Row) -> dict[str, Any
     types = torch.zeros_like(row.ids_S)
     types[row.ids_S == model.config.image_token_id] = 1
     types[row.ids_S == model.config.video_token_id] = 2
-    return dict(
-        input_ids=row.ids_S[None],
-        mm_token_type_ids=types[None].int(),
+    media = dict(
         pixel_values=row.pixel_values_PC,
         image_grid_thw=row.image_grid_I3,
         pixel_values_videos=row.pixel_values_videos_PC,
         video_grid_thw=row.video_grid_I3,
+    )
+    return dict(
+        input_ids=row.ids_S[None],
+        mm_token_type_ids=types[None].int(),
+        **{name: value for name, value in media.items() if value is not None},
     )
 
 

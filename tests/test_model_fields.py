@@ -155,6 +155,9 @@ ROPE: dict[str, dict[str, Any]] = {
         "attention_factor": 1.5,
         "beta_fast": 16.0,
         "beta_slow": 2.0,
+        "mscale": 1.0,  # declared by newer versions, as are the next two
+        "mscale_all_dim": 1.0,
+        "truncate": False,
     },
     "longrope": {
         "short_factor": [1.5] * 12,

@@ -67,7 +67,7 @@ class WithoutTorchvision(BaseVideoProcessor):
         options = dict(mode="bicubic", align_corners=False, antialias=True)
         return F.interpolate(image.flatten(0, 1), (size.height, size.width), **options)[None]
 
-    def normalize(self, image, mean, std):
+    def normalize(self, image, mean, std, inplace=False):
         return image.sub(mean[:, None, None]).div_(std[:, None, None])
 
 
@@ -186,6 +186,23 @@ def test_settings_that_are_refused(tmp_path, changes, message):
     path.unlink()
     with pytest.raises(ConfigError, match=r"no .*video_preprocessor_config\.json"):
         VideoSettings.from_checkpoint(tmp_path)
+
+
+def test_the_cap_of_a_frame_is_by_default_that_of_this_transformers(tmp_path):
+    """Its versions announce that the default will change."""
+    small = {"max_video_tokens": 4, "size": {"shortest_edge": 4096, "longest_edge": 10**6}}
+    path = tmp_path / "video_preprocessor_config.json"
+    grids = set()
+    for given in ({}, {"cap_pixels_per_frame": False}, {"cap_pixels_per_frame": True}):
+        path.write_text(json.dumps(RELEASED | small | given))
+        ours = VideoSettings.from_checkpoint(tmp_path)
+        frames = random_frames(6, 128, 128)
+        oracle = Oracle.from_pretrained(tmp_path)
+        theirs = oracle.preprocess([frames], do_sample_frames=False, return_tensors="pt")
+        grid = plan_video(VideoInfo(6, None, 128, 128), ours, sample=False).grid_thw
+        assert [list(grid)] == theirs["video_grid_thw"].tolist()
+        grids.add(grid)
+    assert len(grids) == 2
 
 
 # Plans

@@ -34,7 +34,7 @@ _IDLE = {
     *("transformers_version", "architectures", "_name_or_path", "_commit_hash", "dtype"),
     *("id2label", "label2id", "problem_type", "initializer_range", "chunk_size_feed_forward"),
     *("_attn_implementation_internal", "_experts_implementation_internal", "use_cache"),
-    *("bos_token_id", "eos_token_id"),
+    *("bos_token_id", "eos_token_id", "_post_init_done"),
 }
 _OUTPUTS = {"output_hidden_states", "_output_attentions"}
 _FIXED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "return_dict": (True,)}
