@@ -5,7 +5,11 @@ export TOKENIZERS_PARALLELISM = false
 # Every process that a test starts would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo reinforce test test-slow test-parity lint format bench scale clean
+# What another version of transformers would change: configs, processors, templates, generation.
+NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
+	row_maker.py hf.py tiny.py)
+
+.PHONY: setup demo reinforce test test-slow test-newest test-parity lint format bench scale clean
 
 setup: .venv/ready
 
@@ -31,6 +35,15 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow --ignore tests/test_sequences.py
 	$(BIN)/python -m pytest -m slow -n 2 tests/test_sequences.py
 
+# The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
+test-newest: .venv-newest/ready
+	.venv-newest/bin/python -m pytest -m 'not slow' -n 2 --dist loadfile $(NEWEST)
+
+.venv-newest/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
+	touch $@
+
 test-parity: setup
 	$(BIN)/python -m pytest tests/test_parity.py tests/test_steps.py
 
@@ -52,4 +65,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .demo .reinforce .bench
+	rm -rf .venv .venv-newest .demo .reinforce .bench
