@@ -193,8 +193,8 @@ def test_the_cap_of_a_frame_is_by_default_that_of_this_transformers(tmp_path):
     small = {"max_video_tokens": 4, "size": {"shortest_edge": 4096, "longest_edge": 10**6}}
     path = tmp_path / "video_preprocessor_config.json"
     grids = set()
-    for given in ({}, {"cap_pixels_per_frame": False}, {"cap_pixels_per_frame": True}):
-        path.write_text(json.dumps(RELEASED | small | given))
+    for cap in ({}, {"cap_pixels_per_frame": False}, {"cap_pixels_per_frame": True}):
+        path.write_text(json.dumps(RELEASED | small | cap))
         ours = VideoSettings.from_checkpoint(tmp_path)
         frames = random_frames(6, 128, 128)
         oracle = Oracle.from_pretrained(tmp_path)

@@ -1,0 +1,28 @@
+"""What mkdocs calls while it builds the site from the pages that one reads in the repository.
+
+README.md becomes the first page. Pages at the top and in docs/ link to each other by their places
+in the repository, which are not those of the site.
+"""
+
+import re
+from typing import Any
+
+from mkdocs.structure.files import File, Files  # type: ignore
+
+TOP = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Add the pages that lie beside docs/."""
+    for source, page in TOP.items():
+        files.append(File.generated(config, page, abs_src_path=source))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as the site has them, and fences that name nothing but a language."""
+    markdown = re.sub(r"^```(\w+) [\w ]+$", r"```\1", markdown, flags=re.MULTILINE)
+    here = page.file.src_uri
+    prefix = "docs/" if here in TOP.values() else "../"
+    markdown = markdown.replace(f"]({prefix}", "](")
+    return re.sub(r"\]\(([A-Z]+\.md)\)", lambda link: f"]({TOP.get(link[1], link[1])})", markdown)
