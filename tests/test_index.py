@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode import index as indexing
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.errors import DataError
@@ -81,6 +82,7 @@ def test_what_is_cached_is_not_encoded_again(tiny, tmp_path, small_chunks, monke
         {"max_tokens": 100, "truncation": "drop"},
         {"train_on": "last_assistant"},
         {"special_tokens": "escape"},
+        {"ignore_keys": ("reward",)},
         {"min_pixels": 4096},
         {"max_images": 3},
         {"exif_orientation": False},
@@ -92,6 +94,17 @@ def test_every_deciding_setting_makes_a_new_entry(change, tiny, tmp_path, monkey
     calls = encodes(monkeypatch)
     open_set(path, tiny(), cache, **change)
     assert len(calls) == 23
+
+
+def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
+    """By which a resumed run knows its data."""
+    from megatron_vlm.feed.feeder import fingerprint  # Megatron is slow to import
+
+    data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
+    plain, same, other = (
+        fingerprint(data, DataConfig(ignore_keys=names)) for names in ((), (), ("reward",))
+    )
+    assert plain == same != other
 
 
 def test_another_content_or_tokenizer_makes_a_new_entry(tiny, tmp_path, monkeypatch):

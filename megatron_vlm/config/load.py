@@ -91,11 +91,19 @@ def _typed(composed: Any) -> Config:
     for group, name in ((data, "train_on"), (evaluation, "candidates")):
         if isinstance(group[name], list):
             group[name] = tuple(map(str, group[name]))
+    data["ignore_keys"] = _names(data["ignore_keys"])
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
     values |= {name: cls(**values[name]) for name, cls in groups.items()}
     cfg = Config(**values)
     check_values(cfg)
     return cfg
+
+
+def _names(value: Any) -> Any:
+    """A name or a list of names as a tuple; validate.py refuses the rest."""
+    if isinstance(value, list):
+        return tuple(value)
+    return () if value is None else (value,)
 
 
 def known_keys() -> list[str]:

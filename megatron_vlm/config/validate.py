@@ -57,6 +57,10 @@ def _check_lists(cfg: Config) -> None:
             f"data.train_on={chosen!r}: choose one of {', '.join(scopes)}, or a list of "
             f"roles from {', '.join(roles)}"
         )
+    if not all(isinstance(name, str) and name for name in cfg.data.ignore_keys):
+        raise ConfigError(
+            f"data.ignore_keys={list(cfg.data.ignore_keys)}: give names of keys, such as [id,score]"
+        )
     candidates = cfg.eval.candidates
     if isinstance(candidates, list | tuple):
         check_candidates(candidates)

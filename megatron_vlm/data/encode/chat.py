@@ -38,9 +38,9 @@ class Message:
     turns: list[Turn]  # those that it shows
 
     @property
-    def mark(self) -> bool | None:
+    def mark(self) -> float | None:
         """What the record says about training it."""
-        return self.turns[0].trained if self.turns else None
+        return self.turns[0].weight if self.turns else None
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ChatRenderer:
         found = self._messages(chat, text, ids_U, starts_U)
         trained_U = np.zeros(len(ids_U), dtype=bool)
         for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
-            train = chosen and bool(message.turns) and message.mark is not False
+            train = chosen and bool(message.turns) and message.mark != 0
             trained_U[message.body : message.end] = train
         return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
@@ -169,7 +169,8 @@ class ChatRenderer:
     def _guard(self, chat: Chat) -> tuple[Chat, str]:
         """The chat with every special token that its text spells cut in two, and the mark of the
         cuts; or a refusal."""
-        texts = list(_strings([chat.tools, *((t.parts, t.tool_calls) for t in chat.turns)]))
+        said = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
+        texts = list(_strings([chat.tools, *said]))
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
             raise DataError(
                 f"{chat.where}: the text has half of a surrogate pair; it is not valid Unicode"
@@ -189,8 +190,13 @@ class ChatRenderer:
             return self.special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
 
         turns = tuple(
-            Turn(t.role, _map(t.parts, escape), _map(t.tool_calls, escape), t.trained)
-            for t in chat.turns
+            replace(
+                turn,
+                parts=_map(turn.parts, escape),
+                tool_calls=_map(turn.tool_calls, escape),
+                reasoning=escape(turn.reasoning),
+            )
+            for turn in chat.turns
         )
         return Chat(chat.where, turns, _map(chat.tools, escape)), cut
 
@@ -224,7 +230,7 @@ class ChatRenderer:
 def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
     """Which messages data.train_on picks."""
     if train_on == "record":
-        return [message.mark is True for message in messages]
+        return [bool(message.mark) for message in messages]
     if train_on == "last_assistant":
         last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
         return [i == last for i in range(len(messages))]
@@ -257,7 +263,8 @@ def _message(turn: Turn) -> dict[str, Any]:
             for part in turn.parts
         ]
     calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
-    return {"role": turn.role, "content": content, **calls}
+    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": turn.role, "content": content, **thoughts, **calls}
 
 
 def _fill(text: str, mark: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:

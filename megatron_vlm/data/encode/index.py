@@ -27,7 +27,7 @@ from megatron_vlm.data.read.sources import Source
 from megatron_vlm.errors import DataError
 
 CHUNK = 512  # records
-_VERSION = 2  # of the files; raise it when the meaning of their content changes
+_VERSION = 3  # of the files; raise it when the meaning of their content changes
 # The settings that decide what a sample is.
 _DECIDING = [
     "exif_orientation",
@@ -36,6 +36,7 @@ _DECIDING = [
     "truncation",
     "train_on",
     "special_tokens",
+    "ignore_keys",
     "allow_http",
 ]
 

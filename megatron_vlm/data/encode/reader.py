@@ -20,7 +20,7 @@ from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import VideoSettings, video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.records import Image, Video
+from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.sizes import ModelSizes, VisionTokens
@@ -36,11 +36,15 @@ class Reader:
 
     def encode(self, raw: object, where: str, prompt: bool = False) -> Sample:
         """Tokens and grids. Only the headers of images are read, not their pixels."""
-        return self.encoder.encode(parse_record(raw, where), self.policy, prompt)
+        return self.encoder.encode(self.parse(raw, where), self.policy, prompt)
+
+    def parse(self, raw: object, where: str) -> Record:
+        """What the raw record says."""
+        return parse_record(raw, where, self.encoder.cfg.ignore_keys)
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
         """The sample with its pixels."""
-        record = parse_record(raw, where)
+        record = self.parse(raw, where)
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
         videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
         ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))

@@ -132,7 +132,7 @@ class Encoder:
                 raise DataError(f"{where} has placeholder tokens; give images as image chunks")
             end = cursor + len(chunk)
             ids += chunk
-            trained += record.mask[cursor:end] if record.mask else [True] * len(chunk)
+            trained += map(bool, record.mask[cursor:end]) if record.mask else [True] * len(chunk)
             cursor = end
         if record.mask is not None and len(record.mask) != cursor:
             raise DataError(

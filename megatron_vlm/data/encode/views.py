@@ -20,7 +20,6 @@ from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.encode.sample import Encoder, Sample
-from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 
@@ -88,7 +87,7 @@ def show_sample(
     reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
 ) -> ShownSample:
     """The sample of a raw record, its views with pictures if they are wanted."""
-    views = _views(sample, parse_record(raw, where), reader)
+    views = _views(sample, reader.parse(raw, where), reader)
     problem = None
     if pictures and views:
         try:
