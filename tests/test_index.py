@@ -83,6 +83,7 @@ def test_what_is_cached_is_not_encoded_again(tiny, tmp_path, small_chunks, monke
         {"train_on": "last_assistant"},
         {"special_tokens": "escape"},
         {"ignore_keys": ("reward",)},
+        {"template_kwargs": {"has_system": True}},
         {"min_pixels": 4096},
         {"max_images": 3},
         {"exif_orientation": False},
@@ -101,10 +102,9 @@ def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
     from megatron_vlm.feed.feeder import fingerprint  # Megatron is slow to import
 
     data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
-    plain, same, other = (
-        fingerprint(data, DataConfig(ignore_keys=names)) for names in ((), (), ("reward",))
-    )
-    assert plain == same != other
+    rules = ({}, {}, {"ignore_keys": ("reward",)}, {"template_kwargs": {"level": 3}})
+    plain, same, *others = (fingerprint(data, DataConfig(**rule)) for rule in rules)
+    assert plain == same and len({plain, *others}) == 3
 
 
 def test_another_content_or_tokenizer_makes_a_new_entry(tiny, tmp_path, monkeypatch):

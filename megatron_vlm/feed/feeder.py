@@ -143,8 +143,9 @@ def fingerprint(data: DataSet | StreamSet, cfg: DataConfig) -> str:
     """A digest of what the order of samples depends on, and of the rules that say how a record is
     read: equal on all replicas, and after a resume."""
     hasher = hashlib.blake2b(digest_size=16)
-    if cfg.ignore_keys:
-        hasher.update(repr(sorted(cfg.ignore_keys)).encode())
+    rules = sorted(cfg.ignore_keys), sorted(cfg.template_kwargs.items())
+    if any(rules):
+        hasher.update(repr(rules).encode())
     if isinstance(data, DataSet):
         hasher.update(repr(data.order).encode())
         for source, index in zip(data.sources, data.indexes, strict=True):

@@ -8,7 +8,7 @@ Shapes: U tokens before placeholders are expanded.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ START, END = "<|im_start|>", "<|im_end|>"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
+_THOUGHT = "thought before it is said"  # text that no template has
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
 
 
@@ -55,10 +56,24 @@ class Rendered:
 class ChatRenderer:
     """The tokenizer, with what it takes to find the messages in its template's output."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: str, marks: VisionMarks):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        special_tokens: str,
+        marks: VisionMarks,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """`variables` are data.template_kwargs."""
         if not tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
         self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        for name in self.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ConfigError(
+                    f"data.template_kwargs has {name!r}, which the chat template of "
+                    f"{tokenizer.name_or_path} does not read; correct the name, or leave it out"
+                )
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
         ids = tokenizer.convert_tokens_to_ids(list(names))
@@ -85,11 +100,20 @@ class ChatRenderer:
         chat, cut = self._guard(chat)
         messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            text = self._apply(messages, tools=tools)
+            thinks = any(turn.reasoning for turn in chat.turns)
+            hidden = thinks and not self._shows_reasoning
         except Exception as error:  # a template is a program, and refuses what it does not expect
             raise DataError(
                 f"{chat.where}: the chat template cannot show the record: {error}"
             ) from error
+        if hidden:
+            raise DataError(
+                f"{chat.where}: an answer has reasoning (reasoning_content), which the chat "
+                f"template of {self.tokenizer.name_or_path} does not show; train a Thinking "
+                "checkpoint, or leave it out by data.ignore_keys="
+                "[reasoning_content,reasoning,thinking]"
+            )
         text, video_chars = _fill(bounded(text), self.marks.video, videos, cut)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
@@ -99,6 +123,19 @@ class ChatRenderer:
             train = chosen and bool(message.turns) and message.mark != 0
             trained_U[message.body : message.end] = train
         return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The text that the template renders."""
+        options |= self.variables
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        """Whether the template shows what was thought before the last answer. Qwen's leave out the
+        thoughts before earlier ones."""
+        answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
+        return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
 
     def least_tokens(self, text: str) -> int:
         """No fewer tokens than this come of the text: none is longer than the longest."""
@@ -142,10 +179,7 @@ class ChatRenderer:
     def _opening(self) -> np.ndarray:
         """The tokens that the template adds when an answer is to follow."""
         chat = [{"role": "user", "content": ""}]
-        closed, opened = (
-            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=opens)
-            for opens in (False, True)
-        )
+        closed, opened = (self._apply(chat, add_generation_prompt=opens) for opens in (False, True))
         return self._tokenize([opened.removeprefix(closed)])[0]
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -37,6 +37,7 @@ _DECIDING = [
     "train_on",
     "special_tokens",
     "ignore_keys",
+    "template_kwargs",
     "allow_http",
 ]
 

@@ -72,7 +72,7 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     marks = read_family(model_path).marks
-    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks)
+    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(model_path, cfg.min_pixels, cfg.max_pixels)
     return Encoder(renderer, images, VideoSettings.from_checkpoint(model_path), cfg)
 

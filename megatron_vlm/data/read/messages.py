@@ -103,6 +103,8 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
         raise DataError(f"{where}: content must be a string or a list, not {kind_of(content)}")
     for number, part in enumerate(content or ()):
         place = f"{where}, part {number}"
+        if isinstance(part, Mapping) and _kind_of_part(part) in keys.ignored:
+            continue
         kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
         if kind == "tool_call":
             found[kind] += dicts(value, place)
@@ -115,7 +117,7 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
     """The kind of a part, and what it holds."""
     if not isinstance(part, Mapping):
         raise DataError(f"{where} must be a string or an object, but this is {kind_of(part)}")
-    given = part.get("type") or next((k for k in _KINDS if part.get(k) is not None), "")
+    given = _kind_of_part(part)
     kind = _KINDS.get(given) if isinstance(given, str) else None
     if kind is None:
         raise DataError(f"{where} has type {given!r}; known: {', '.join(_KINDS)}")
@@ -132,6 +134,11 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
         fps = part.get("fps")
         return kind, AWAITED_VIDEO if value is None else video_of(value, fps, where, keys)
     return kind, value
+
+
+def _kind_of_part(part: Mapping[str, Any]) -> Any:
+    """The type that a part gives itself, or else that of what it holds."""
+    return part.get("type") or next((kind for kind in _KINDS if part.get(kind) is not None), "")
 
 
 def _parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any]:
