@@ -82,6 +82,19 @@ SAME = {
         "completion": [{"role": "assistant", "content": "A cat."}],
         "image": "a.png",
     },
+    "LLaMA-Factory's v1": {
+        "_dataset_name": "a",
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "value": "a.png"},
+                    {"type": "text", "value": "What is it?"},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "value": "A cat."}]},
+        ],
+    },
     "alpaca": {
         "instruction": "<image>What is it?",
         "input": "",
@@ -182,6 +195,45 @@ def test_sharegpt_function_calls():
     assert turns[1].tool_calls[0]["function"] == {"name": "look", "arguments": {}}
 
 
+def test_llama_factorys_v1_with_everything():
+    raw = {
+        "tools": '[{"type": "function", "function": {"name": "look"}}]',
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "value": "Look at "},
+                    {"type": "video_url", "value": "a.mp4"},
+                ],
+                "loss_weight": 0.0,
+            },
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "reasoning", "value": "I need eyes."},
+                    {"type": "text", "value": "Let me see."},
+                    {"type": "tool_call", "value": '{"name": "look", "arguments": {"x": 1}}'},
+                    {"type": "tool_call", "value": {"name": "look", "arguments": {}}},
+                ],
+                "loss_weight": 0.5,
+            },
+            {"role": "tool", "content": [{"type": "text", "value": "a cat"}], "loss_weight": 0},
+            {"role": "assistant", "content": [{"type": "text", "value": "A cat."}]},
+        ],
+    }
+    record = parse_record(raw, "x:1")
+    calls = tuple(
+        {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        for arguments in ({"x": 1}, {})
+    )
+    assert record.turns == (
+        Turn("user", ("Look at ", Video("a.mp4")), weight=0),
+        Turn("assistant", ("Let me see.",), calls, 0.5, "I need eyes."),
+        Turn("tool", ("a cat",), weight=0),
+        Turn("assistant", ("A cat.",)),
+    )
+
+
 def test_images_as_bytes_pil_and_base64():
     picture = PIL.Image.new("RGB", (4, 4))
     file = io.BytesIO()
@@ -278,10 +330,16 @@ WRONG = {
         {"messages": [*user("a")["messages"], {"role": "system", "content": "c"}]},
         "message 2 is a system message",
     ),
-    "weight of a half": (
-        {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
-        "weight is 0.5; give 0, 1",
-    ),
+    **{
+        f"weight of {weight!r}": (
+            {"messages": [{"role": "assistant", "content": "a", "weight": weight}]},
+            f"message 0: weight is {weight!r}; give 0 (or false), 1",
+        )
+        for weight in (-1, 1e-30, 1e30, float("nan"), float("inf"), "1", [1])
+    },
+    "v1 call that is not JSON": (user([{"type": "tool_call", "value": "{x"}]), "is not JSON"),
+    "v1 sound": (user([{"type": "audio_url", "value": "a.wav"}]), "type 'audio_url'; known"),
+    "v1 unknown key": (user([{"type": "text", "value": "a", "mood": "b"}]), "'mood' (message 0"),
     "call without a name": (
         {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "{}"}]}]},
         "a tool call has no function name",
@@ -330,7 +388,7 @@ WRONG = {
         chunks({"data": "AA", "expected_tokens": 0}),
         "expected_tokens is 0",
     ),
-    "mask of halves": (chunks({"tokens": [1]}, mask=[0.5]), "mask of token 0 is 0.5; give 0, 1"),
+    "a negative mask": (chunks({"tokens": [1]}, mask=[-1]), "mask of token 0 is -1; give 0"),
     "mask of text": (chunks({"tokens": [1]}, mask="1"), "the mask must be a list"),
 }
 

@@ -238,6 +238,29 @@ def test_a_cached_sample_whose_image_changed_is_an_error(tiny, tmp_path):
         data.row((0, 1))
 
 
+def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
+    """Chunks of files without weights have none, and neither have samples without."""
+    import json
+
+    def record(weight):
+        return {"messages": [say("user", "a"), say("assistant", "b", weight=weight)]}
+
+    path = tmp_path / "weights.jsonl"
+    given = [1] * 5 + [0.25, 1, True, 2, None]
+    path.write_text("".join(json.dumps(record(weight)) + "\n" for weight in given))
+    for _ in range(2):
+        (index,) = open_set(str(path), tiny(), tmp_path / "cache").indexes
+        assert [part["weighted"] for part in index.ends] == [False, True]
+        found = [index[place] for place in range(len(given))]
+        assert [sample.weights_S is None for sample in found] == [
+            weight not in (0.25, 2) for weight in given
+        ]
+        for sample, weight in zip(found, given, strict=True):
+            if sample.weights_S is not None:
+                assert (sample.weights_S[sample.trained_S] == weight).all()
+                assert not sample.weights_S[~sample.trained_S].any()
+
+
 def test_every_chat_survives_the_cache(tiny, tmp_path):
     import json
 

@@ -39,8 +39,8 @@ class Message:
     turns: list[Turn]  # those that it shows
 
     @property
-    def mark(self) -> float | None:
-        """What the record says about training it."""
+    def weight(self) -> float | None:
+        """What the record says about the loss of its tokens."""
         return self.turns[0].weight if self.turns else None
 
 
@@ -49,7 +49,7 @@ class Rendered:
     """A chat in tokens, with a single placeholder for each image and video frame."""
 
     ids_U: np.ndarray  # int32
-    trained_U: np.ndarray  # bool
+    weights_U: np.ndarray  # float32, of the loss; 0: not trained
     video_starts: tuple[int, ...] = ()  # first token of each video's text
 
 
@@ -95,8 +95,8 @@ class ChatRenderer:
         train_on: str | Sequence[str],
         bounded: Callable[[str], str] = str,
     ) -> Rendered:
-        """The tokens and which of them are trained. `videos` is the text for each video. `bounded`
-        may shorten the text, or refuse it, before it costs time and memory as tokens."""
+        """The tokens and the weights of their losses. `videos` is the text for each video.
+        `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
         chat, cut = self._guard(chat)
         messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
         try:
@@ -118,11 +118,11 @@ class ChatRenderer:
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
         found = self._messages(chat, text, ids_U, starts_U)
-        trained_U = np.zeros(len(ids_U), dtype=bool)
+        weights_U = np.zeros(len(ids_U), dtype=np.float32)
         for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
-            train = chosen and bool(message.turns) and message.mark != 0
-            trained_U[message.body : message.end] = train
-        return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+            if chosen and message.turns:
+                weights_U[message.body : message.end] = _weight(message, chat.where)
+        return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The text that the template renders."""
@@ -172,8 +172,8 @@ class ChatRenderer:
     def opened(self, rendered: Rendered) -> Rendered:
         """The chat followed by the tokens that open an answer."""
         ids_U = np.concatenate([rendered.ids_U, self._opening])
-        trained_U = np.pad(rendered.trained_U, (0, len(self._opening)))
-        return replace(rendered, ids_U=ids_U, trained_U=trained_U)
+        weights_U = np.pad(rendered.weights_U, (0, len(self._opening)))
+        return replace(rendered, ids_U=ids_U, weights_U=weights_U)
 
     @cached_property
     def _opening(self) -> np.ndarray:
@@ -264,12 +264,23 @@ class ChatRenderer:
 def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
     """Which messages data.train_on picks."""
     if train_on == "record":
-        return [bool(message.mark) for message in messages]
+        return [bool(message.weight) for message in messages]
     if train_on == "last_assistant":
         last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
         return [i == last for i in range(len(messages))]
     roles = ["assistant"] if train_on == "all_assistant" else train_on
     return [message.role in roles for message in messages]
+
+
+def _weight(message: Message, where: str) -> float:
+    """Of the loss of each of its tokens."""
+    if len(given := {turn.weight for turn in message.turns}) > 1:
+        shown = ", ".join("none" if weight is None else f"{weight:g}" for weight in given)
+        raise DataError(
+            f"{where}: the chat template shows {len(message.turns)} {message.role} messages as "
+            f"one, and their weights differ: {shown}; give them the same"
+        )
+    return 1.0 if message.weight is None else message.weight
 
 
 def _take(waiting: list[Turn], role: str) -> list[Turn]:

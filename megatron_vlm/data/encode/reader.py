@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class Reader:
         videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
         ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
         labels_S = torch.where(torch.from_numpy(sample.trained_S), ids_S, IGNORE)
-        return place_row(Row(ids_S, labels_S, *images, *videos), self.tokens, where)
+        weights_S = None if sample.weights_S is None else torch.from_numpy(sample.weights_S)
+        row = replace(Row(ids_S, labels_S, *images, *videos), loss_weights_S=weights_S)
+        return place_row(row, self.tokens, where)
 
     def picture(self, image: Image, where: str) -> Tensor:
         """The image decoded, resized and cut into patches: bytes [P, C]."""

@@ -6,6 +6,8 @@ from typing import Any
 
 from megatron_vlm.errors import DataError
 
+_LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their losses
+
 
 def dicts(value: Any, where: str) -> list[dict[str, Any]]:
     """A list of objects; a single one and a JSON string are understood, too."""
@@ -33,9 +35,12 @@ def text_of(value: Any, name: str, where: str) -> str:
 
 def weight_of(value: Any, where: str) -> float:
     """A weight of the loss, of a message or a token; true is 1, and false is 0."""
-    if isinstance(value, bool | int | float) and value in (0, 1):
+    if isinstance(value, bool | int | float) and (not value or _LEAST <= value <= _MOST):
         return float(value)
-    raise DataError(f"{where} is {value!r}; give 0, 1, true or false")
+    raise DataError(
+        f"{where} is {value!r}; give 0 (or false), 1 (or true), or another weight from "
+        f"{_LEAST:g} to {_MOST:g}"
+    )
 
 
 def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
