@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_vlm.data.encode.spans import Message, choose_trained, take_turns, weight_of
 from megatron_vlm.data.read.records import Chat, Image, Turn
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.family import VisionMarks
@@ -26,22 +27,6 @@ _CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
 _THOUGHT = "thought before it is said"  # text that no template has
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message of the rendered text. Its tokens [body, end) are those after the line with its
-    role, <|im_end|> included."""
-
-    role: str
-    body: int
-    end: int
-    turns: list[Turn]  # those that it shows
-
-    @property
-    def weight(self) -> float | None:
-        """What the record says about the loss of its tokens."""
-        return self.turns[0].weight if self.turns else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +106,7 @@ class ChatRenderer:
         weights_U = np.zeros(len(ids_U), dtype=np.float32)
         for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
             if chosen and message.turns:
-                weights_U[message.body : message.end] = _weight(message, chat.where)
+                weights_U[message.body : message.end] = weight_of(message, chat.where)
         return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -250,7 +235,7 @@ class ChatRenderer:
             line = text.find("\n", starts_U[start])
             role = text[starts_U[start] + len(START) : line]
             body = int(np.searchsorted(starts_U, line + 1))
-            turns = _take(waiting, role)
+            turns = take_turns(waiting, role)
             role = turns[0].role if turns else role
             found.append(Message(role, min(body, close), close + 1, turns))
         if waiting:
@@ -259,41 +244,6 @@ class ChatRenderer:
                 f"{len(chat.turns)} messages, the first a {waiting[0].role} message"
             )
         return found
-
-
-def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
-    """Which messages data.train_on picks."""
-    if train_on == "record":
-        return [bool(message.weight) for message in messages]
-    if train_on == "last_assistant":
-        last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
-        return [i == last for i in range(len(messages))]
-    roles = ["assistant"] if train_on == "all_assistant" else train_on
-    return [message.role in roles for message in messages]
-
-
-def _weight(message: Message, where: str) -> float:
-    """Of the loss of each of its tokens."""
-    if len(given := {turn.weight for turn in message.turns}) > 1:
-        shown = ", ".join("none" if weight is None else f"{weight:g}" for weight in given)
-        raise DataError(
-            f"{where}: the chat template shows {len(message.turns)} {message.role} messages as "
-            f"one, and their weights differ: {shown}; give them the same"
-        )
-    return 1.0 if message.weight is None else message.weight
-
-
-def _take(waiting: list[Turn], role: str) -> list[Turn]:
-    """Take the turns that a message with this role shows: one, or several tool messages in a row,
-    which Qwen's templates show as one of the user; none for a system prompt that the template
-    adds by itself."""
-    if waiting and role == "user" and waiting[0].role == "tool":
-        count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
-    else:
-        count = int(bool(waiting) and waiting[0].role == role)
-    taken = waiting[:count]
-    del waiting[:count]
-    return taken
 
 
 def _message(turn: Turn) -> dict[str, Any]:
