@@ -57,7 +57,7 @@ class StepMetrics:
     """Figures of the global batch, the same on every rank; on request, log-probs of this replica's
     rows."""
 
-    loss: float  # mean over the supervised tokens
+    loss: float  # mean over the supervised tokens, by their weights
     num_tokens: int  # supervised
     log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
     means: dict[str, float] = field(default_factory=dict)  # what the loss reports, over the same
@@ -137,7 +137,10 @@ class MegatronWorker:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs = self.stage.run(batches, partial(self._loss_step, objective), forward_only=False)
-        mean, count, means = self._totals(objective, batches, outputs)
+        mean, count, weight, means = self._totals(objective, batches, outputs)
+        if weight != count:  # Megatron has divided by the count
+            for chunk in self.stage.wrapped:
+                chunk.scale_gradients(count / weight)
         log_probs = None
         if return_per_token_outputs:
             log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
@@ -145,20 +148,22 @@ class MegatronWorker:
 
     def _totals(
         self, objective: Objective, batches: Sequence[MicroBatch], outputs: Sequence[Any]
-    ) -> tuple[float, int, dict[str, float]]:
-        """Over the global batch: the mean loss, the supervised tokens, the means of what the loss
-        reports."""
+    ) -> tuple[float, int, float, dict[str, float]]:
+        """Over the global batch: the mean loss, the supervised tokens, the sum of their weights,
+        the means of what the loss reports."""
         names = ("loss_sum", *objective.metrics)
-        total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.platform.device)
+        total = torch.zeros(2 + len(names), dtype=torch.float64, device=self.platform.device)
         if self.grid.last:
             total[0] = sum(batch.num_supervised for batch in batches)
-            for place, name in enumerate(names, start=1):
+            total[1] = sum(batch.weight for batch in batches)
+            for place, name in enumerate(names, start=2):
                 total[place] = sum(output[name].double() for output in outputs)
             dist.all_reduce(total, group=self.grid.dp.group)
         self.grid.from_last_stage(total)
-        count, *sums = total.tolist()
-        mean, *means = (value / max(count, 1.0) for value in sums)
-        return mean, int(count), dict(zip(objective.metrics, means, strict=True))
+        count, weight, loss_sum, *sums = total.tolist()
+        means = [value / max(count, 1.0) for value in sums]
+        reported = dict(zip(objective.metrics, means, strict=True))
+        return loss_sum / (weight or 1.0), int(count), weight, reported
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
         """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).

@@ -94,6 +94,8 @@ def _type(kind: Any) -> str:
         return " | ".join(parts)
     if origin in (Union, UnionType):
         return " | ".join(map(_type, parts))
+    if origin is dict:
+        return "object"
     if origin in (list, tuple):
         return f"list[{_type(parts[0])}]"
     names = {NoneType: "null", SourceSpec: "source", EvalSource: "set"}

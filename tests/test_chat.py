@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,66 @@ def test_a_records_own_word(reader):
         assert trained_text(ours, ours.encode(record, "x:1")) == expected
 
 
+WEIGHED = {
+    "messages": [
+        say("user", image(64, 64), text("a"), loss_weight=2.0),
+        say("assistant", "b", weight=0.5),
+        say("user", "c", loss_weight=0.0),
+        say("assistant", "d", loss_weight=0),
+        say("user", "e"),
+        say("assistant", "f", loss_weight=1),
+        say("user", "g"),
+        say("assistant", "h"),
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("all_assistant", {"b": 0.5, "f": 1, "h": 1}),
+        ("record", {"a": 2, "b": 0.5, "f": 1}),
+        ("last_assistant", {"h": 1}),
+        (("user",), {"a": 2, "e": 1, "g": 1}),
+    ],
+)
+def test_weights_of_messages(train_on, expected, reader):
+    """Of which an image and its brackets have none."""
+    ours = reader(train_on=train_on)
+    sample = ours.encode(WEIGHED, "x:1")
+    spans = [span.removesuffix("<|im_end|>") for span in trained_text(ours, sample)]
+    assert [span for span in spans if span] == list(expected)
+    if set(expected.values()) == {1}:
+        assert sample.weights_S is None
+        return
+    assert set(sample.weights_S[sample.trained_S].tolist()) == set(expected.values())
+    assert not sample.weights_S[~sample.trained_S].any()
+    token = ours.encoder.renderer.tokenizer.convert_tokens_to_ids
+    for letter, weight in expected.items():
+        (place,) = np.flatnonzero(sample.trained_S & (sample.ids_S == token(letter)))
+        assert sample.weights_S[place] == weight
+    row = ours.row(WEIGHED, "x:1", sample).row
+    assert row.loss_weights_S.tolist() == sample.weights_S.tolist()
+
+
+def test_a_cut_sample_keeps_its_weights(reader):
+    words = {"messages": [*WEIGHED["messages"][:2], say("user", "far " * 90)]}
+    whole = reader().encode(words, "x:1")
+    cut = reader(max_tokens=30, truncation="image_safe").encode(words, "x:1")
+    assert len(cut.ids_S) == 30 and cut.weights_S.tolist() == whole.weights_S[:30].tolist()
+    prompt = reader().encode(words, "x:1", prompt=True)
+    assert prompt.weights_S is None and not prompt.trained_S.any()
+
+
+def test_messages_that_are_shown_as_one_have_one_weight(reader):
+    """As templates show the answers of tools."""
+    turns = [say("user", "a"), say("tool", "3", weight=1), say("tool", "4", weight=0.5)]
+    record = {"messages": [*turns, say("assistant", "b", weight=1)]}
+    with pytest.raises(DataError, match=r"shows 2 tool messages as one, .* differ: .*give them"):
+        reader(train_on="record").encode(record, "x:1")
+    assert reader().encode(record, "x:1").weights_S is None  # where they are not trained
+
+
 def test_nothing_to_learn_is_dropped(reader):
     record = {"messages": [say("user", "a"), say("assistant", "b")]}
     with pytest.raises(Dropped, match="nothing to learn"):
@@ -230,6 +291,14 @@ def test_chunks_keep_their_tokens_and_mask(reader):
     assert sample.ids_S.tolist() == [5, 6, pad, pad, pad, pad, 7, 8, 9]
     assert sample.trained_S.tolist() == [bool(value) for value in CHUNKS["mask"]]
     assert sample.image_grids == ((1, 4, 4),)
+
+
+def test_chunks_have_weights_of_tokens(reader):
+    mask = [0, 0.25, *[3.0] * 4, 1, 0, 2]
+    sample = reader().encode({**CHUNKS, "mask": mask}, "x:1")
+    expected = [0, 0.25, 0, 0, 0, 0, 1, 0, 2]  # what is given is never predicted
+    assert sample.weights_S.tolist() == expected
+    assert sample.trained_S.tolist() == [weight > 0 for weight in expected]
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,13 @@ def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
 )
 def test_the_resolved_configuration_reads_back(train, held_out):
     given = [f"data.train={train}", f"data.eval={held_out}", "eval.candidates=[cat,dog]"]
+    given.append("data.ignore_keys=[reward,'my score, new']")
+    given.append("data.template_kwargs={enable_thinking: false}")
     cfg = load_config(["model=tiny_cpu", "model.path=x", "data.train_on=[user]", *given])
     assert from_yaml(to_yaml(cfg)) == cfg
     assert cfg.data.train_on == ("user",) and cfg.eval.candidates == ("cat", "dog")
+    assert cfg.data.ignore_keys == ("reward", "my score, new")
+    assert cfg.data.template_kwargs == {"enable_thinking": False}
 
 
 def test_sources_are_written_as_people_write_them():

@@ -77,6 +77,8 @@ def asked(tiny, tmp_path_factory) -> dict[str, Any]:
     for record, text in list(zip(records, texts, strict=True))[::2]:
         if text and not any(token in text for token in special):
             record["messages"][-1]["content"] = text
+    for record in records[::3]:
+        record["messages"][-1]["weight"] = 0.3
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     right = [record["messages"][-1]["content"].strip() for record in records]
     return {
@@ -99,12 +101,14 @@ def rows_in(file: str, path: str, pixels: PixelTables) -> list[Row]:
 def expected(asked) -> dict[str, float]:
     """Loss, token accuracy and the rank of candidates, by Hugging Face's logits."""
     model, tokenizer = asked["model"], asked["tokenizer"]
-    total, right, count, ranked = 0.0, 0, 0, 0
+    total, right, count, ranked, weight = 0.0, 0, 0, 0, 0.0
     for row in asked["rows"]:
         log_probs = logits_of(model, row)[:-1].log_softmax(-1)
         targets = row.labels_S[1:]
         for place in (targets != IGNORE).nonzero()[:, 0]:
-            total -= float(log_probs[place, targets[place]])
+            own = 1.0 if row.loss_weights_S is None else float(row.loss_weights_S[place + 1])
+            total -= own * float(log_probs[place, targets[place]])
+            weight += own
             right += int(log_probs[place].argmax() == targets[place])
             count += 1
         prompt, answer = prompt_and_answer(row)
@@ -117,7 +121,8 @@ def expected(asked) -> dict[str, float]:
         assert sorted(sums)[-1] - sorted(sums)[-2] > MARGIN
         said = asked["candidates"][int(np.argmax(sums))]
         ranked += said == tokenizer.decode(answer[:-1]).strip()
-    return {"loss": total / count, "token_accuracy": right / count, "ranking": ranked / ROWS}
+    assert weight < count
+    return {"loss": total / weight, "token_accuracy": right / count, "ranking": ranked / ROWS}
 
 
 def examine(

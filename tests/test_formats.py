@@ -82,6 +82,19 @@ SAME = {
         "completion": [{"role": "assistant", "content": "A cat."}],
         "image": "a.png",
     },
+    "LLaMA-Factory's v1": {
+        "_dataset_name": "a",
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "value": "a.png"},
+                    {"type": "text", "value": "What is it?"},
+                ],
+            },
+            {"role": "assistant", "content": [{"type": "text", "value": "A cat."}]},
+        ],
+    },
     "alpaca": {
         "instruction": "<image>What is it?",
         "input": "",
@@ -164,7 +177,7 @@ def test_tool_calls_are_brought_to_one_shape(call):
     expected = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
     assert record.turns[1] == Turn("assistant", (), (expected,))
     assert record.turns[2] == Turn("tool", (Image("a.png"),))
-    assert record.turns[3].trained is False
+    assert record.turns[3].weight == 0
     assert record.tools == ({"type": "function", "function": {"name": "look"}},)
 
 
@@ -180,6 +193,45 @@ def test_sharegpt_function_calls():
     turns = parse_record(raw, "x:1").turns
     assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant"]
     assert turns[1].tool_calls[0]["function"] == {"name": "look", "arguments": {}}
+
+
+def test_llama_factorys_v1_with_everything():
+    raw = {
+        "tools": '[{"type": "function", "function": {"name": "look"}}]',
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "value": "Look at "},
+                    {"type": "video_url", "value": "a.mp4"},
+                ],
+                "loss_weight": 0.0,
+            },
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "reasoning", "value": "I need eyes."},
+                    {"type": "text", "value": "Let me see."},
+                    {"type": "tool_call", "value": '{"name": "look", "arguments": {"x": 1}}'},
+                    {"type": "tool_call", "value": {"name": "look", "arguments": {}}},
+                ],
+                "loss_weight": 0.5,
+            },
+            {"role": "tool", "content": [{"type": "text", "value": "a cat"}], "loss_weight": 0},
+            {"role": "assistant", "content": [{"type": "text", "value": "A cat."}]},
+        ],
+    }
+    record = parse_record(raw, "x:1")
+    calls = tuple(
+        {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        for arguments in ({"x": 1}, {})
+    )
+    assert record.turns == (
+        Turn("user", ("Look at ", Video("a.mp4")), weight=0),
+        Turn("assistant", ("Let me see.",), calls, 0.5, "I need eyes."),
+        Turn("tool", ("a cat",), weight=0),
+        Turn("assistant", ("A cat.",)),
+    )
 
 
 def test_images_as_bytes_pil_and_base64():
@@ -278,10 +330,16 @@ WRONG = {
         {"messages": [*user("a")["messages"], {"role": "system", "content": "c"}]},
         "message 2 is a system message",
     ),
-    "weight of a half": (
-        {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
-        "weight is 0.5; give 0, 1",
-    ),
+    **{
+        f"weight of {weight!r}": (
+            {"messages": [{"role": "assistant", "content": "a", "weight": weight}]},
+            f"message 0: weight is {weight!r}; give 0 (or false), 1",
+        )
+        for weight in (-1, 1e-30, 1e30, float("nan"), float("inf"), "1", [1])
+    },
+    "v1 call that is not JSON": (user([{"type": "tool_call", "value": "{x"}]), "is not JSON"),
+    "v1 sound": (user([{"type": "audio_url", "value": "a.wav"}]), "type 'audio_url'; known"),
+    "v1 unknown key": (user([{"type": "text", "value": "a", "mood": "b"}]), "'mood' (message 0"),
     "call without a name": (
         {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "{}"}]}]},
         "a tool call has no function name",
@@ -330,8 +388,182 @@ WRONG = {
         chunks({"data": "AA", "expected_tokens": 0}),
         "expected_tokens is 0",
     ),
-    "mask of halves": (chunks({"tokens": [1]}, mask=[0.5]), "the mask must be a list of 0 and 1"),
+    "a negative mask": (chunks({"tokens": [1]}, mask=[-1]), "mask of token 0 is -1; give 0"),
+    "mask of text": (chunks({"tokens": [1]}, mask="1"), "the mask must be a list"),
 }
+
+
+DIALOGUE = user("a")["messages"]
+PREFERENCE = "makes this preference data"
+# Keys that no format has, or whose meaning is not carried out: named, with what to write so that
+# they are ignored.
+UNKNOWN = {
+    "of a record": (
+        {"messages": DIALOGUE, "reward": 1.5, "objects": {"bbox": [1]}},
+        "the meaning of 'reward', 'objects' is not known here",
+        ["objects", "reward"],
+    ),
+    "of every kind at once": (
+        {
+            "score": 0,
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a", "bbox": [1, 2]}]},
+                {"role": "assistant", "content": "b", "refusal": "no"},
+                {"role": "assistant", "tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
+                {"role": "assistant", "content": "b", "refusal": "no"},
+            ],
+        },
+        "'score', 'bbox' (message 0, part 0), 'refusal' (message 1), "
+        "'parameters' (message 2, a tool call)",
+        ["bbox", "parameters", "refusal", "score"],
+    ),
+    "a class is no preference": (
+        {"messages": DIALOGUE, "label": "cat"},
+        "the meaning of 'label' is not known here",
+        ["label"],
+    ),
+    "another format's": (
+        {"prompt": "a", "completion": "b", "history": [["c", "d"]]},
+        "'history'",
+        ["history"],
+    ),
+    "two formats at once": (
+        {"messages": DIALOGUE, "conversations": [{"from": "human", "value": "c"}]},
+        "'conversations'",
+        ["conversations"],
+    ),
+    "chunks beside messages": (
+        chunks({"tokens": [1]}, messages=DIALOGUE),
+        "'messages'",
+        ["messages"],
+    ),
+    "of a chunk": (
+        chunks({"tokens": [1], "logprobs": [0.5]}),
+        "'logprobs' (chunk 0)",
+        ["logprobs"],
+    ),
+    "a picture's size": (
+        user([{"image": "a", "max_pixels": 9}, "a"]),
+        "'max_pixels'",
+        ["max_pixels"],
+    ),
+    "a picture's detail": (
+        user([{"type": "image_url", "image_url": {"url": "a", "detail": "low"}}]),
+        "'detail' (message 0, part 0)",
+        ["detail"],
+    ),
+    "the name of a speaker": (
+        {"messages": [{"role": "user", "name": "Ann", "content": "a"}, DIALOGUE[1]]},
+        "'name' (message 0)",
+        ["name"],
+    ),
+    "a key that a shell would take apart": (
+        {"messages": DIALOGUE, "my score, new": 1},
+        "data.ignore_keys=['my score, new']",
+        ["my score, new"],
+    ),
+    "chosen and rejected": (
+        {"conversations": DIALOGUE, "chosen": {"from": "gpt"}, "rejected": {"from": "gpt"}},
+        f"'chosen' and 'rejected' {PREFERENCE}",
+        ["chosen", "rejected"],
+    ),
+    "a disliked answer": (
+        {"messages": DIALOGUE, "label": False},
+        f"'label' {PREFERENCE}",
+        ["label"],
+    ),
+    "a tag": ({"messages": DIALOGUE, "kto_tag": True}, f"'kto_tag' {PREFERENCE}", ["kto_tag"]),
+    "a rejected response": (
+        {"messages": DIALOGUE, "rejected_response": "c"},
+        f"'rejected_response' {PREFERENCE}",
+        ["rejected_response"],
+    ),
+    "sound": (
+        {**user("<audio>What is it?"), "audios": ["a.wav"]},
+        "'audios' gives sound, and Qwen3-VL hears none",
+        ["audios"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_keys_are_refused_by_name_until_they_are_ignored(name):
+    raw, words, names = UNKNOWN[name]
+    with pytest.raises(DataError) as error:
+        parse_record(raw, "chats.jsonl:7")
+    assert str(error.value).startswith("chats.jsonl:7: ")
+    assert words in str(error.value)
+    assert str(error.value).endswith("]") and "data.ignore_keys=[" in str(error.value)
+    parse_record(raw, "chats.jsonl:7", names)
+    for missing in names:
+        with pytest.raises(DataError, match=missing):
+            parse_record(raw, "chats.jsonl:7", [other for other in names if other != missing])
+
+
+def test_the_remedy_keeps_what_is_ignored_already():
+    with pytest.raises(DataError, match=r"data\.ignore_keys=\[reward,score\]$"):
+        parse_record({"messages": DIALOGUE, "score": 1, "reward": 2}, "x:1", ["score"])
+
+
+def test_only_preference_and_sound_without_a_format():
+    """As trl has them: there would be no format to speak of."""
+    for raw in ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"chosen_messages": DIALOGUE}):
+        with pytest.raises(DataError, match=PREFERENCE):
+            parse_record(raw, "x:1")
+
+
+def test_an_ignored_key_is_as_if_it_were_not_there():
+    raw = {"messages": [{**DIALOGUE[0], "weight": 1}, DIALOGUE[1]], "tools": [{"name": "f"}]}
+    assert parse_record(raw, "x:1", ["weight", "tools"]) == parse_record(user("a"), "x:1")
+
+
+def test_what_is_empty_and_metadata_are_no_keys():
+    empty = {"reward": None, "objects": {}, "bbox": [], "audios": [], "chosen": "", "label": None}
+    raw = {
+        "messages": [{**DIALOGUE[0], "name": "", "x": {"y": None}}, DIALOGUE[1]],
+        "id": 7,
+        "source": "a book",
+        "category": "b",
+        "image": "",
+        "images": [],
+        **empty,
+    }
+    assert parse_record(raw, "x:1") == parse_record(user("a"), "x:1")
+
+
+def test_system_beside_messages_is_the_first_of_them():
+    record = parse_record({"system": "Be brief.", "messages": DIALOGUE}, "x:1")
+    assert record.turns[0] == Turn("system", ("Be brief.",))
+
+
+TWICE = {
+    "image and images": {**user("a"), "image": "a.png", "images": ["b.png"]},
+    "content and value": {"messages": [{"role": "user", "content": "a", "value": "b"}]},
+    "role and from": {"messages": [{"role": "user", "from": "gpt", "content": "b"}]},
+    "image and url": user([{"type": "image", "image": "a.png", "url": "b.png"}]),
+    "weight and train": {"messages": [{**DIALOGUE[1], "weight": 0, "train": True}]},
+    "mask and weights": chunks({"tokens": [1]}, mask=[1], weights=[0]),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_keys_that_mean_the_same_and_differ_are_refused(name):
+    first, second = name.split(" and ")
+    with pytest.raises(DataError, match=f"'{first}' and '{second}'.*give one of them"):
+        parse_record(TWICE[name], "x:1")
+
+
+def test_two_keys_that_say_the_same_are_one():
+    message = {"role": "user", "from": "human", "content": "a", "value": "a"}
+    assert parse_record({"messages": [message, DIALOGUE[1]]}, "x:1") == parse_record(
+        user("a"), "x:1"
+    )
+
+
+def test_the_keys_of_an_answer_to_a_call():
+    answer = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"}
+    raw = {"messages": [*DIALOGUE, answer]}
+    assert parse_record(raw, "x:1").turns[2] == Turn("tool", ("3",))
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode import index as indexing
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.errors import DataError
@@ -81,6 +82,8 @@ def test_what_is_cached_is_not_encoded_again(tiny, tmp_path, small_chunks, monke
         {"max_tokens": 100, "truncation": "drop"},
         {"train_on": "last_assistant"},
         {"special_tokens": "escape"},
+        {"ignore_keys": ("reward",)},
+        {"template_kwargs": {"has_system": True}},
         {"min_pixels": 4096},
         {"max_images": 3},
         {"exif_orientation": False},
@@ -92,6 +95,16 @@ def test_every_deciding_setting_makes_a_new_entry(change, tiny, tmp_path, monkey
     calls = encodes(monkeypatch)
     open_set(path, tiny(), cache, **change)
     assert len(calls) == 23
+
+
+def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
+    """By which a resumed run knows its data."""
+    from megatron_vlm.feed.feeder import fingerprint  # Megatron is slow to import
+
+    data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
+    rules = ({}, {}, {"ignore_keys": ("reward",)}, {"template_kwargs": {"level": 3}})
+    plain, same, *others = (fingerprint(data, DataConfig(**rule)) for rule in rules)
+    assert plain == same and len({plain, *others}) == 3
 
 
 def test_another_content_or_tokenizer_makes_a_new_entry(tiny, tmp_path, monkeypatch):
@@ -223,6 +236,29 @@ def test_a_cached_sample_whose_image_changed_is_an_error(tiny, tmp_path):
     picture(200, 200).save(tmp_path / "images" / "1-0.png")
     with pytest.raises(DataError, match=r"the file has changed; delete data\.cache_dir"):
         data.row((0, 1))
+
+
+def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
+    """Chunks of files without weights have none, and neither have samples without."""
+    import json
+
+    def record(weight):
+        return {"messages": [say("user", "a"), say("assistant", "b", weight=weight)]}
+
+    path = tmp_path / "weights.jsonl"
+    given = [1] * 5 + [0.25, 1, True, 2, None]
+    path.write_text("".join(json.dumps(record(weight)) + "\n" for weight in given))
+    for _ in range(2):
+        (index,) = open_set(str(path), tiny(), tmp_path / "cache").indexes
+        assert [part["weighted"] for part in index.ends] == [False, True]
+        found = [index[place] for place in range(len(given))]
+        assert [sample.weights_S is None for sample in found] == [
+            weight not in (0.25, 2) for weight in given
+        ]
+        for sample, weight in zip(found, given, strict=True):
+            if sample.weights_S is not None:
+                assert (sample.weights_S[sample.trained_S] == weight).all()
+                assert not sample.weights_S[~sample.trained_S].any()
 
 
 def test_every_chat_survives_the_cache(tiny, tmp_path):

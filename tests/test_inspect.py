@@ -419,6 +419,20 @@ def test_trained_spans_are_marked_on_the_page(page, seen):
     assert len(marks) == 1 + trained  # the legend's
 
 
+def test_weights_are_shown(look, folder):
+    answers = [say("assistant", "half", weight=0.5), say("assistant", "whole", weight=1)]
+    turns = [turn for answer in answers for turn in (say("user", "?"), answer)]
+    path = folder / "weights.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    inspection = look(train=path)[1]
+    lines = squeezed(printed(inspection))
+    assert "assistant  (x0.5){+half<|im_end|>+}\n" in lines
+    assert "assistant  {+whole<|im_end|>+}\n" in lines
+    page = render_page(inspection)
+    assert re.findall(r'class="weight"[^>]*>(x[^<]*)</span>\s*<mark>half', page) == ["x0.5"]
+    assert page.count('class="weight"') == 2  # the other is the legend's
+
+
 def test_tags_escape_names_and_values():
     assert tag("p", "<b>", tag("i", "&"), class_='"') == (
         '<p class="&quot;">&lt;b&gt;<i>&amp;</i></p>'

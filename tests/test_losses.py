@@ -247,6 +247,110 @@ def test_values_go_every_way_that_rows_go(pool, tiny, rl_rows):
     assert ratio == pytest.approx(1, abs=1e-6)  # what `forward` gives is what was sampled from
 
 
+def with_weights(rows: list[Row]) -> list[Row]:
+    """Weights of a half of the rows: at DP2 each replica has other sums, and one micro-batch none.
+    Where nothing is supervised stands what would spoil everything."""
+    generator = torch.Generator().manual_seed(6)
+
+    def weights(row: Row) -> Tensor:
+        drawn_S = 4 * torch.rand(len(row.ids_S), generator=generator) + 0.01
+        return drawn_S.where(row.labels_S != IGNORE, torch.nan)
+
+    return [
+        replace(row, loss_weights_S=weights(row) if place in (0, 1, 2, 7) else None)
+        for place, row in enumerate(rows)
+    ]
+
+
+@pytest.fixture(scope="module")
+def by_weight(tiny) -> tuple[list[Row], Expected]:
+    """Rows with weights; plain PyTorch's sum of weighted losses over the sum of weights."""
+    model = load_reference(tiny(vocab=VOCAB))
+    rows = with_weights(make_rows(MIXED, VOCAB))
+    losses, weights = [], []
+    for row in rows:
+        picked = (row.labels_S[1:] != IGNORE).nonzero()[:, 0]
+        log_probs = row_logits(model, row)[picked].float().log_softmax(-1)
+        losses.append(-log_probs.gather(-1, row.ids_S[1 + picked, None])[:, 0])
+        given_S = row.loss_weights_S
+        weights.append(torch.ones(len(picked)) if given_S is None else given_S[1 + picked])
+    loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
+    loss.backward()
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
+    return rows, Expected(float(loss.detach()), {}, grads)
+
+
+def run_weighted(worker: MegatronWorker, rows: list[Row]) -> dict[str, Any]:
+    """Rows with weights, the same through bytes and shared by one rank, and rows whose weights are
+    all alike."""
+    mine = my_rows(rows)
+    metrics = worker.forward_backward(mine)
+    found: dict[str, Any] = {"metrics": metrics, "grads": collect_grads(worker)}
+    batch = TensorBatch.from_bytes(batch_of(mine).to_bytes())
+    shared = None
+    if worker.grid.leads:
+        shared = cut_micro_batches(mine, 1, worker.source.sizes.tokens), None
+    micro_batches, _ = share_batch(shared, worker.grid, worker.platform.device)
+    found["ways"] = [worker.forward_backward(way).loss for way in (batch, micro_batches)]
+    for name, value in (("alike", 2.5), ("plain", None)):
+        alike = [
+            replace(row, loss_weights_S=value and torch.full(row.ids_S.shape, value))
+            for row in mine
+        ]
+        found[name] = worker.forward_backward(alike).loss, collect_grads(worker)
+    return found
+
+
+@pytest.mark.parametrize("name", ["1x1", "pp2", "dp2"])
+def test_weights_of_tokens_equal_plain_pytorch(name, pool, tiny, by_weight, record_property):
+    rows, want = by_weight
+    case = LAYOUTS[name]
+    outcomes = pool.run(call_with_rows, case.world, tiny(vocab=VOCAB), case, run_weighted, rows)
+    found = outcomes[0]
+    assert {outcome["metrics"].loss for outcome in outcomes} == {found["metrics"].loss}
+    errors = {"loss": abs(found["metrics"].loss - want.loss) / want.loss}
+    for key, grad in found["grads"].items():
+        norm = float(want.grads[key].norm()) or 1.0
+        errors[key] = float((grad - want.grads[key]).norm()) / norm
+    record_property("worst", max(errors.values()))
+    assert max(errors.values()) <= TOLERANCE, max(errors, key=lambda key: errors[key])
+    assert found["ways"] == pytest.approx([found["metrics"].loss] * 2, rel=1e-6)
+    alike, plain = found["alike"], found["plain"]
+    assert alike[0] == pytest.approx(plain[0], rel=1e-6)
+    assert abs(plain[0] - want.loss) > 100 * TOLERANCE  # weights do matter
+    for key, grad in plain[1].items():
+        assert torch.allclose(alike[1][key], grad, rtol=1e-5, atol=1e-7), key
+
+
+def test_weights_stand_under_their_own_token():
+    row = Row(
+        torch.tensor([5, 6, 7]),
+        torch.tensor([IGNORE, IGNORE, 7]),
+        loss_weights_S=torch.tensor([torch.nan, 0, 0.5]),
+    )
+    plain = Row(torch.tensor([5, 6]), torch.tensor([5, 6]))
+    batch = cut_micro_batches([plain, row], 2, TOKENS)[0]
+    assert batch.weights_N is not None and batch.weights_N.tolist() == [1, 0.5]
+    assert batch.weight == 1.5 and batch.num_supervised == 2
+    cpu = torch.device("cpu")
+    assert batch.for_stage(True, cpu).weights_BS is None
+    assert batch.for_stage(False, cpu, last=True).weights_BS is not None
+    unweighted = cut_micro_batches([plain, plain], 2, TOKENS)[0]
+    assert unweighted.weights_BS is None and unweighted.weight == 2
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
+def test_weights_that_are_refused(value):
+    row = Row(torch.tensor([5, 6]), torch.tensor([5, 6]))
+    wrong = replace(row, loss_weights_S=torch.tensor([1, value]))
+    with pytest.raises(DataError, match=r"row 1: the loss weight of token 1 is .* above 0, or"):
+        cut_micro_batches([row, wrong], 2, TOKENS)
+    with pytest.raises(DataError, match=r"row 0: loss_weights \(3,\) and ids \(2,\) must have"):
+        cut_micro_batches([replace(row, loss_weights_S=torch.ones(3))], 2, TOKENS)
+
+
 def test_values_stand_under_their_own_token():
     row = Row(
         torch.tensor([5, 6, 7]),

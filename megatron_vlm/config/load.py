@@ -77,6 +77,8 @@ def _composable(cls: Any) -> Any:
             given = field(default_factory=kind)
         elif any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
             kind = Any
+        elif get_origin(kind) is dict:  # of any keys, which Hydra takes only where nothing is said
+            kind, given = Any, field(default=None)
         elif get_origin(kind) is Literal:
             kind = str
         found.append((item.name, kind, given))
@@ -91,11 +93,20 @@ def _typed(composed: Any) -> Config:
     for group, name in ((data, "train_on"), (evaluation, "candidates")):
         if isinstance(group[name], list):
             group[name] = tuple(map(str, group[name]))
+    data["ignore_keys"] = _names(data["ignore_keys"])
+    data["template_kwargs"] = {} if data["template_kwargs"] is None else data["template_kwargs"]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
     values |= {name: cls(**values[name]) for name, cls in groups.items()}
     cfg = Config(**values)
     check_values(cfg)
     return cfg
+
+
+def _names(value: Any) -> Any:
+    """A name or a list of names as a tuple; validate.py refuses the rest."""
+    if isinstance(value, list):
+        return tuple(value)
+    return () if value is None else (value,)
 
 
 def known_keys() -> list[str]:

@@ -58,6 +58,8 @@ class DataConfig:
     truncation: Literal["error", "drop", "image_safe"] = "error"  # of records above a limit
     train_on: TrainScope | tuple[Role, ...] = "all_assistant"  # messages that carry loss
     special_tokens: Literal["refuse", "escape"] = "refuse"  # text that spells a special token
+    ignore_keys: tuple[str, ...] = ()  # of records, at every depth: as if they were not there
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     on_error: Literal["raise", "skip"] = "raise"  # what to do about a wrong record
     max_errors: int = 100  # skipped records; one more stops the run
     cache_dir: str | None = "~/.cache/megatron_vlm"  # of encoded text; null: none is kept

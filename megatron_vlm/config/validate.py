@@ -7,6 +7,13 @@ from megatron_vlm.config.ranges import check_ranges
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
 from megatron_vlm.errors import ConfigError
 
+# What apply_chat_template takes for itself.
+TEMPLATE_ARGUMENTS = frozenset(
+    ("conversation", "messages", "tools", "documents", "chat_template", "tokenize")
+    + ("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length")
+    + ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
+)
+
 
 def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
@@ -56,6 +63,21 @@ def _check_lists(cfg: Config) -> None:
         raise ConfigError(
             f"data.train_on={chosen!r}: choose one of {', '.join(scopes)}, or a list of "
             f"roles from {', '.join(roles)}"
+        )
+    if not all(isinstance(name, str) and name for name in cfg.data.ignore_keys):
+        raise ConfigError(
+            f"data.ignore_keys={list(cfg.data.ignore_keys)}: give names of keys, such as [id,score]"
+        )
+    given = cfg.data.template_kwargs
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(
+            f"data.template_kwargs={given!r}: give variables with their values, such as "
+            "{enable_thinking: false}"
+        )
+    if taken := sorted(TEMPLATE_ARGUMENTS & set(given)):
+        raise ConfigError(
+            f"data.template_kwargs: {taken[0]} is not for you to set: it is decided by the record "
+            "or by what is asked; give variables of the checkpoint's own template"
         )
     candidates = cfg.eval.candidates
     if isinstance(candidates, list | tuple):

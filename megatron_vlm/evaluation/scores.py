@@ -42,15 +42,16 @@ class Answer:
 
 
 def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, float]:
-    """Mean loss of the supervised tokens, and how many of them are the likeliest. A collective."""
+    """Mean loss of the supervised tokens, by their weights, and how many of them are the likeliest.
+    A collective."""
     stage = held_out.worker.stage
-    totals = torch.zeros(3, dtype=torch.float64, device=stage.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     for batches in held_out.batches():
         totals += _count_tokens(stage, batches)
         alive()
     dist.all_reduce(totals, group=stage.grid.dp.group)
-    log_prob, right, count = totals.tolist()
-    return {"loss": -log_prob / max(count, 1), "token_accuracy": right / max(count, 1)}
+    log_prob, right, count, weight = totals.tolist()
+    return {"loss": -log_prob / (weight or 1.0), "token_accuracy": right / max(count, 1)}
 
 
 def exact_match(
@@ -140,10 +141,11 @@ def _answers(
 
 
 def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
-    """[3]: summed log-prob of the supervised tokens, how many are the likeliest, their count."""
+    """[4]: summed log-prob of the supervised tokens, each times its weight; how many are the
+    likeliest; their count; the sum of their weights."""
     with stage.evaluating():
         outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
-    totals = torch.zeros(3, dtype=torch.float64, device=stage.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     if stage.grid.last:
         totals = torch.stack(outputs).sum(0)
     stage.grid.from_last_stage(totals)
@@ -151,17 +153,25 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
 
 
 def _forward_step(stage: Stage, data: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
-    batch = next(data).for_stage(stage.grid.first, stage.device)
+    batch = next(data).for_stage(stage.grid.first, stage.device, stage.grid.last)
     picked_BS = batch.targets_BS != IGNORE
     logits_NV = stage.call(chunk, batch, loss_mask=picked_BS)
     vocab, tp = stage.sizes.text.vocab, stage.grid.tp
-    return logits_NV, partial(_score, vocab, tp, batch.targets_BS[picked_BS])
+    return logits_NV, partial(_score, vocab, tp, batch.targets_BS[picked_BS], batch.weights_N)
 
 
 def _score(
-    vocab: int, tp: Axis, targets_N: Tensor, logits_NV: Tensor, non_loss_data: bool = True
+    vocab: int,
+    tp: Axis,
+    targets_N: Tensor,
+    weights_N: Tensor | None,
+    logits_NV: Tensor,
+    non_loss_data: bool = True,
 ) -> Tensor:
     right_N = pick_ids(vocab, tp, logits_NV) == targets_N
-    log_probs_N = target_log_probs(logits_NV, targets_N, vocab, tp.group)
-    count = targets_N.new_tensor(len(targets_N))
-    return torch.stack([log_probs_N.double().sum(), right_N.sum().double(), count.double()])
+    log_probs_N = target_log_probs(logits_NV, targets_N, vocab, tp.group).double()
+    count = log_probs_N.new_tensor(len(targets_N))
+    weight = count
+    if weights_N is not None:
+        log_probs_N, weight = log_probs_N * weights_N, weights_N.double().sum()
+    return torch.stack([log_probs_N.sum(), right_N.sum().double(), count, weight])

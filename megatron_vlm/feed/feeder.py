@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.data.batch.loader import BatchFigures, Loader, Replica
@@ -75,7 +75,7 @@ class Feeder:
             specs, path = cfg.data.train, cfg.model.path
             data = open_data(specs, "data.train", cfg.data, path, sizes, share)
             length = len(data.order) if isinstance(data, DataSet) else None
-            return data, (length, fingerprint(data))
+            return data, (length, fingerprint(data, cfg.data))
 
         self.data, (self.length, self.fingerprint) = open_together(
             "data.train", grid, device, opening, watchdog
@@ -139,10 +139,13 @@ def open_together(
     return data, share_json(opened, grid, device)
 
 
-def fingerprint(data: DataSet | StreamSet) -> str:
-    """A digest of what the order of samples depends on: equal on all replicas, and after a
-    resume."""
+def fingerprint(data: DataSet | StreamSet, cfg: DataConfig) -> str:
+    """A digest of what the order of samples depends on, and of the rules that say how a record is
+    read: equal on all replicas, and after a resume."""
     hasher = hashlib.blake2b(digest_size=16)
+    rules = sorted(cfg.ignore_keys), sorted(cfg.template_kwargs.items())
+    if any(rules):
+        hasher.update(repr(rules).encode())
     if isinstance(data, DataSet):
         hasher.update(repr(data.order).encode())
         for source, index in zip(data.sources, data.indexes, strict=True):

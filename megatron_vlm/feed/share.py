@@ -1,7 +1,7 @@
 """One rank of a replica loads data; the others get from it what they need, and no more.
 
-Tokens, targets and positions go to every rank of the replica, and the values that a loss reads
-with them; pixels, still as bytes, only to the tensor parallel ranks of stage 0.
+Tokens, targets and positions go to every rank of the replica, and the values and
+weights of the loss with them; pixels, still as bytes, only to the tensor parallel ranks of stage 0.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import VISUAL_FIELDS, MicroBatch
+from megatron_vlm.data.batch.micro_batch import LOSS_FIELDS, VISUAL_FIELDS, MicroBatch
 from megatron_vlm.data.tensors.tensor_bytes import DTYPES, dtype_name
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.messages import broadcast_bytes, broadcast_json
 from megatron_vlm.errors import DataError
 
-TOKEN_FIELDS = ("tokens_BS5", "values_BSF")
+TOKEN_FIELDS = ("tokens_BS5", *LOSS_FIELDS)
 _FACTS = ("lengths", "rows", "value_names")
 
 

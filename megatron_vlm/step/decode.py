@@ -181,7 +181,9 @@ def _batches(stage: Stage, prompts: Sequence[Row], size: int) -> list[MicroBatch
 
 
 def _unlabelled(row: Row) -> Row:
-    return replace(row, labels_S=torch.full_like(row.ids_S, IGNORE), values_S={})
+    return replace(
+        row, labels_S=torch.full_like(row.ids_S, IGNORE), values_S={}, loss_weights_S=None
+    )
 
 
 def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) -> list[list[int]]:

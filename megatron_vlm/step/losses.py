@@ -9,8 +9,10 @@ and ask for it by name: `worker.forward_backward(batch, loss="reinforce", scale=
 positional parameters after the first are values of each token, which a Row has in `values_S` and a
 TensorBatch in fields of these names (without _N); its keyword parameters are options, numbers with
 a default. It returns the loss of each token and what else to report of each. Both are summed over
-the tokens and divided once, by the number of supervised tokens of the global batch. Each loss also
-takes the options of `Objective`.
+the tokens and divided once, by the number of supervised tokens of the global batch. Where rows have
+`loss_weights_S`, the loss of each token is multiplied by its weight, and the sum divided by that of
+all weights instead, so that equal weights change nothing. Each loss also takes the options of
+`Objective`.
 
 Shapes: N supervised tokens of a micro-batch, of which there may be none.
 """
@@ -165,7 +167,7 @@ def loss_of(
     `output` is what the model gives: log-probs [N], or for an entropy the logits [N, V].
 
     Summed, not averaged: the gradient is divided once, by the count of the global batch, in
-    Megatron's finalize_model_grads.
+    Megatron's finalize_model_grads; worker.py makes of that the sum of weights, if there are any.
     """
     log_probs_N, entropy_N = output, None
     if objective.entropy_coef is not None:
@@ -173,7 +175,7 @@ def loss_of(
         log_probs_N, entropy_N = log_probs_and_entropy(output, targets_N, vocab, tp_group)
     values_N = batch.values_N(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
-    loss_sum = loss_N.sum()
+    loss_sum = (loss_N if batch.weights_N is None else loss_N * batch.weights_N).sum()
     count = torch.tensor(log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}

@@ -36,6 +36,7 @@ class MicroBatch:
     video_grid_I3: Tensor | None = None
     values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
     value_names: tuple[str, ...] = ()
+    weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
 
     @cached_property
     def ids_BS(self) -> Tensor:
@@ -53,13 +54,26 @@ class MicroBatch:
     def num_supervised(self) -> int:
         return int((self.tokens_BS5[..., 1] != IGNORE).sum())
 
+    @cached_property
+    def weights_N(self) -> Tensor | None:
+        """The weights of the losses of the supervised tokens."""
+        if self.weights_BS is None:
+            return None
+        return self.weights_BS[self.targets_BS != IGNORE]
+
+    @cached_property
+    def weight(self) -> float:
+        """The sum of these weights: the number of supervised tokens, if each has the weight 1."""
+        weights_N = self.weights_N
+        return float(self.num_supervised if weights_N is None else weights_N.double().sum())
+
     def for_stage(self, first: bool, device: torch.device, last: bool = False) -> "MicroBatch":
         """The part that a stage needs, on its device: only the first gets pixels, and only the last
-        gets values."""
+        gets values and weights."""
         changes: dict[str, Any] = {}
         for name in (item.name for item in fields(self)):
             value = getattr(self, name)
-            if (name in VISUAL_FIELDS and not first) or (name == "values_BSF" and not last):
+            if (name in VISUAL_FIELDS and not first) or (name in LOSS_FIELDS and not last):
                 changes[name] = None
             elif isinstance(value, Tensor):
                 changes[name] = value.to(device, non_blocking=True)
@@ -93,6 +107,7 @@ class MicroBatch:
 
 
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
+LOSS_FIELDS = ("values_BSF", "weights_BS")
 
 
 def collate(
@@ -118,6 +133,12 @@ def collate(
     if value_names:
         values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
         others["values_BSF"] = pad_sequence(values, batch_first=True)
+    if any(row.weights_S is not None for row in rows):
+        weights = [
+            torch.ones(length) if row.weights_S is None else torch.from_numpy(row.weights_S)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        others["weights_BS"] = pad_sequence(weights, batch_first=True)
     return MicroBatch(tokens_BS5, lengths, tuple(places), **others)
 
 

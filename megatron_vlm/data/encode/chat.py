@@ -8,7 +8,7 @@ Shapes: U tokens before placeholders are expanded.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megatron_vlm.data.encode.spans import Message, choose_trained, take_turns, weight_of
 from megatron_vlm.data.read.records import Chat, Image, Turn
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.family import VisionMarks
@@ -24,23 +25,8 @@ START, END = "<|im_start|>", "<|im_end|>"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
+_THOUGHT = "thought before it is said"  # text that no template has
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message of the rendered text. Its tokens [body, end) are those after the line with its
-    role, <|im_end|> included."""
-
-    role: str
-    body: int
-    end: int
-    turns: list[Turn]  # those that it shows
-
-    @property
-    def mark(self) -> bool | None:
-        """What the record says about training it."""
-        return self.turns[0].trained if self.turns else None
 
 
 @dataclass(frozen=True)
@@ -48,17 +34,31 @@ class Rendered:
     """A chat in tokens, with a single placeholder for each image and video frame."""
 
     ids_U: np.ndarray  # int32
-    trained_U: np.ndarray  # bool
+    weights_U: np.ndarray  # float32, of the loss; 0: not trained
     video_starts: tuple[int, ...] = ()  # first token of each video's text
 
 
 class ChatRenderer:
     """The tokenizer, with what it takes to find the messages in its template's output."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: str, marks: VisionMarks):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        special_tokens: str,
+        marks: VisionMarks,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """`variables` are data.template_kwargs."""
         if not tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
         self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        for name in self.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ConfigError(
+                    f"data.template_kwargs has {name!r}, which the chat template of "
+                    f"{tokenizer.name_or_path} does not read; correct the name, or leave it out"
+                )
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
         ids = tokenizer.convert_tokens_to_ids(list(names))
@@ -80,25 +80,47 @@ class ChatRenderer:
         train_on: str | Sequence[str],
         bounded: Callable[[str], str] = str,
     ) -> Rendered:
-        """The tokens and which of them are trained. `videos` is the text for each video. `bounded`
-        may shorten the text, or refuse it, before it costs time and memory as tokens."""
+        """The tokens and the weights of their losses. `videos` is the text for each video.
+        `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
         chat, cut = self._guard(chat)
         messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            text = self._apply(messages, tools=tools)
+            thinks = any(turn.reasoning for turn in chat.turns)
+            hidden = thinks and not self._shows_reasoning
         except Exception as error:  # a template is a program, and refuses what it does not expect
             raise DataError(
                 f"{chat.where}: the chat template cannot show the record: {error}"
             ) from error
+        if hidden:
+            raise DataError(
+                f"{chat.where}: an answer has reasoning (reasoning_content), which the chat "
+                f"template of {self.tokenizer.name_or_path} does not show; train a Thinking "
+                "checkpoint, or leave it out by data.ignore_keys="
+                "[reasoning_content,reasoning,thinking]"
+            )
         text, video_chars = _fill(bounded(text), self.marks.video, videos, cut)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
         found = self._messages(chat, text, ids_U, starts_U)
-        trained_U = np.zeros(len(ids_U), dtype=bool)
+        weights_U = np.zeros(len(ids_U), dtype=np.float32)
         for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
-            train = chosen and bool(message.turns) and message.mark is not False
-            trained_U[message.body : message.end] = train
-        return Rendered(ids_U, trained_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+            if chosen and message.turns:
+                weights_U[message.body : message.end] = weight_of(message, chat.where)
+        return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The text that the template renders."""
+        options |= self.variables
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        """Whether the template shows what was thought before the last answer. Qwen's leave out the
+        thoughts before earlier ones."""
+        answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
+        return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
 
     def least_tokens(self, text: str) -> int:
         """No fewer tokens than this come of the text: none is longer than the longest."""
@@ -135,17 +157,14 @@ class ChatRenderer:
     def opened(self, rendered: Rendered) -> Rendered:
         """The chat followed by the tokens that open an answer."""
         ids_U = np.concatenate([rendered.ids_U, self._opening])
-        trained_U = np.pad(rendered.trained_U, (0, len(self._opening)))
-        return replace(rendered, ids_U=ids_U, trained_U=trained_U)
+        weights_U = np.pad(rendered.weights_U, (0, len(self._opening)))
+        return replace(rendered, ids_U=ids_U, weights_U=weights_U)
 
     @cached_property
     def _opening(self) -> np.ndarray:
         """The tokens that the template adds when an answer is to follow."""
         chat = [{"role": "user", "content": ""}]
-        closed, opened = (
-            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=opens)
-            for opens in (False, True)
-        )
+        closed, opened = (self._apply(chat, add_generation_prompt=opens) for opens in (False, True))
         return self._tokenize([opened.removeprefix(closed)])[0]
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +188,8 @@ class ChatRenderer:
     def _guard(self, chat: Chat) -> tuple[Chat, str]:
         """The chat with every special token that its text spells cut in two, and the mark of the
         cuts; or a refusal."""
-        texts = list(_strings([chat.tools, *((t.parts, t.tool_calls) for t in chat.turns)]))
+        said = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
+        texts = list(_strings([chat.tools, *said]))
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
             raise DataError(
                 f"{chat.where}: the text has half of a surrogate pair; it is not valid Unicode"
@@ -189,8 +209,13 @@ class ChatRenderer:
             return self.special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
 
         turns = tuple(
-            Turn(t.role, _map(t.parts, escape), _map(t.tool_calls, escape), t.trained)
-            for t in chat.turns
+            replace(
+                turn,
+                parts=_map(turn.parts, escape),
+                tool_calls=_map(turn.tool_calls, escape),
+                reasoning=escape(turn.reasoning),
+            )
+            for turn in chat.turns
         )
         return Chat(chat.where, turns, _map(chat.tools, escape)), cut
 
@@ -210,7 +235,7 @@ class ChatRenderer:
             line = text.find("\n", starts_U[start])
             role = text[starts_U[start] + len(START) : line]
             body = int(np.searchsorted(starts_U, line + 1))
-            turns = _take(waiting, role)
+            turns = take_turns(waiting, role)
             role = turns[0].role if turns else role
             found.append(Message(role, min(body, close), close + 1, turns))
         if waiting:
@@ -219,30 +244,6 @@ class ChatRenderer:
                 f"{len(chat.turns)} messages, the first a {waiting[0].role} message"
             )
         return found
-
-
-def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
-    """Which messages data.train_on picks."""
-    if train_on == "record":
-        return [message.mark is True for message in messages]
-    if train_on == "last_assistant":
-        last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
-        return [i == last for i in range(len(messages))]
-    roles = ["assistant"] if train_on == "all_assistant" else train_on
-    return [message.role in roles for message in messages]
-
-
-def _take(waiting: list[Turn], role: str) -> list[Turn]:
-    """Take the turns that a message with this role shows: one, or several tool messages in a row,
-    which Qwen's templates show as one of the user; none for a system prompt that the template
-    adds by itself."""
-    if waiting and role == "user" and waiting[0].role == "tool":
-        count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
-    else:
-        count = int(bool(waiting) and waiting[0].role == role)
-    taken = waiting[:count]
-    del waiting[:count]
-    return taken
 
 
 def _message(turn: Turn) -> dict[str, Any]:
@@ -257,7 +258,8 @@ def _message(turn: Turn) -> dict[str, Any]:
             for part in turn.parts
         ]
     calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
-    return {"role": turn.role, "content": content, **calls}
+    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": turn.role, "content": content, **thoughts, **calls}
 
 
 def _fill(text: str, mark: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:

@@ -21,13 +21,13 @@ from safetensors.numpy import save_file
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.reader import Reader
-from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample
+from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample, uneven
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
 from megatron_vlm.errors import DataError
 
 CHUNK = 512  # records
-_VERSION = 2  # of the files; raise it when the meaning of their content changes
+_VERSION = 3  # of the files; raise it when the meaning of their content changes
 # The settings that decide what a sample is.
 _DECIDING = [
     "exif_orientation",
@@ -36,6 +36,8 @@ _DECIDING = [
     "truncation",
     "train_on",
     "special_tokens",
+    "ignore_keys",
+    "template_kwargs",
     "allow_http",
 ]
 
@@ -86,7 +88,9 @@ class Index:
         with safe_open(self.files[chunk], "np") as file:
             ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
             grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
-            return Sample(ids_S, trained_S, *grids)
+            weighted = self.ends[chunk]["weighted"]
+            weights_S = uneven(file.get_slice("weights")[tokens]) if weighted else None
+            return Sample(ids_S, trained_S, *grids, weights_S)
 
 
 def build_index(
@@ -164,6 +168,9 @@ class Chunk:
             "patch_pairs": _column(s.patch_pairs for s in samples),
             "images": _column(len(s.image_grids) for s in samples),
         }
+        if any(s.weights_S is not None for s in samples):
+            lists = [s.trained_S if s.weights_S is None else s.weights_S for s in samples]
+            tensors["weights"] = np.concatenate(lists, dtype=np.float32)
         for kind in ("image", "video"):
             lists = [getattr(sample, f"{kind}_grids") for sample in samples]
             flat = [grid for grids in lists for grid in grids]
@@ -208,9 +215,10 @@ class _Chunks:
 
 def _read_sizes(path: Path) -> dict[str, Any]:
     with safe_open(path, "np") as file:
-        names = set(file.keys()) - {"ids", "trained", "image_grids", "video_grids"}
+        names = set(file.keys()) - {"ids", "trained", "weights", "image_grids", "video_grids"}
         faults = {name: json.loads(text) for name, text in file.metadata().items()}
-        return faults | {name: file.get_tensor(name) for name in names}
+        sizes = {name: file.get_tensor(name) for name in names}
+        return {**faults, **sizes, "weighted": "weights" in set(file.keys())}
 
 
 def _column(values: Iterable[int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import VideoSettings, video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.records import Image, Video
+from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.sizes import ModelSizes, VisionTokens
@@ -36,16 +36,22 @@ class Reader:
 
     def encode(self, raw: object, where: str, prompt: bool = False) -> Sample:
         """Tokens and grids. Only the headers of images are read, not their pixels."""
-        return self.encoder.encode(parse_record(raw, where), self.policy, prompt)
+        return self.encoder.encode(self.parse(raw, where), self.policy, prompt)
+
+    def parse(self, raw: object, where: str) -> Record:
+        """What the raw record says."""
+        return parse_record(raw, where, self.encoder.cfg.ignore_keys)
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
         """The sample with its pixels."""
-        record = parse_record(raw, where)
+        record = self.parse(raw, where)
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
         videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
         ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
         labels_S = torch.where(torch.from_numpy(sample.trained_S), ids_S, IGNORE)
-        return place_row(Row(ids_S, labels_S, *images, *videos), self.tokens, where)
+        weights_S = None if sample.weights_S is None else torch.from_numpy(sample.weights_S)
+        row = replace(Row(ids_S, labels_S, *images, *videos), loss_weights_S=weights_S)
+        return place_row(row, self.tokens, where)
 
     def picture(self, image: Image, where: str) -> Tensor:
         """The image decoded, resized and cut into patches: bytes [P, C]."""
@@ -68,7 +74,7 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     marks = read_family(model_path).marks
-    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks)
+    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(model_path, cfg.min_pixels, cfg.max_pixels)
     return Encoder(renderer, images, VideoSettings.from_checkpoint(model_path), cfg)
 

@@ -23,6 +23,7 @@ IGNORE = -100  # a label that carries no loss, as in Hugging Face
 class Row:
     """One sample. Each token's label has the token's own place (not shifted, as in Hugging Face),
     and so has each value of `values_S`, which holds, by name, what a loss reads (see losses.py).
+    `loss_weights_S` multiplies the loss of each supervised token; None: all have the weight 1.
     Pixels are floats as the image processor gives them, or bytes as `image_patches` does."""
 
     ids_S: Tensor
@@ -32,6 +33,7 @@ class Row:
     pixel_values_videos_PC: Tensor | None = None
     video_grid_I3: Tensor | None = None
     values_S: Mapping[str, Tensor] = field(default_factory=dict)
+    loss_weights_S: Tensor | None = None
 
     def check_pixels(self, where: str) -> None:
         """Refuse patches and grids that do not come together or do not add up."""
@@ -56,6 +58,7 @@ class PlacedRow:
     row: Row
     tokens_S5: np.ndarray  # int32
     values_SF: np.ndarray | None = None  # float32, shifted like the targets
+    weights_S: np.ndarray | None = None  # of the loss; float32, shifted like the targets
 
 
 def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
@@ -76,7 +79,28 @@ def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] =
     tokens_S5[-1, 1] = IGNORE
     tokens_S5[:, 2:] = tokens.positions(len(row.ids_S), runs).T
     values_SF = _shifted_values(row, names, where) if names else None
-    return PlacedRow(row, tokens_S5, values_SF)
+    return PlacedRow(row, tokens_S5, values_SF, _shifted_weights(row, where))
+
+
+def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
+    given_S = row.loss_weights_S
+    if given_S is None:
+        return None
+    if given_S.shape != row.ids_S.shape:
+        raise DataError(
+            f"{where}: loss_weights {tuple(given_S.shape)} and ids {tuple(row.ids_S.shape)} must "
+            "have the same shape: a weight for each token, in its own place"
+        )
+    weights_S = np.zeros(len(row.ids_S), dtype=np.float32)
+    weights_S[:-1] = given_S[1:].detach().float().numpy()
+    supervised_S = row.labels_S[1:].numpy() != IGNORE
+    good_S = np.isfinite(weights_S[:-1]) & (weights_S[:-1] > 0)
+    if (wrong := (supervised_S & ~good_S).nonzero()[0]).size:
+        raise DataError(
+            f"{where}: the loss weight of token {wrong[0] + 1} is {given_S[wrong[0] + 1]}, and the "
+            "token is supervised; give a finite number above 0, or the label -100"
+        )
+    return weights_S
 
 
 def _shifted_values(row: Row, names: Sequence[str], where: str) -> np.ndarray:
@@ -108,4 +132,4 @@ def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     ids_S = torch.cat([prompt.ids_S, answer_S])
     labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
-    return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S=values_S)
+    return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S=values_S, loss_weights_S=None)

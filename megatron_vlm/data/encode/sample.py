@@ -31,12 +31,14 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens, which of them are trained, and the grids of their images and videos."""
+    """Tokens, which of them are trained, and the grids of their images and videos. `weights_S` are
+    those of the losses of trained tokens, or None where each is 1."""
 
     ids_S: np.ndarray  # int32
     trained_S: np.ndarray  # bool
     image_grids: tuple[Grid, ...] = ()
     video_grids: tuple[Grid, ...] = ()
+    weights_S: np.ndarray | None = None  # float32
 
     @property
     def num_supervised(self) -> int:
@@ -90,7 +92,7 @@ class Encoder:
         whole, spans = self._expand(record, rendered, image_grids, plans)
         sample = self._fit(whole, spans, record.where)
         if prompt:
-            return replace(sample, trained_S=np.zeros_like(sample.trained_S))
+            return replace(sample, trained_S=np.zeros_like(sample.trained_S), weights_S=None)
         if not sample.num_supervised:
             cut = sample is not whole
             raise Dropped("nothing left to learn after the cut" if cut else "nothing to learn")
@@ -110,7 +112,7 @@ class Encoder:
     def _read_chunks(self, record: Chunks, grids: Sequence[Grid]) -> Rendered:
         """Encoded tokens as they are, a placeholder for each image, the mask without the images."""
         ids: list[int] = []
-        trained: list[bool] = []
+        weights: list[float] = []
         cursor, image = 0, 0
         vocab = len(self.renderer.tokenizer)
         for index, chunk in enumerate(record.chunks):
@@ -123,7 +125,7 @@ class Encoder:
                         f"{count} tokens; encode it with this checkpoint's image processor"
                     )
                 ids.append(self.renderer.image_id)
-                trained.append(False)
+                weights.append(0)
                 cursor, image = cursor + count, image + 1
                 continue
             if max(chunk, default=0) >= vocab:
@@ -132,13 +134,13 @@ class Encoder:
                 raise DataError(f"{where} has placeholder tokens; give images as image chunks")
             end = cursor + len(chunk)
             ids += chunk
-            trained += record.mask[cursor:end] if record.mask else [True] * len(chunk)
+            weights += record.mask[cursor:end] if record.mask else [1] * len(chunk)
             cursor = end
         if record.mask is not None and len(record.mask) != cursor:
             raise DataError(
                 f"{record.where}: the mask has {len(record.mask)} entries for {cursor} tokens"
             )
-        return Rendered(np.array(ids, dtype=np.int32), np.array(trained, dtype=bool), ())
+        return Rendered(np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32), ())
 
     def _num_tokens(self, grid: Grid) -> int:
         """The tokens of an image, or of one frame of a video."""
@@ -172,14 +174,15 @@ class Encoder:
         ends = itertools.accumulate(grid[0] for grid in video_grids)
         for start, end in zip(rendered.video_starts, ends, strict=True):
             spans.append(("video", start, int(frames[end - 1])))
-        trained_U = rendered.trained_U.copy()
+        weights_U = rendered.weights_U.copy()
         found = []
         for kind, first, last in sorted(spans, key=lambda span: span[1]):
             first, last = self._with_brackets(ids_U, first, last)
-            trained_U[first : last + 1] = False  # images are given, never predicted
+            weights_U[first : last + 1] = 0  # images are given, never predicted
             found.append(Span(kind, int(starts_U[first]), int(starts_U[last] + repeats_U[last])))
-        ids_S, trained_S = np.repeat(ids_U, repeats_U), np.repeat(trained_U, repeats_U)
-        return Sample(ids_S, trained_S, tuple(image_grids), video_grids), found
+        ids_S, weights_S = np.repeat(ids_U, repeats_U), np.repeat(weights_U, repeats_U)
+        grids = tuple(image_grids), video_grids
+        return Sample(ids_S, weights_S > 0, *grids, uneven(weights_S)), found
 
     def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
         """[first, last] with the <|vision_start|> before it and the <|vision_end|> after it."""
@@ -248,7 +251,13 @@ def cut_sample(
         sample.trained_S[:end],
         sample.image_grids[: kept.count("image")],
         sample.video_grids[: kept.count("video")],
+        None if sample.weights_S is None else uneven(sample.weights_S[:end]),
     )
+
+
+def uneven(weights_S: np.ndarray) -> np.ndarray | None:
+    """The weights, unless each is 0 or 1: then what is trained says it all."""
+    return None if np.isin(weights_S, (0, 1)).all() else weights_S
 
 
 def _one_pad_a_frame(plan: VideoPlan, merge: int, marks: VisionMarks) -> str:

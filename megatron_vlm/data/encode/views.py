@@ -20,7 +20,6 @@ from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.encode.sample import Encoder, Sample
-from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 
@@ -51,6 +50,12 @@ class TextPiece:
     trained: bool = False
     special: bool = False  # tokens of the template, not text that spells them
     view: View | None = None
+    weight: float = 1.0  # of the loss of each token, where they are trained
+
+    @property
+    def mark(self) -> str:
+        """What is said of a trained piece whose tokens weigh more or less than others."""
+        return f"x{self.weight:.6g}" if self.trained and self.weight != 1 else ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def show_sample(
     reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
 ) -> ShownSample:
     """The sample of a raw record, its views with pictures if they are wanted."""
-    views = _views(sample, parse_record(raw, where), reader)
+    views = _views(sample, reader.parse(raw, where), reader)
     problem = None
     if pictures and views:
         try:
@@ -155,18 +160,21 @@ def _turns(
     for number, (start, view) in enumerate(placed):
         kind_S[start : start + view.num_tokens] = -1 - number
     turn_S = np.cumsum(sample.ids_S == renderer.start_id)
-    change_S = np.stack([turn_S, kind_S, sample.trained_S])
+    trained_S = sample.trained_S.astype(np.float32)
+    weight_S = trained_S if sample.weights_S is None else sample.weights_S
+    change_S = np.stack([turn_S, kind_S, weight_S])
     cuts = np.flatnonzero((change_S[:, 1:] != change_S[:, :-1]).any(axis=0)) + 1
     turns: dict[int, list[TextPiece]] = {}
     for start, end in itertools.pairwise([0, *cuts.tolist(), len(kind_S)]):
         kind, trained = int(kind_S[start]), bool(sample.trained_S[start])
+        weight = float(weight_S[start]) if trained else 1.0
         if kind < 0:
             view = placed[-1 - kind][1]
             piece = TextPiece(view.text, trained, view=view)
         else:
             ids = sample.ids_S[start:end].tolist()
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            piece = TextPiece(text, trained, special=kind == 1)
+            piece = TextPiece(text, trained, special=kind == 1, weight=weight)
         turns.setdefault(int(turn_S[start]), []).append(piece)
     return tuple(map(_framed, turns.values()))
 

@@ -42,12 +42,13 @@ Part = str | Image | Video
 
 @dataclass(frozen=True)
 class Turn:
-    """One message. `trained` is what the record says about it, None if it says nothing."""
+    """One message. `weight` is what the record says about its loss, None if it says nothing."""
 
     role: str
     parts: tuple[Part, ...]
     tool_calls: tuple[dict[str, Any], ...] = ()
-    trained: bool | None = None
+    weight: float | None = None  # 0: it is not trained
+    reasoning: str = ""  # what an assistant thinks before it answers
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,11 @@ class ImageChunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Tokens that were encoded elsewhere, with images between, and a mask of the trained ones."""
+    """Tokens that were encoded elsewhere, with images between, and the weight of each."""
 
     where: str
     chunks: tuple[tuple[int, ...] | ImageChunk, ...]
-    mask: tuple[bool, ...] | None
+    mask: tuple[float, ...] | None  # 0: not trained; None: all of them are
 
     def media(self, kind: type) -> list[Any]:
         """All images, in order; chunk lists have no videos."""

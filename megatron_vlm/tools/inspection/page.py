@@ -52,6 +52,7 @@ def _samples(inspection: Inspection) -> Iterator[Html]:
     yield tag(
         "p",
         tag("span", tag("mark", "trained"), " the loss is taken on these tokens"),
+        tag("span", tag("span", "x0.5", class_="weight"), " with this weight, if it is not 1"),
         tag("span", tag("span", "<|token|>", class_="special"), " special tokens"),
         tag("span", "Pictures as the model gets them; point at one to see its tokens"),
         class_="legend quiet",
@@ -75,8 +76,10 @@ def _sample(shown: ShownSample, total: int) -> Html:
 def _turn(turn: ShownTurn) -> Html:
     """Role and text, and below the text the pictures whose placeholders are in it."""
     said: list[Html] = []
-    for trained, pieces in itertools.groupby(turn.pieces, key=lambda piece: piece.trained):
+    runs = itertools.groupby(turn.pieces, lambda piece: (piece.trained, piece.mark))
+    for (trained, mark), pieces in runs:
         parts = [_piece(piece) for piece in pieces]
+        said += [tag("span", mark, class_="weight", title="weight of the loss")] if mark else []
         said += [tag("mark", *parts)] if trained else parts
     views = [piece.view for piece in turn.pieces if piece.view and piece.view.pictures]
     gallery = [tag("div", *map(_view, views), class_="gallery")] if views else []

@@ -1,4 +1,5 @@
-"""An inspection in the terminal. Without colours, trained text is in {+ +}, as in a word diff.
+"""An inspection in the terminal. Without colours, trained text is in {+ +}, as in a word diff;
+before it stands its loss weight, (x0.5), unless that is 1.
 
 Everything from records is `Text`, never rich's markup, with control characters spelled out.
 """
@@ -19,6 +20,7 @@ from megatron_vlm.tools.inspection.collect import Inspection
 TRAINED = "black on green"
 VIEW = "cyan"
 SPECIAL = "dim"
+WEIGHT = "bold magenta"
 _MOST_ERRORS = 5
 
 
@@ -40,8 +42,10 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
 def turn_text(turn: ShownTurn, coloured: bool) -> Text:
     """A turn's pieces, the trained ones marked."""
     text = Text(overflow="fold")
-    for trained, pieces in groupby(turn.pieces, key=lambda piece: piece.trained):
+    for (trained, mark), pieces in groupby(turn.pieces, lambda piece: (piece.trained, piece.mark)):
         brackets = ("{+", "+}") if trained and not coloured else ("", "")
+        if mark:
+            text.append(f"({mark})", WEIGHT)
         text.append(brackets[0])
         for piece in pieces:
             # A trained newline would not be seen otherwise.

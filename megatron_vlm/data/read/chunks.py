@@ -1,0 +1,57 @@
+"""Lists of encoded chunks: tokens from elsewhere, with images between."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_vlm.data.read.keys import Keys
+from megatron_vlm.data.read.records import Chunks, ImageChunk
+from megatron_vlm.data.read.values import is_list, kind_of, only, weight_of
+from megatron_vlm.data.read.visuals import image_of
+from megatron_vlm.errors import DataError
+
+_MASKS = ("mask", "loss_mask", "weights")
+_SOURCES = ("data", "image", "location")
+
+
+def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> Chunks:
+    """The record of a raw dict that has `chunks` or `model_input`."""
+    where = keys.where
+    raw = keys.read(raw, {"chunks", "model_input", *_MASKS}, where)
+    chunks: Any = only(raw, ("chunks", "model_input"), where)
+    if isinstance(chunks, Mapping):
+        chunks = keys.read(chunks, {"chunks"}, f"{where}: model_input").get("chunks")
+    if not is_list(chunks) or not len(chunks):
+        raise DataError(f"{where}: chunks must be a list with at least one chunk")
+    parsed = tuple(_parse_chunk(c, f"{where}: chunk {i}", keys) for i, c in enumerate(chunks))
+    mask = only(raw, _MASKS, where)
+    if mask is not None:
+        if not is_list(mask):
+            raise DataError(
+                f"{where}: the mask must be a list of weights such as 0 and 1, one for each token"
+            )
+        mask = tuple(
+            weight_of(value, f"{where}: mask of token {i}") for i, value in enumerate(mask)
+        )
+    return Chunks(where, parsed, mask)
+
+
+def _parse_chunk(chunk: Any, where: str, keys: Keys) -> tuple[int, ...] | ImageChunk:
+    if not isinstance(chunk, Mapping):
+        raise DataError(f"{where} must be an object, but this is {kind_of(chunk)}")
+    if chunk.get("tokens") is not None:
+        keys.read(chunk, {"type", "tokens"}, where)
+        tokens = chunk["tokens"]
+        if not is_list(tokens) or any(type(t) is not int or t < 0 for t in tokens):
+            raise DataError(f"{where}: tokens must be a list of token ids")
+        return tuple(tokens)
+    # The bytes of a picture tell its format.
+    chunk = keys.read(chunk, {"type", *_SOURCES, "format", "expected_tokens"}, where)
+    source = only(chunk, _SOURCES, where)
+    if source is None:
+        raise DataError(f"{where} has neither tokens nor an image; its keys are {sorted(chunk)}")
+    if isinstance(source, str) and chunk.get("type") == "image" and "data" in chunk:
+        source = f"data:image;base64,{source}"  # JSON carries bytes as base64
+    expected = chunk.get("expected_tokens")
+    if expected is not None and (type(expected) is not int or expected < 1):
+        raise DataError(f"{where}: expected_tokens is {expected!r}; give a count, at least 1")
+    return ImageChunk(image_of(source, where, keys), expected)

@@ -1,0 +1,74 @@
+"""Typed access to what a record holds, for the files that read its formats."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_vlm.errors import DataError
+
+_LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their losses
+
+
+def dicts(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects; a single one and a JSON string are understood, too."""
+    value = parse_text(value, where) if isinstance(value, str) else value
+    value = [value] if isinstance(value, Mapping) else value
+    if not is_list(value) or not all(isinstance(item, Mapping) for item in value):
+        raise DataError(f"{where} must be a list of objects, but this is {kind_of(value)}")
+    return [dict(item) for item in value]
+
+
+def parse_text(text: str, where: str) -> Any:
+    """What JSON text holds."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where} is a string that is not JSON: {error}") from error
+
+
+def text_of(value: Any, name: str, where: str) -> str:
+    """The value, which must be a string."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} must be a string, but this is {kind_of(value)}")
+    return value
+
+
+def weight_of(value: Any, where: str) -> float:
+    """A weight of the loss, of a message or a token; true is 1, and false is 0."""
+    if isinstance(value, bool | int | float) and (not value or _LEAST <= value <= _MOST):
+        return float(value)
+    raise DataError(
+        f"{where} is {value!r}; give 0 (or false), 1 (or true), or another weight from "
+        f"{_LEAST:g} to {_MOST:g}"
+    )
+
+
+def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """The value that one of these keys has, which all mean the same; None if none has one."""
+    given = {name: raw[name] for name in names if raw.get(name) is not None}
+    said = {name: value for name, value in given.items() if not is_empty(value)}
+    first, *others = [*(said or given).items()] or [("", None)]
+    for name, value in others:
+        if said and value != first[1]:
+            raise DataError(
+                f"{where}: {first[0]!r} and {name!r} mean the same and differ; give one of them"
+            )
+    return first[1]
+
+
+def is_empty(value: Any) -> bool:
+    """Null, or text, a list or an object with nothing in it: as if it were not there."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    return value is None or (isinstance(value, str | bytes | Sequence) and not len(value))
+
+
+def is_list(value: Any) -> bool:
+    """Whether the value is a list, of any type, but not text or bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value, for messages."""
+    name = type(value).__name__
+    return "null" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
