@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_train.py
 """Whole runs as a user starts them: files in, checkpoints, resume, signals, an export out."""
 
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from megatron_vlm.distributed.agree import Signals
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.train import run_train
+from tests.chats import picture, say, text
 from tests.sets import write_set
 
 STEPS = 6
@@ -138,6 +140,61 @@ def test_a_finished_run_started_again_changes_nothing(whole, tiny, pool):
     assert "nothing was left to train" in out
     assert (export.read_bytes(), export.stat().st_mtime_ns) == before
     assert len(steps_of(folder / "whole")) == STEPS
+
+
+@pytest.fixture(scope="module")
+def broken_pictures(tmp_path_factory):
+    """A set of 8 records with a picture each, of which the first, fourth and fifth cannot be
+    decoded: so their steps of one record have none left."""
+    folder = tmp_path_factory.mktemp("broken")
+    records = []
+    for row in range(8):
+        picture(48, 48, row).save(folder / f"{row}.png")
+        parts = {"type": "image", "image": f"{row}.png"}, text(f"{row}?")
+        records.append({"messages": [say("user", *parts), say("assistant", f"word {row}")]})
+        if row in (0, 3, 4):
+            (folder / f"{row}.png").write_bytes((folder / f"{row}.png").read_bytes()[:200])
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, tiny, pool):
+    """Weights at every step, with a break after a step of the kind, too."""
+    folder, run = broken_pictures, f"of-{world}"
+    more = ["data.on_error=skip", "data.shuffle=false", "train.global_batch_size=1"]
+    more += [
+        f"parallel.pp={world}",
+        "train.steps=8",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=9",
+    ]
+    more += ["optim.weight_decay=0.1", "optim.lr=1e-3", "checkpoint.async_save=false"]
+    status, out, err = go_pooled(pool, world, folder, tiny(), run, *more)
+    assert status == 0, err
+    steps = steps_of(folder / run)
+    assert [step["step"] for step in steps if step["empty"]] == [0, 3, 4]
+    assert [step["loss"] for step in steps if step["empty"]] == [None] * 3
+    assert not any(step["skipped"] for step in steps)
+    assert "step 4: no token of its batch is trained: not applied (3 so far)" in out
+    checkpoints = folder / run / "checkpoints"
+    weights = [
+        [(checkpoints / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors").read_bytes()
+         for rank in range(world)]
+        for step in range(1, 9)
+    ]  # fmt: skip
+    moved = [one != other for one, other in itertools.pairwise(weights)]
+    assert moved == [True, True, False, False, True, True, True]  # of steps 1 to 7
+    start = {1: 1, 2: 4}[world]
+    resumed = folder / f"{run}-from-{start}"
+    (resumed / "checkpoints").mkdir(parents=True)
+    name = f"step-{start:08d}"
+    shutil.copytree(checkpoints / name, resumed / "checkpoints" / name)
+    status, _, err = go_pooled(pool, world, folder, tiny(), resumed, *more)
+    assert status == 0, err
+    assert values(steps_of(resumed)) == values(steps[start:])
+    one, other = (folder / each / "export" / "model.safetensors" for each in (run, resumed))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_other_data_is_refused_on_resume(whole, tiny, pool):
