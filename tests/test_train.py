@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
 from megatron_vlm.distributed.agree import Signals
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.train import run_train
@@ -201,7 +203,91 @@ def test_other_data_is_refused_on_resume(whole, tiny, pool):
     folder, _ = whole
     status, _, err = go_pooled(pool, 2, folder, tiny(), "whole", "data.seed=1")
     assert status == 2
-    assert "was trained on other data" in err and "Traceback" not in err
+    assert "was trained on other data" in err and "(data.seed=1, was 0)" in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def one_step(tiny, tmp_path_factory, pool):
+    """A run of one step and its model's folder."""
+    folder = tmp_path_factory.mktemp("one-step")
+    write_set(folder)
+    model = shutil.copytree(tiny(), folder / "model")
+    status, _, err = go_pooled(pool, 1, folder, str(model), "first", "parallel.pp=1", ONE_STEP)
+    assert status == 0, err
+    return folder, model
+
+
+ONE_STEP = "train.steps=1"
+
+
+def resume_again(pool, one_step, tmp_path, *more: str, model=None) -> tuple[int, str, str]:
+    """One step more, in a copy of the run."""
+    folder, of_first = one_step
+    run = shutil.copytree(folder / "first", tmp_path / "run")
+    words = (folder, str(model or of_first), run, "parallel.pp=1", "train.steps=2", *more)
+    return go_pooled(pool, 1, *words)
+
+
+def events_of(run: Path) -> list[str]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["text"] for line in lines if line["kind"] == "event"]
+
+
+def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, tmp_path):
+    """Files that were copied, and keys that change no row, are none."""
+    rules = ["data.train_on=last_assistant", "data.special_tokens=escape", "data.max_pixels=4096"]
+    status, _, err = resume_again(pool, one_step, tmp_path, *rules, "data.prefetch=3", model=tiny())
+    assert status == 0, err
+    assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
+        "resumed with data.max_pixels=4096, was None",
+        "resumed with data.special_tokens='escape', was 'refuse'",
+        "resumed with data.train_on='last_assistant', was 'all_assistant'",
+        "resumed with another set of sample lengths in data.train",
+    ]
+
+
+def test_changed_files_of_the_tokenizer_are_events_of_the_run(one_step, pool, tmp_path):
+    model = shutil.copytree(one_step[1], tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# new #}")
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": 77}))
+    status, _, err = resume_again(pool, one_step, tmp_path, model=model)
+    assert status == 0, err
+    assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
+        "resumed with another chat_template.jinja in model.path",
+        "resumed with another tokenizer_config.json in model.path",
+    ]
+
+
+def test_rules_that_leave_out_other_records_are_refused(one_step, pool, tmp_path):
+    more = ("data.max_tokens=40", "data.truncation=drop")
+    status, _, err = resume_again(pool, one_step, tmp_path, *more)
+    assert status == 2 and "was trained on other data" in err
+    assert "another choice of the records of data.train[0] that are samples" in err
+    assert "data.max_tokens=40, was 8192" in err and "data.truncation='drop', was 'error'" in err
+
+
+def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
+    """They have a digest of the order and of lengths alone, which must be the same."""
+    first = shutil.copytree(one_step[0], tmp_path / "former")
+    (checkpoint,) = (first / "first" / "checkpoints").glob("step-*")
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["progress"]["data"] = state["progress"]["data"]["whole"]
+    record = write_file(checkpoint / "state.json", [json.dumps(state).encode()])
+    manifest = read_manifest(checkpoint)
+    files = [file for file in manifest.files if file.name != record.name]
+    write_manifest(checkpoint, replace(manifest, files=(*files, record)))
+    former = first, one_step[1]
+    more = "data.train_on=last_assistant"
+    status, out, err = resume_again(pool, former, tmp_path, more)
+    assert status == 0 and "resumed from" in out, err
+    assert steps_of(tmp_path / "run")[-1]["step"] == 1
+    shutil.rmtree(tmp_path / "run")
+    status, _, err = resume_again(pool, former, tmp_path, "data.seed=1")
+    assert status == 2
+    assert "(the records, their order or their lengths)" in err
 
 
 def test_a_second_interrupt_does_not_wait():
