@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_vlm.display.text import visible
-from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
@@ -49,7 +49,7 @@ def restarts() -> int:
 def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run the command as one process of a job; return its exit status."""
     status = guarded(command, arguments)
-    if status != MISTAKE and "torch.distributed" in sys.modules:
+    if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -65,7 +65,7 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
         if os.environ.get(DEBUG):
             raise
         say(f"rank {os.environ.get('RANK', '0')}: {error}")
-        return MISTAKE
+        return FAILED if isinstance(error, LostError) else MISTAKE
     except KeyboardInterrupt:
         say("stopped at once, nothing was saved")
         return INTERRUPTED
