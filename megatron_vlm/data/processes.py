@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from megatron_vlm.data.scratch import keep_sockets_in_scratch
 from megatron_vlm.errors import LostError
 
 _GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
@@ -28,6 +29,7 @@ _SIGNALS = {
 
 def start_server() -> None:
     """Start the server in the background unless it runs already; called early, it delays nobody."""
+    keep_sockets_in_scratch()
     modules = ["megatron_vlm.data.detached", "megatron_vlm.data.batch.loader"]
     get_context("forkserver").set_forkserver_preload(modules)
     forkserver.ensure_running()
