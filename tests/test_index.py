@@ -1,8 +1,10 @@
 # .venv/bin/python -m pytest tests/test_index.py
 """The cache of encoded text: right, complete, and safe with many processes at once."""
 
+import gzip
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import time
@@ -233,3 +235,33 @@ def test_every_chat_survives_the_cache(tiny, tmp_path):
     data = open_set(str(path), tiny(), tmp_path / "cache")
     corpus = json.loads((Path(__file__).parent / "golden" / "chat_ids.json").read_text())
     assert [ids for ids, *_ in samples(data).values()] == [corpus[name] for name in CHATS]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cache_that_cannot_be_written_is_done_without(packed, tiny, tmp_path, caplog):
+    """Here a file is in its place; the samples are the same, and it is said once."""
+    path = write_set(tmp_path)
+    (tmp_path / "cache").write_text("a file")
+    if packed:
+        packed_path = tmp_path / "train.jsonl.gz"
+        packed_path.write_bytes(gzip.compress(Path(path).read_bytes()))
+        path = str(packed_path)
+    found = open_set(path, tiny(), tmp_path / "cache")
+    want = open_set(path, tiny(), tmp_path / "other")
+    assert len(found.order) == len(want.order) == 23
+    one, other = (each.indexes[0][22].ids_S for each in (found, want))
+    assert one.tolist() == other.tolist()
+    said = [each for each in caplog.messages if "data.cache_dir is done without" in each]
+    assert len(said) == 1 + packed and str(tmp_path / "cache") in said[0]
+    assert (tmp_path / "cache").read_text() == "a file"
+
+
+def test_a_full_disk_for_what_is_not_cached_is_a_sentence(tiny, tmp_path):
+    path, model = write_set(tmp_path), tiny()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # bytes of any file
+    try:
+        with pytest.raises(DataError, match=r"cannot be written: .*; free space there, or set"):
+            open_set(path, model, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

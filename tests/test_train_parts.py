@@ -3,6 +3,7 @@
 
 import json
 import math
+import resource
 from dataclasses import replace
 
 import pytest
@@ -199,3 +200,27 @@ def test_figures_of_a_batch():
     sizes = [RowSize(10, 1.0, images=2), RowSize(6, 2.0), RowSize(4, 3.0, images=1)]
     batch = BatchFigures.of(sizes, [[[0, 1]], [[2]]])
     assert batch == BatchFigures(samples=3, tokens=20, padded=24, images=3, work=6.0)
+
+
+def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path):
+    """A folder in their place, and a disk that is full after 400 bytes."""
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    failed = "metrics.jsonl cannot be written: "
+    remedy = ".*; free space there, or give another run=FOLDER"
+    with pytest.raises(TrainError, match=f"{failed}Is a dir{remedy}"):
+        RunLog(Config(run=str(tmp_path / "folder")), True, 20)
+    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
+    log.step(figures(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+    try:
+        with pytest.raises(TrainError, match=f"{failed}File too{remedy}"):
+            log.step(figures(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
+    log.step(figures(1))
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(lines[place])["step"] for place in (0, 2)] == [0, 1] and len(lines) == 3
