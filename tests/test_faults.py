@@ -346,3 +346,22 @@ def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
     assert said in err and "Traceback" not in err, err
     assert "megatron-vlm: rank 1: another rank could not load its data" in err
     assert status == (0 if restarts else 1), err
+
+
+def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, nursery, tmp_path):
+    """As two terminals would start them."""
+    words = arguments(folder, tiny(), "disagree", "parallel.pp=1")[4:]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank, world in enumerate(("2", "3")):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
+        ranks.append(nursery.fork(run_into, words, tmp_path / str(rank), shared | own))
+    for child in ranks:
+        assert child.connection.poll(60), "it still waits"
+        child.kill()
+    for rank, (mine, other) in enumerate(((2, 3), (3, 2))):
+        err = (tmp_path / str(rank)).read_text()
+        met = f"rank {1 - rank}, which it met at 127.0.0.1:{port}, has {other}"
+        assert f"rank {rank} has WORLD_SIZE={mine}, and {met}" in err and "Traceback" not in err
