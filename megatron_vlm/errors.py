@@ -13,6 +13,11 @@ class DataError(MegatronVLMError):
     """A row or a batch that the model cannot take; names the row."""
 
 
+class LostError(DataError):
+    """A process that read data is gone, such as one that was killed for its memory: starting again
+    may help."""
+
+
 class CheckpointError(MegatronVLMError):
     """A checkpoint whose tensors are not the ones this model needs; lists them."""
 

@@ -57,8 +57,8 @@ class StepMetrics:
     """Figures of the global batch, the same on every rank; on request, log-probs of this replica's
     rows."""
 
-    loss: float  # mean over the supervised tokens, by their weights
-    num_tokens: int  # supervised
+    loss: float  # mean over the supervised tokens, by their weights; 0 where there are none
+    num_tokens: int  # supervised; optim_step applies nothing where there are none
     log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
     means: dict[str, float] = field(default_factory=dict)  # what the loss reports, over the same
 
@@ -109,6 +109,7 @@ class MegatronWorker:
         pixels = PixelTables(cfg.model.path, self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
+        self.has_gradients = False  # whether the last global batch had a supervised token
         self.pending_save: Any = None  # checkpoint/state.py: the save that was begun last
 
     def forward(self, batch: Batch) -> list[Tensor]:
@@ -138,6 +139,7 @@ class MegatronWorker:
         self.optimizer.zero_grad()
         outputs = self.stage.run(batches, partial(self._loss_step, objective), forward_only=False)
         mean, count, weight, means = self._totals(objective, batches, outputs)
+        self.has_gradients = count > 0
         if weight != count:  # Megatron has divided by the count
             for chunk in self.stage.wrapped:
                 chunk.scale_gradients(count / weight)
@@ -167,9 +169,12 @@ class MegatronWorker:
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
         """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).
-        Where the norm is not finite, nothing is applied."""
+        Where the norm is not finite, nothing is applied; nor where no token of the global batch was
+        supervised: momentum and decay would move the weights without a gradient."""
         assert self.optimizer is not None, "made without training"
         self.lr = self.lr if lr is None else lr
+        if not self.has_gradients:
+            return 0.0, self.lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         return apply_gradients(self.optimizer), self.lr
 

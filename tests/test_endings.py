@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from getpass import getuser
 from pathlib import Path
 
 import pytest
 
 from megatron_vlm.data.processes import in_processes
+from megatron_vlm.data.scratch import scratch_folder
 from tests.endings import END_S, Marked
 from tests.sets import write_set
 from tests.test_train import command, outside_of_jobs
@@ -150,3 +153,42 @@ def test_nothing_outlives_restarts(folder, tiny):
                 os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
     assert "starting again, restart 2 of launch.max_restarts=2" in job.check_end(60)
+
+
+def make_scratch() -> None:
+    """A process with workers, which have sockets in TMPDIR, and a folder of its own there."""
+    found = in_processes(Work(), range(8), 1, 1)
+    print(scratch_folder(), next(found), flush=True)
+    sys.stdin.read()
+
+
+@contextlib.contextmanager
+def scratching(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen, Path]]:
+    code = "from tests.test_endings import make_scratch; make_scratch()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
+        try:
+            yield process, Path(process.stdout.readline().split()[0])
+        finally:
+            process.kill()
+
+
+def test_folders_of_killed_processes_go_at_the_next_start(tmp_path):
+    """Nothing else does: neither what lives, nor what is not known to be ours."""
+    marked = Marked(outside_of_jobs() | {"TMPDIR": str(tmp_path)})
+    theirs = {"no-owner": None, "of-another-machine": "elsewhere"}
+    for name, host in theirs.items():
+        (tmp_path / f"megatron_vlm-{name}").mkdir()
+        if host is not None:
+            (tmp_path / f"megatron_vlm-{name}" / "owner.lock").write_text(host)
+    with scratching(marked.environment) as (killed, left):
+        killed.kill()
+        killed.wait()
+    marked.check_all_gone()
+    assert left.is_dir() and (left / "owner.lock").is_file()
+    with scratching(marked.environment) as (_, alive), scratching(marked.environment) as other:
+        kept = {alive.name, other[1].name, *(f"megatron_vlm-{name}" for name in theirs)}
+        assert {path.name for path in tmp_path.iterdir()} - {f"torchinductor_{getuser()}"} == kept
+        other[0].communicate("")
+        assert not other[1].exists() and alive.exists()
+    marked.check_all_gone()

@@ -5,6 +5,7 @@ test_checkpoint.py kills at random moments, test_checkpoint_store.py during ever
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config import load_config
+from megatron_vlm.data.processes import in_processes
 from megatron_vlm.distributed.agree import Vote, fail_together, meet
 from megatron_vlm.distributed.process import guarded
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
 from tests.nursery import Nursery
 from tests.sets import write_set
@@ -254,3 +256,112 @@ def test_an_unwritable_run_folder_is_reported(tiny, folder, pool, tmp_path):
     status, _, err = go_pooled(pool, 1, folder, tiny(), tmp_path / "file" / "run", "parallel.pp=1")
     assert status == 2
     assert "cannot be written: Not a directory; give another folder" in err
+
+
+class Dying:
+    """The third task ends its process by a signal, as the kernel does where memory runs out."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __getitem__(self, task: int) -> int:
+        if task == 2:
+            os.kill(os.getpid(), self.number)
+            time.sleep(60)
+        return task
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (signal.SIGKILL, "as the kernel does where memory runs out: give the job more memory, or"),
+        (signal.SIGBUS, "as happens where shared memory runs out: enlarge /dev/shm"),
+    ],
+)
+def test_a_killed_data_worker_is_named(number, remedy):
+    found = in_processes(Dying(number), range(9), 2, 1)
+    assert [next(found), next(found)] == [0, 1]
+    with pytest.raises(LostError) as caught:
+        next(found)
+    words = rf"data worker 0 \(process \d+\) was killed by {number.name}, {re.escape(remedy)}"
+    assert re.match(words, str(caught.value))
+    less = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
+    assert less in str(caught.value)
+
+
+def test_an_error_of_a_data_worker_stays_what_it_is():
+    with pytest.raises(KeyError):
+        next(in_processes({}, range(1), 1, 1))
+
+
+def lose_on_one() -> list[str]:
+    """Of two ranks, the second loses a data worker, then both fail, in different ways."""
+    rank = dist.get_rank()
+
+    def lose() -> None:
+        raise LostError("killed by SIGKILL")
+
+    def fail() -> None:
+        raise DataError("wrong")
+
+    def fine() -> None: ...
+
+    return [
+        outcome(lose if rank else fine, message="see the other"),
+        outcome(lose if rank else fail),
+    ]
+
+
+def test_all_ranks_end_so_that_the_job_starts_again(pool):
+    """A mistake of the user would end it for good, whichever rank is the first to end."""
+    first, second = pool.run(lose_on_one, 2)
+    assert first == ["LostError: see the other", "DataError: wrong"]
+    assert second == ["LostError: killed by SIGKILL"] * 2
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def data_workers(pid: int) -> list[int]:
+    """The worker processes of a rank: those of its server."""
+    servers = [
+        child
+        for child in children(pid)
+        if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return [worker for server in servers for worker in children(server)]
+
+
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
+    """It says so in one sentence, and starts again where it may."""
+    more = ("data.num_workers=1", f"launch.max_restarts={restarts}", "train.steps=40")
+    job = Job(folder, tiny(), f"killed-worker-{restarts}", "checkpoint.every=100", *more)
+    job.wait_for_step(2)
+    (worker,) = data_workers(job.pid_of(0))
+    os.kill(worker, signal.SIGKILL)
+    status, err = job.end(200)
+    said = f"megatron-vlm: rank 0: data worker 0 (process {worker}) was killed by SIGKILL, as the"
+    assert said in err and "Traceback" not in err, err
+    assert "megatron-vlm: rank 1: another rank could not load its data" in err
+    assert status == (0 if restarts else 1), err
+
+
+def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, nursery, tmp_path):
+    """As two terminals would start them."""
+    words = arguments(folder, tiny(), "disagree", "parallel.pp=1")[4:]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank, world in enumerate(("2", "3")):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
+        ranks.append(nursery.fork(run_into, words, tmp_path / str(rank), shared | own))
+    for child in ranks:
+        assert child.connection.poll(60), "it still waits"
+        child.kill()
+    for rank, (mine, other) in enumerate(((2, 3), (3, 2))):
+        err = (tmp_path / str(rank)).read_text()
+        met = f"rank {1 - rank}, which it met at 127.0.0.1:{port}, has {other}"
+        assert f"rank {rank} has WORLD_SIZE={mine}, and {met}" in err and "Traceback" not in err

@@ -1,16 +1,19 @@
 # .venv/bin/python -m pytest tests/test_index.py
 """The cache of encoded text: right, complete, and safe with many processes at once."""
 
+import gzip
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.data.encode import index as indexing
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.errors import DataError
@@ -99,12 +102,17 @@ def test_every_deciding_setting_makes_a_new_entry(change, tiny, tmp_path, monkey
 
 def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
     """By which a resumed run knows its data."""
-    from megatron_vlm.feed.feeder import fingerprint  # Megatron is slow to import
+    from megatron_vlm.feed.fingerprint import fingerprint  # Megatron is slow to import
 
     data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
-    rules = ({}, {}, {"ignore_keys": ("reward",)}, {"template_kwargs": {"level": 3}})
-    plain, same, *others = (fingerprint(data, DataConfig(**rule)) for rule in rules)
-    assert plain == same and len({plain, *others}) == 3
+    rules: tuple[dict[str, Any], ...] = ({}, {"ignore_keys": ("reward",)})
+    rules += ({"template_kwargs": {"level": 3}},)
+    model = ModelConfig(path=tiny())
+    first, *others = (fingerprint(data, Config(model=model, data=DataConfig(**r))) for r in rules)
+    assert first.changed_rows(first) == first.changed_order(first) == []
+    for key, other in zip(("ignore_keys", "template_kwargs"), others, strict=True):
+        assert first.changed_order(other) == []
+        assert [f"data.{key}" in change for change in first.changed_rows(other)] == [True]
 
 
 def test_another_content_or_tokenizer_makes_a_new_entry(tiny, tmp_path, monkeypatch):
@@ -269,3 +277,33 @@ def test_every_chat_survives_the_cache(tiny, tmp_path):
     data = open_set(str(path), tiny(), tmp_path / "cache")
     corpus = json.loads((Path(__file__).parent / "golden" / "chat_ids.json").read_text())
     assert [ids for ids, *_ in samples(data).values()] == [corpus[name] for name in CHATS]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_cache_that_cannot_be_written_is_done_without(packed, tiny, tmp_path, caplog):
+    """Here a file is in its place; the samples are the same, and it is said once."""
+    path = write_set(tmp_path)
+    (tmp_path / "cache").write_text("a file")
+    if packed:
+        packed_path = tmp_path / "train.jsonl.gz"
+        packed_path.write_bytes(gzip.compress(Path(path).read_bytes()))
+        path = str(packed_path)
+    found = open_set(path, tiny(), tmp_path / "cache")
+    want = open_set(path, tiny(), tmp_path / "other")
+    assert len(found.order) == len(want.order) == 23
+    one, other = (each.indexes[0][22].ids_S for each in (found, want))
+    assert one.tolist() == other.tolist()
+    said = [each for each in caplog.messages if "data.cache_dir is done without" in each]
+    assert len(said) == 1 + packed and str(tmp_path / "cache") in said[0]
+    assert (tmp_path / "cache").read_text() == "a file"
+
+
+def test_a_full_disk_for_what_is_not_cached_is_a_sentence(tiny, tmp_path):
+    path, model = write_set(tmp_path), tiny()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # bytes of any file
+    try:
+        with pytest.raises(DataError, match=r"cannot be written: .*; free space there, or set"):
+            open_set(path, model, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -183,3 +183,20 @@ def test_variables_of_a_launcher_that_do_not_fit_together_are_refused(variables,
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert under_launcher()
+
+
+def test_what_all_ranks_have_to_say_is_said_once(tmp_path, monkeypatch, capfd):
+    """In each attempt; and what one rank alone has to say is not lost."""
+    (tmp_path / "mistaken.py").write_text(
+        "import os, sys\n"
+        "from megatron_vlm.distributed.process import guarded\n"
+        "from megatron_vlm.errors import ConfigError\n"
+        "def fail(_):\n"
+        "    raise ConfigError('alone' if os.environ['RANK'] == '1' else 'the same')\n"
+        "sys.exit(guarded(fail, []))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    for _ in range(2):
+        assert run_job("mistaken", [], 4) == 2
+        err = capfd.readouterr().err
+        assert err.count("the same") == 1 and err.count("rank 1: alone") == 1

@@ -67,3 +67,25 @@ def test_a_port_that_says_nothing_is_not_waited_for(nursery):
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         said = nursery.printed(join_in_vain, variables)
     assert said.startswith(f"nothing answers at 127.0.0.1:{port} in 0.01 minutes")
+
+
+def test_ranks_that_disagree_about_their_number_both_say_so(store):
+    with ThreadPoolExecutor(2) as pool:
+        worlds = {0: 2, 1: 3}
+        ranks = [pool.submit(of_this_attempt, store, rank, worlds[rank]) for rank in worlds]
+        first, second = (str(rank.exception()) for rank in ranks)
+    assert first.startswith("rank 0 has WORLD_SIZE=2, and rank 1, which it met, has 3: start all")
+    assert second.startswith("rank 1 has WORLD_SIZE=3, and rank 0, which it met, has 2: start all")
+
+
+def test_a_port_that_another_job_has_is_a_sentence(nursery):
+    """On several machines: there torch's own store listens."""
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": port}
+        said = nursery.printed(join_in_vain, variables)
+    assert said.startswith(
+        f"rank 0 of 2 could not meet the others at {socket.gethostname()}:{port}: "
+    )
+    assert "check that rank 0 is there, that no other job or program has this port" in said

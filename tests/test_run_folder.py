@@ -226,3 +226,13 @@ def test_a_crash_while_exporting_leaves_the_former_one(folder):
     assert not partial.exists()
     moved = load_file(folder.run / "export" / "model.safetensors")
     assert not any(torch.equal(moved[name], weights[name]) for name in weights)
+
+
+def test_what_a_crash_has_left_goes_at_the_next_start(folder):
+    """Also where it writes nothing of the kind."""
+    folder.train(3)
+    left = [folder.run / "export.partial", folder.checkpoints / "step-00000009.partial"]
+    for partial in left:
+        shutil.copytree(folder.run / "export", partial)
+    folder.train(3, checkpoint__export="false")
+    assert not any(partial.exists() for partial in left)

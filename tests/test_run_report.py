@@ -295,6 +295,13 @@ def test_a_loss_that_is_no_number_makes_a_gap(value, report):
         assert text in page.words
 
 
+def test_steps_without_a_trained_token_are_counted_and_marked(report):
+    page = report(step(0, 3.0), step(1, None, empty=True), step(2, 1.0))
+    assert "Steps not applied because no token of their batch was trained: 1. Step 1" in page.words
+    assert "not finite" not in page.text
+    assert page.chart("Loss")["marks"][0] == {"kind": "short", "x": [1], "run": 0}
+
+
 def test_nothing_finite_is_no_curve(report):
     page = report(step(0, None))
     assert page.tiles["loss"] == "-" and "no number was logged" in page.figure("Loss")

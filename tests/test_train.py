@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_train.py
 """Whole runs as a user starts them: files in, checkpoints, resume, signals, an export out."""
 
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
 from megatron_vlm.distributed.agree import Signals
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.train import run_train
+from tests.chats import picture, say, text
 from tests.sets import write_set
 
 STEPS = 6
@@ -140,11 +144,150 @@ def test_a_finished_run_started_again_changes_nothing(whole, tiny, pool):
     assert len(steps_of(folder / "whole")) == STEPS
 
 
+@pytest.fixture(scope="module")
+def broken_pictures(tmp_path_factory):
+    """A set of 8 records with a picture each, of which the first, fourth and fifth cannot be
+    decoded: so their steps of one record have none left."""
+    folder = tmp_path_factory.mktemp("broken")
+    records = []
+    for row in range(8):
+        picture(48, 48, row).save(folder / f"{row}.png")
+        parts = {"type": "image", "image": f"{row}.png"}, text(f"{row}?")
+        records.append({"messages": [say("user", *parts), say("assistant", f"word {row}")]})
+        if row in (0, 3, 4):
+            (folder / f"{row}.png").write_bytes((folder / f"{row}.png").read_bytes()[:200])
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_without_a_trained_token_are_passed_over(world, broken_pictures, tiny, pool):
+    """Weights at every step, with a break after a step of the kind, too."""
+    folder, run = broken_pictures, f"of-{world}"
+    more = ["data.on_error=skip", "data.shuffle=false", "train.global_batch_size=1"]
+    more += [
+        f"parallel.pp={world}",
+        "train.steps=8",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=9",
+    ]
+    more += ["optim.weight_decay=0.1", "optim.lr=1e-3", "checkpoint.async_save=false"]
+    status, out, err = go_pooled(pool, world, folder, tiny(), run, *more)
+    assert status == 0, err
+    steps = steps_of(folder / run)
+    assert [step["step"] for step in steps if step["empty"]] == [0, 3, 4]
+    assert [step["loss"] for step in steps if step["empty"]] == [None] * 3
+    assert not any(step["skipped"] for step in steps)
+    assert "step 4: no token of its batch is trained: not applied (3 so far)" in out
+    checkpoints = folder / run / "checkpoints"
+    weights = [
+        [(checkpoints / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors").read_bytes()
+         for rank in range(world)]
+        for step in range(1, 9)
+    ]  # fmt: skip
+    moved = [one != other for one, other in itertools.pairwise(weights)]
+    assert moved == [True, True, False, False, True, True, True]  # of steps 1 to 7
+    start = {1: 1, 2: 4}[world]
+    resumed = folder / f"{run}-from-{start}"
+    (resumed / "checkpoints").mkdir(parents=True)
+    name = f"step-{start:08d}"
+    shutil.copytree(checkpoints / name, resumed / "checkpoints" / name)
+    status, _, err = go_pooled(pool, world, folder, tiny(), resumed, *more)
+    assert status == 0, err
+    assert values(steps_of(resumed)) == values(steps[start:])
+    one, other = (folder / each / "export" / "model.safetensors" for each in (run, resumed))
+    assert one.read_bytes() == other.read_bytes()
+
+
 def test_other_data_is_refused_on_resume(whole, tiny, pool):
     folder, _ = whole
     status, _, err = go_pooled(pool, 2, folder, tiny(), "whole", "data.seed=1")
     assert status == 2
-    assert "was trained on other data" in err and "Traceback" not in err
+    assert "was trained on other data" in err and "(data.seed=1, was 0)" in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def one_step(tiny, tmp_path_factory, pool):
+    """A run of one step and its model's folder."""
+    folder = tmp_path_factory.mktemp("one-step")
+    write_set(folder)
+    model = shutil.copytree(tiny(), folder / "model")
+    status, _, err = go_pooled(pool, 1, folder, str(model), "first", "parallel.pp=1", ONE_STEP)
+    assert status == 0, err
+    return folder, model
+
+
+ONE_STEP = "train.steps=1"
+
+
+def resume_again(pool, one_step, tmp_path, *more: str, model=None) -> tuple[int, str, str]:
+    """One step more, in a copy of the run."""
+    folder, of_first = one_step
+    run = shutil.copytree(folder / "first", tmp_path / "run")
+    words = (folder, str(model or of_first), run, "parallel.pp=1", "train.steps=2", *more)
+    return go_pooled(pool, 1, *words)
+
+
+def events_of(run: Path) -> list[str]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["text"] for line in lines if line["kind"] == "event"]
+
+
+def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, tmp_path):
+    """Files that were copied, and keys that change no row, are none."""
+    rules = ["data.train_on=last_assistant", "data.special_tokens=escape", "data.max_pixels=4096"]
+    status, _, err = resume_again(pool, one_step, tmp_path, *rules, "data.prefetch=3", model=tiny())
+    assert status == 0, err
+    assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
+        "resumed with data.max_pixels=4096, was None",
+        "resumed with data.special_tokens='escape', was 'refuse'",
+        "resumed with data.train_on='last_assistant', was 'all_assistant'",
+        "resumed with another set of sample lengths in data.train",
+    ]
+
+
+def test_changed_files_of_the_tokenizer_are_events_of_the_run(one_step, pool, tmp_path):
+    model = shutil.copytree(one_step[1], tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# new #}")
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": 77}))
+    status, _, err = resume_again(pool, one_step, tmp_path, model=model)
+    assert status == 0, err
+    assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
+        "resumed with another chat_template.jinja in model.path",
+        "resumed with another tokenizer_config.json in model.path",
+    ]
+
+
+def test_rules_that_leave_out_other_records_are_refused(one_step, pool, tmp_path):
+    more = ("data.max_tokens=40", "data.truncation=drop")
+    status, _, err = resume_again(pool, one_step, tmp_path, *more)
+    assert status == 2 and "was trained on other data" in err
+    assert "another choice of the records of data.train[0] that are samples" in err
+    assert "data.max_tokens=40, was 8192" in err and "data.truncation='drop', was 'error'" in err
+
+
+def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
+    """They have a digest of the order and of lengths alone, which must be the same."""
+    first = shutil.copytree(one_step[0], tmp_path / "former")
+    (checkpoint,) = (first / "first" / "checkpoints").glob("step-*")
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["progress"]["data"] = state["progress"]["data"]["whole"]
+    record = write_file(checkpoint / "state.json", [json.dumps(state).encode()])
+    manifest = read_manifest(checkpoint)
+    files = [file for file in manifest.files if file.name != record.name]
+    write_manifest(checkpoint, replace(manifest, files=(*files, record)))
+    former = first, one_step[1]
+    more = "data.train_on=last_assistant"
+    status, out, err = resume_again(pool, former, tmp_path, more)
+    assert status == 0 and "resumed from" in out, err
+    assert steps_of(tmp_path / "run")[-1]["step"] == 1
+    shutil.rmtree(tmp_path / "run")
+    status, _, err = resume_again(pool, former, tmp_path, "data.seed=1")
+    assert status == 2
+    assert "(the records, their order or their lengths)" in err
 
 
 def test_a_second_interrupt_does_not_wait():

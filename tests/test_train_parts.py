@@ -3,13 +3,16 @@
 
 import json
 import math
+import resource
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_vlm.checkpoint.held import get_step
 from megatron_vlm.config.schema import Config, LogConfig, OptimConfig, TrainConfig
 from megatron_vlm.data.batch.loader import BatchFigures
+from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.distributed.agree import Vote, agree
 from megatron_vlm.distributed.watchdog import Sign, describe, find_stuck
 from megatron_vlm.errors import TrainError
@@ -17,7 +20,7 @@ from megatron_vlm.run.lines import StepLine
 from megatron_vlm.run.log import RunLog, duration, step_line
 from megatron_vlm.run.meter import Guard
 from megatron_vlm.step.schedule import lr_at
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
 from tests.runs import call
 from tests.test_parity import layout
@@ -89,17 +92,46 @@ def test_a_gradient_that_is_not_a_number_is_not_applied(name, pool, tiny):
         assert not moved and math.isnan(norm) and math.isfinite(after)
 
 
+def _steps_around_an_empty_one(worker: MegatronWorker) -> tuple[list, list, tuple]:
+    """The weights after a step and after one without a trained token, and what the latter said."""
+    worker.forward_backward(make_rows(MIXED))
+    worker.optim_step()
+    before = [param.detach().clone() for param in worker.chunks[0].parameters()]
+    untrained = [
+        replace(row, labels_S=torch.full_like(row.labels_S, IGNORE)) for row in make_rows(MIXED)
+    ]
+    metrics = worker.forward_backward(untrained)
+    said = (metrics.loss, metrics.num_tokens, *worker.optim_step(lr=0.25))
+    after = [param.detach().clone() for param in worker.chunks[0].parameters()]
+    worker.forward_backward(make_rows(MIXED))
+    worker.optim_step(lr=1e-3)
+    return before, after, (*said, get_step(worker.optimizer))
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "pp2", "dp2"])
+def test_a_step_without_a_trained_token_moves_nothing(name, pool, tiny):
+    """Momentum and weight decay would, with gradients of zero, and count a step."""
+    case = {"1x1x1": layout(), "pp2": layout(pp=2), "dp2": layout(dp=2)}[name]
+    case = replace(case, optim={"lr": 1e-3, "weight_decay": 0.1})
+    for before, after, said in pool.run(call, case.world, tiny(), case, _steps_around_an_empty_one):
+        assert len(before) and all(map(torch.equal, before, after))
+        assert said == (0.0, 0, 0.0, 0.25, 2)
+
+
 def test_the_guard_counts_and_stops():
     guard = Guard(Config(train=TrainConfig(max_nonfinite=2)))
-    assert guard.check(0, 1.0, 1.0) is None
-    assert "(1 so far)" in guard.check(1, math.nan, 1.0)
-    assert guard.check(2, 1.0, 1.0) is None
-    assert "(2 so far)" in guard.check(3, 1.0, math.inf)
-    assert "(3 so far)" in guard.check(4, 1.0, math.inf)
-    with pytest.raises(TrainError, match=r"step 5: loss nan.*3 in a row.*lower optim\.lr"):
-        guard.check(5, math.nan, 1.0)
+    fine, wrong, empty = (StepMetrics(1.0, 5), StepMetrics(math.nan, 5), StepMetrics(0.0, 0))
+    assert guard.check(0, fine, 1.0) is None
+    assert "(1 so far)" in guard.check(1, wrong, 1.0)
+    assert guard.check(2, fine, 1.0) is None
+    assert "(2 so far)" in guard.check(3, fine, math.inf)
+    said = "step 4: no token of its batch is trained: not applied (1 so far)"
+    assert guard.check(4, empty, 0.0) == said
+    assert "(3 so far)" in guard.check(5, fine, math.inf)
+    with pytest.raises(TrainError, match=r"step 6: loss nan.*3 in a row.*lower optim\.lr"):
+        guard.check(6, wrong, 1.0)
     with pytest.raises(TrainError, match="step 0"):
-        Guard(Config(train=TrainConfig(on_nonfinite="stop"))).check(0, math.nan, 1.0)
+        Guard(Config(train=TrainConfig(on_nonfinite="stop"))).check(0, wrong, 1.0)
 
 
 def sign(rank, phases, phase="data", age=0.0, still=0.0, alive=0):
@@ -168,3 +200,27 @@ def test_figures_of_a_batch():
     sizes = [RowSize(10, 1.0, images=2), RowSize(6, 2.0), RowSize(4, 3.0, images=1)]
     batch = BatchFigures.of(sizes, [[[0, 1]], [[2]]])
     assert batch == BatchFigures(samples=3, tokens=20, padded=24, images=3, work=6.0)
+
+
+def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path):
+    """A folder in their place, and a disk that is full after 400 bytes."""
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    failed = "metrics.jsonl cannot be written: "
+    remedy = ".*; free space there, or give another run=FOLDER"
+    with pytest.raises(TrainError, match=f"{failed}Is a dir{remedy}"):
+        RunLog(Config(run=str(tmp_path / "folder")), True, 20)
+    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
+    log.step(figures(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+    try:
+        with pytest.raises(TrainError, match=f"{failed}File too{remedy}"):
+            log.step(figures(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
+    log.step(figures(1))
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(lines[place])["step"] for place in (0, 2)] == [0, 1] and len(lines) == 3

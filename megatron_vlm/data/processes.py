@@ -6,15 +6,30 @@ process.
 """
 
 import os
+import signal
+import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver, get_context
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from megatron_vlm.data.scratch import keep_sockets_in_scratch
+from megatron_vlm.errors import LostError
+
+_GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
+_LESS = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
+_SIGNALS = {
+    signal.SIGKILL: ", as the kernel does where memory runs out: give the job more memory, or "
+    + _LESS,
+    signal.SIGBUS: ", as happens where shared memory runs out: enlarge /dev/shm (`docker run "
+    f"--shm-size`), or {_LESS}; or where a file became shorter while it was read",
+}
+
 
 def start_server() -> None:
     """Start the server in the background unless it runs already; called early, it delays nobody."""
+    keep_sockets_in_scratch()
     modules = ["megatron_vlm.data.detached", "megatron_vlm.data.batch.loader"]
     get_context("forkserver").set_forkserver_preload(modules)
     forkserver.ensure_running()
@@ -38,7 +53,38 @@ def in_processes(
         multiprocessing_context="forkserver" if processes else None,
         worker_init_fn=_let_server_end,
     )
-    return iter(loader)
+    return _watched(iter(loader)) if processes else iter(loader)
+
+
+def _watched(results: Any) -> Iterator[Any]:
+    """The results, until a process that makes them is gone: then the error says which, and why."""
+    while True:
+        try:
+            result = next(results)
+        except StopIteration:
+            return
+        except Exception as error:
+            # torch says no more than that it ended, or what came of reading half a result.
+            until = time.monotonic() + _GONE_S
+            while (lost := _lost(results)) is None and time.monotonic() < until:
+                time.sleep(0.05)
+            if lost is None:
+                raise
+            raise LostError(lost) from error
+        yield result
+
+
+def _lost(results: Any) -> str | None:
+    """What is said of the first worker process that failed."""
+    for number, worker in enumerate(results._workers):
+        if worker.exitcode is not None and worker.exitcode != 0:
+            name = f"data worker {number} (process {worker.pid})"
+            if worker.exitcode > 0:
+                return f"{name} ended with exit status {worker.exitcode}; see what it said before"
+            number_of_signal = signal.Signals(-worker.exitcode)
+            why = _SIGNALS.get(number_of_signal, "")
+            return f"{name} was killed by {number_of_signal.name}{why}"
+    return None
 
 
 def _let_server_end(_: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, say
+from megatron_vlm.errors import LostError
 
 
 class Vote(enum.IntEnum):
@@ -23,6 +24,7 @@ class Vote(enum.IntEnum):
     OK = 0
     STOP = 1
     FAILED = 2
+    LOST = 3  # the same, and starting again may help
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -96,21 +98,23 @@ def fail_together(
     collective. A collective at its end.
 
     A rank that failed raises its own error; the others raise `error_type` with `message`, or
-    without one with the text of the first rank that failed. Where none failed and one voted STOP,
-    all raise Stopped. Errors other than `catches` are raised at once, and reach no other rank.
+    without one with the text of the first rank that failed; a LostError where one had it. Where
+    none failed and one voted STOP, all raise Stopped. Errors other than `catches` are raised at
+    once, and reach no other rank.
     """
     failure: Exception | None = None
     try:
         yield
     except catches as error:
         failure = error
-    decision = agree(vote if failure is None else Vote.FAILED, device)
-    if decision == Vote.FAILED and message is None:
+    failed = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
+    decision = agree(vote if failure is None else failed, device)
+    if decision >= Vote.FAILED and message is None:
         texts = all_gather_json(None if failure is None else str(failure), None, device)
         message = next(text for text in texts if text is not None)
     if failure is not None:
         raise failure
-    if decision == Vote.FAILED:
-        raise error_type(message)
+    if decision >= Vote.FAILED:
+        raise LostError(message) if decision == Vote.LOST else error_type(message)
     if decision == Vote.STOP:
         raise Stopped

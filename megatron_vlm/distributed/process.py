@@ -1,12 +1,13 @@
 """One process of a job: its exit status, its errors in one sentence, how often it was restarted."""
 
+import hashlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from megatron_vlm.display.text import visible
-from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
@@ -19,6 +20,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # they ask to sa
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
 RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
+SAID = "MEGATRON_VLM_SAID"  # a folder with a file for each error that a rank has said
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of the launcher, if it is ours
 
 
@@ -49,7 +51,7 @@ def restarts() -> int:
 def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run the command as one process of a job; return its exit status."""
     status = guarded(command, arguments)
-    if status != MISTAKE and "torch.distributed" in sys.modules:
+    if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
         import torch.distributed as dist
 
         if dist.is_initialized():
@@ -64,11 +66,27 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     except MegatronVLMError as error:
         if os.environ.get(DEBUG):
             raise
-        say(f"rank {os.environ.get('RANK', '0')}: {error}")
-        return MISTAKE
+        if _is_first_to_say(str(error)):
+            say(f"rank {os.environ.get('RANK', '0')}: {error}")
+        return FAILED if isinstance(error, LostError) else MISTAKE
     except KeyboardInterrupt:
         say("stopped at once, nothing was saved")
         return INTERRUPTED
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether no other rank of this attempt has said the same. What differs is always said, and so
+    is everything where our launcher has given no folder to tell."""
+    folder = os.environ.get(SAID)
+    if folder is None:
+        return True
+    try:
+        with open(os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()), "x"):
+            return True
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
 
 
 def say(text: str) -> None:

@@ -22,6 +22,7 @@ from megatron_vlm.distributed.job_store import (
 from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01
+_LAST_WORDS_S = 0.5
 T = TypeVar("T")
 
 
@@ -35,8 +36,21 @@ def join_world(platform: Platform, minutes: float) -> None:
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(minutes=minutes)
-    store: Any = dist.HashStore()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        _join(platform, rank, world, minutes, timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise MeetingError(
+            f"rank {rank} of {world} could not meet the others{meeting_place()}: "
+            f"{str(error).splitlines()[0]}; check that rank 0 is there, that no other job or "
+            f"program has this port, and that all ranks have WORLD_SIZE={world}"
+        ) from error
+
+
+def _join(
+    platform: Platform, rank: int, world: int, minutes: float, timeout: datetime.timedelta
+) -> None:
+    store: Any = dist.HashStore()
     here = stay_on_this_machine()
     if world > 1:
         store = _within(minutes, lambda: _open_store(rank, here, timeout))
@@ -105,24 +119,29 @@ def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, world):
-            _tell(board, other, attempt, until)
+            _tell(board, other, attempt, until, world)
     else:
         me = uuid.uuid4().hex
         board.write(f"joined/{rank}", me)
-        attempt = _hear(board, f"attempt-of/{me}", until)
-        board.write(f"told/{attempt}/{rank}", me)
+        attempt, _, theirs = _hear(board, f"attempt-of/{me}", until).partition(" ")
+        board.write(f"told/{attempt}/{rank}", str(world))
+        if int(theirs) != world:
+            raise _disagree(rank, world, 0, int(theirs))
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _tell(board: Board, other: int, attempt: str, until: float) -> None:
+def _tell(board: Board, other: int, attempt: str, until: float, world: int) -> None:
     """Repeat it until it is acknowledged: the first to join may have been a process of the attempt
     before."""
-    while board.read(f"told/{attempt}/{other}") is None:
+    while (theirs := board.read(f"told/{attempt}/{other}")) is None:
         if (joined := board.read(f"joined/{other}")) is not None:
-            board.write(f"attempt-of/{joined}", attempt)
+            board.write(f"attempt-of/{joined}", f"{attempt} {world}")
         if time.monotonic() > until:
             raise _missing(other)
         time.sleep(_POLL_S)
+    if int(theirs) != world:
+        time.sleep(_LAST_WORDS_S)  # the store may end with this process, and the other reads there
+        raise _disagree(0, world, other, int(theirs))
 
 
 def _hear(board: Board, key: str, until: float) -> str:
@@ -143,5 +162,14 @@ def _hear(board: Board, key: str, until: float) -> str:
 
 def _missing(rank: int) -> MeetingError:
     return MeetingError(
-        f"rank {rank} did not join; check its logs, and that all ranks have one {SECRET}"
+        f"rank {rank} did not join{meeting_place()}; check its logs, that all ranks have the same "
+        f"WORLD_SIZE, and one {SECRET}"
+    )
+
+
+def _disagree(mine: int, my_world: int, other: int, their_world: int) -> MeetingError:
+    return MeetingError(
+        f"rank {mine} has WORLD_SIZE={my_world}, and rank {other}, which it met{meeting_place()}, "
+        f"has {their_world}: start all ranks of a job with the same number, and give each job a "
+        "MASTER_PORT of its own"
     )

@@ -1,6 +1,5 @@
 """Batches on every rank, for training and evaluation alike."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -8,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.data.batch.loader import BatchFigures, Loader, Replica
@@ -21,6 +20,7 @@ from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.feed.fingerprint import Fingerprint, fingerprint
 from megatron_vlm.feed.share import share_batch, share_json
 
 T = TypeVar("T")
@@ -70,16 +70,17 @@ class Feeder:
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
 
-        def opening() -> tuple[DataSet | StreamSet, tuple[int | None, str]]:
+        def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any]]:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
             data = open_data(specs, "data.train", cfg.data, path, sizes, share)
             length = len(data.order) if isinstance(data, DataSet) else None
-            return data, (length, fingerprint(data, cfg.data))
+            return data, (length, fingerprint(data, cfg).to_json())
 
-        self.data, (self.length, self.fingerprint) = open_together(
+        self.data, (self.length, found) = open_together(
             "data.train", grid, device, opening, watchdog
         )
+        self.fingerprint = Fingerprint.from_json(found)
         _check_same(self.fingerprint, device)
 
     def total_steps(self) -> int:
@@ -139,28 +140,13 @@ def open_together(
     return data, share_json(opened, grid, device)
 
 
-def fingerprint(data: DataSet | StreamSet, cfg: DataConfig) -> str:
-    """A digest of what the order of samples depends on, and of the rules that say how a record is
-    read: equal on all replicas, and after a resume."""
-    hasher = hashlib.blake2b(digest_size=16)
-    rules = sorted(cfg.ignore_keys), sorted(cfg.template_kwargs.items())
-    if any(rules):
-        hasher.update(repr(rules).encode())
-    if isinstance(data, DataSet):
-        hasher.update(repr(data.order).encode())
-        for source, index in zip(data.sources, data.indexes, strict=True):
-            hasher.update(source.digest.encode() + index.records.tobytes())
-            hasher.update(index.tokens.tobytes())
-    else:
-        hasher.update(data.name.encode())
-    return hasher.hexdigest()
-
-
-def _check_same(mine: str, device: torch.device) -> None:
-    found = all_gather_json(mine, None, device)
+def _check_same(mine: Fingerprint, device: torch.device) -> None:
+    found = [Fingerprint.from_json(each) for each in all_gather_json(mine.to_json(), None, device)]
     for rank, other in enumerate(found):
-        if other != found[0]:
+        differences = [*found[0].changed_order(other), *found[0].changed_rows(other)]
+        if differences:
             raise DataError(
-                f"rank {rank} sees other data than rank 0: their files differ, or one of them "
-                "could not read a record; all machines need the same data.train and image_root"
+                f"rank {rank} sees other data than rank 0 ({'; '.join(differences)}): their files "
+                "differ, or one of them could not read a record; all machines need the same "
+                "data.train and image_root"
             )

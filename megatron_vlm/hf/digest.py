@@ -1,4 +1,5 @@
-"""Digests by which ranks on different machines tell whether they have the same model."""
+"""Digests by which ranks on different machines, and a run that resumes, tell whether they have the
+same model and settings."""
 
 import hashlib
 import os
@@ -18,19 +19,30 @@ _BLOCK = 4096
 def digests(source: HFCheckpoint) -> dict[str, str]:
     """A digest of every file that decides what is trained: settings whole; of weight files the
     size, the header and blocks of each tensor."""
+    found = settings_digests(source.path)
     try:
-        found = {
-            name: hashlib.sha256((source.path / name).read_bytes()).hexdigest()
-            for name in SETTINGS
-            if (source.path / name).is_file()
-        }
         for file in weight_files(source.path):
             found[file.relative_to(source.path).as_posix()] = _of_weights(file)
     except OSError as error:
-        raise CheckpointError(
-            f"{source.path} cannot be read: {error}; download the checkpoint again"
-        ) from error
+        raise _unreadable(source.path, error) from error
     return found
+
+
+def settings_digests(folder: Path) -> dict[str, str]:
+    """A digest of each file that decides how a record becomes tokens and patches, and of
+    config.json."""
+    try:
+        return {
+            name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            for name in SETTINGS
+            if (folder / name).is_file()
+        }
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be read: {error}; download the checkpoint again")
 
 
 def _of_weights(file: Path) -> str:

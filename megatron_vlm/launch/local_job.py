@@ -12,12 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_vlm.data.scratch import scratch_folder
 from megatron_vlm.distributed.job_store import SECRET, new_secret
-from megatron_vlm.distributed.process import FAILED, INTERRUPTED, LAUNCHER, RESTART, say
+from megatron_vlm.distributed.process import FAILED, INTERRUPTED, LAUNCHER, RESTART, SAID, say
 from megatron_vlm.launch.restart import (
     Ending,
     run_with_restarts,
@@ -49,7 +51,7 @@ def variables_of(count: int, restart: int) -> dict[str, str]:
 
 
 def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
-    shared = variables_of(count, restart)
+    shared = variables_of(count, restart) | {SAID: tempfile.mkdtemp(dir=scratch_folder())}
     launcher = os.getpid()
     processes = [
         subprocess.Popen(

@@ -18,7 +18,15 @@ from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.folders import MARK, check_partial, partial_of, read_mark, write_mark, write_text
+from megatron_vlm.folders import (
+    MARK,
+    check_partial,
+    discard_partials,
+    partial_of,
+    read_mark,
+    write_mark,
+    write_text,
+)
 from megatron_vlm.hf.export_mark import check_replaceable
 
 LOCK = "job.lock"  # who writes the run, or did last
@@ -48,6 +56,8 @@ def held_folder(cfg: Config) -> Iterator[Claim]:
             held.enter_context(_lock(folder))
             claim = _claim(folder)
             check_leftovers(folder / "checkpoints", claim.run)
+            discard_partials((folder / "checkpoints").glob("step-*.partial"), claim.run)
+            discard_partials([partial_of(folder / "export")], claim.run)
             if cfg.checkpoint.export:
                 check_partial(partial_of(folder / "export"), claim.run)
                 check_replaceable(folder / "export", claim.run)

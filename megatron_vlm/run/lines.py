@@ -45,6 +45,7 @@ class StepLine:
     mfu: float | None
     memory_gb: float
     skipped: bool = False  # not applied: its loss or gradient was not finite
+    empty: bool = False  # not applied: no token of its batch was trained
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The figures of a step: rates, memory, and whether its numbers are finite."""
+"""The figures of a step: rates, memory, and whether it was applied."""
 
 import math
 import time
@@ -10,6 +10,7 @@ from megatron_vlm.data.batch.loader import BatchFigures
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import TrainError
 from megatron_vlm.run.lines import StepLine
+from megatron_vlm.worker import StepMetrics
 
 
 class Meter:
@@ -29,8 +30,7 @@ class Meter:
         self,
         step: int,
         epoch: int,
-        loss: float,
-        trained: int,
+        metrics: StepMetrics,
         lr: float,
         norm: float,
         batch: BatchFigures,
@@ -40,32 +40,43 @@ class Meter:
         seconds, self.last = now - self.last, now
         # A backward is twice the work of a forward; what is recomputed is not work done.
         done = 3 * batch.work / seconds
+        empty = not metrics.num_tokens
+        finite = math.isfinite(metrics.loss) and math.isfinite(norm)
         return StepLine(
             step=step,
             epoch=epoch,
-            loss=loss,
+            loss=math.nan if empty else metrics.loss,
             lr=lr,
             grad_norm=norm,
             seconds=seconds,
             tokens_per_s=batch.tokens / seconds,
-            trained_tokens_per_s=trained / seconds,
+            trained_tokens_per_s=metrics.num_tokens / seconds,
             images_per_s=batch.images / seconds,
             padding=1 - batch.tokens / batch.padded,
             mfu=None if self.peak is None else done / self.peak,
             memory_gb=self.platform.memory_peak() / 2**30,
-            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            skipped=not (empty or finite),
+            empty=empty,
         )
 
 
 class Guard:
-    """Counts steps whose loss or gradient is not finite; too many in a row end the run."""
+    """Counts steps that are not applied: without a trained token, or whose loss or gradient is not
+    finite. Too many of these in a row end the run."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
         self.total, self.in_a_row = 0, 0
+        self.empty = 0
 
-    def check(self, step: int, loss: float, norm: float) -> str | None:
+    def check(self, step: int, metrics: StepMetrics, norm: float) -> str | None:
         """A warning about this step, if there is one; raises if the configuration says stop."""
+        loss = metrics.loss
+        if not metrics.num_tokens:
+            self.empty += 1
+            return (
+                f"step {step}: no token of its batch is trained: not applied ({self.empty} so far)"
+            )
         if math.isfinite(loss) and math.isfinite(norm):
             self.in_a_row = 0
             return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_vlm.config.schema import CheckpointConfig
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.feed.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Progress:
 
     step: int = 0
     position: Position = field(default_factory=Position)
-    data: str = ""  # digest of what the order of samples depends on
+    data: Fingerprint = field(default_factory=Fingerprint)
     best_of: str | None = None  # the score that `best` is of: checkpoint.best
     best: float | None = None
     best_step: int | None = None
@@ -38,4 +39,5 @@ class Progress:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Progress":
-        return Progress(**{**saved, "position": Position(**saved["position"])})
+        parts = {"position": Position(**saved["position"])}
+        return Progress(**{**saved, **parts, "data": Fingerprint.from_json(saved["data"])})

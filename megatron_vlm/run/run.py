@@ -100,11 +100,9 @@ class Run:
     ) -> None:
         """Log what a finished step took and gave."""
         self.progress = replace(self.progress, step=step + 1, position=batch.after)
-        figures = self.meter.read(
-            step, batch.after.epoch, metrics.loss, metrics.num_tokens, lr, norm, batch.figures
-        )
+        figures = self.meter.read(step, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
-        if (warning := self.guard.check(step, metrics.loss, norm)) is not None:
+        if (warning := self.guard.check(step, metrics, norm)) is not None:
             self.log.event(step, warning)
 
     def evaluate_if_due(self) -> None:

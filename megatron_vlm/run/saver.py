@@ -13,6 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import agree
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.feed.fingerprint import Fingerprint
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.run.folder import Claim
 from megatron_vlm.run.progress import Progress
@@ -22,7 +23,7 @@ from megatron_vlm.worker import MegatronWorker
 class Saver:
     """The checkpoints in cfg.run/checkpoints. Rank 0 has the claim on that folder."""
 
-    def __init__(self, cfg: Config, worker: MegatronWorker, data: str, claim: Claim | None):
+    def __init__(self, cfg: Config, worker: MegatronWorker, data: Fingerprint, claim: Claim | None):
         self.cfg, self.worker, self.data, self.claim = cfg, worker, data, claim
         self.folder = Path(cfg.run) / "checkpoints"
         self.pending: PendingSave | None = None
@@ -49,15 +50,18 @@ class Saver:
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
         progress = Progress.from_json(load(self.worker, origin, verified=verified))
-        if progress.data != self.data:
+        changed = progress.data.changed_rows(self.data)
+        if moved := progress.data.changed_order(self.data):
             raise CheckpointError(
-                f"{origin} was trained on other data, or with other rules for it: its place in "
-                "the order of samples means nothing here; give the same data.*, or start a new run "
-                f"from its weights: megatron-vlm export {origin} DIR, model.path=DIR"
+                f"{origin} was trained on other data, or with other rules for it "
+                f"({'; '.join([*moved, *changed])}): its place in the order of samples means "
+                "nothing here; give the same data.*, or start a new run from its weights: "
+                f"megatron-vlm export {origin} DIR, model.path=DIR"
             )
         self.best_step, self.saved_step = progress.best_step, progress.step
         if dist.get_rank() == 0:
             self._go_on_from(origin)
+            self.remarks += [f"resumed with {change}" for change in changed]
         return progress
 
     def _go_on_from(self, origin: Path) -> None:

@@ -2,11 +2,13 @@
 
 import importlib.util
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.run.lines import EvalLine, Line, StepLine, to_json
 
 
@@ -23,17 +25,34 @@ class JsonLines:
     """metrics.jsonl. Every line starts on a line of its own, also after a run that was killed."""
 
     def __init__(self, path: Path):
-        cut_line = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-        self.file = path.open("a")
-        if cut_line:  # the last line of a killed run
-            self.file.write("\n")
+        self.path = path
+        with self._writing():
+            before = path.read_bytes() if path.exists() else b""
+            self.file = path.open("ab", buffering=0)  # what could not be written is not kept
+            if before and not before.endswith(b"\n"):  # the last line of a killed run
+                self._write("\n")
 
     def write(self, line: Line) -> None:
-        self.file.write(to_json(line) + "\n")
-        self.file.flush()
+        with self._writing():
+            self._write(to_json(line) + "\n")
 
     def close(self) -> None:
         self.file.close()
+
+    def _write(self, text: str) -> None:
+        left = text.encode()
+        while left:
+            left = left[self.file.write(left) :]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainError(
+                f"{self.path} cannot be written: {error.strerror}; free space there, or give "
+                "another run=FOLDER; started again, the run resumes from its last checkpoint"
+            ) from error
 
 
 class TensorBoard:

@@ -1,8 +1,6 @@
 """All sources of data.train, or of one evaluation set, as one ordered set of samples."""
 
-import atexit
 import logging
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from megatron_vlm.data.encode.row import PlacedRow
 from megatron_vlm.data.encode.views import ShownSample, show_sample
 from megatron_vlm.data.read.sources import Source, open_source
 from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.data.scratch import scratch_folder
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.sizes import ModelSizes
@@ -112,8 +111,7 @@ def open_data(
         return StreamSet(stream, reader, cfg, WorkModel.of(sizes))
     sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
     readers = tuple(make_reader(encoder, cfg, sizes, source.root) for source in sources)
-    scratch = Path(tempfile.mkdtemp(prefix="megatron_vlm-"))
-    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
     indexes = tuple(
         build_index(source, reader, cfg, scratch, share)
         for source, reader in zip(sources, readers, strict=True)

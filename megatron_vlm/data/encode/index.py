@@ -6,8 +6,10 @@ renamed, so any number of processes may work on the same source without waiting 
 none of them reads half a file.
 """
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megatron_vlm.config.schema import DataConfig
@@ -25,6 +27,8 @@ from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample, uneven
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
 from megatron_vlm.errors import DataError
+
+_log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _VERSION = 3  # of the files; raise it when the meaning of their content changes
@@ -102,24 +106,47 @@ def build_index(
         raise DataError(f"{source.name} has no records")
     cache = scratch if cfg.cache_dir is None else Path(cfg.cache_dir).expanduser() / "text"
     folder = cache / index_key(source, reader.encoder, cfg, reader.policy.root)
-    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # then nothing can be kept there, and `_keep` says why
+        folder.mkdir(parents=True, exist_ok=True)
     names = [f"{start:09d}.safetensors" for start in range(0, len(source), CHUNK)]
     # Each process begins at its own share, then helps with what is left.
     first = len(names) * share[0] // share[1]
     turn = [*range(first, len(names)), *range(first)]
     # Drawn late, chunk by chunk, so that chunks others have done by then are skipped.
-    missing = (chunk for chunk in turn if not (folder / names[chunk]).exists())
+    missing = (chunk for chunk in turn if not os.path.exists(folder / names[chunk]))
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
-    faulty: dict[int, Path] = {}
+    elsewhere: dict[int, Path] = {}
     for chunk, content in in_processes(_Chunks(source, reader, cfg), missing, workers, 2):
         if isinstance(content, DataError):
             raise content
-        if content.faults:  # somebody may fix them, so such a chunk is never cached
-            faulty[chunk] = scratch / f"{folder.name}-{names[chunk]}"
-        content.save(faulty.get(chunk, folder / names[chunk]))
-    index = Index(source, [faulty.get(chunk, folder / name) for chunk, name in enumerate(names)])
+        # Somebody may fix what is faulty, so such a chunk is never cached.
+        if content.faults or not _keep(content, folder / names[chunk], quiet=bool(elsewhere)):
+            elsewhere[chunk] = scratch / f"{folder.name}-{names[chunk]}"
+            _write(content, elsewhere[chunk])
+    files = [elsewhere.get(chunk, folder / name) for chunk, name in enumerate(names)]
+    index = Index(source, files)
     check_errors(index.faults.errors, cfg)
     return index
+
+
+def _keep(content: "Chunk", path: Path, quiet: bool) -> bool:
+    """Write a chunk into the cache; a cache that cannot be written is done without."""
+    try:
+        content.save(path)
+    except (OSError, SafetensorError) as error:
+        if not quiet:
+            _log.warning("data.cache_dir is done without: %s cannot be written: %s", path, error)
+        return False
+    return True
+
+
+def _write(content: "Chunk", path: Path) -> None:
+    try:
+        content.save(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be written: {error}; free space there, or set TMPDIR to another folder"
+        ) from error
 
 
 def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:

@@ -1,6 +1,8 @@
 """Files as bytes: their digests, and compressed ones unpacked."""
 
+import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 
+from megatron_vlm.data.scratch import scratch_folder
 from megatron_vlm.errors import ConfigError, DataError
+
+_log = logging.getLogger("megatron_vlm.data")
 
 _WHOLE_DIGEST = 2**30  # larger files are digested in samples
 _SAMPLE = 2**20
@@ -41,16 +46,32 @@ def unpacked(path: str, cache: Path | None) -> str:
             f"{path} is unpacked into data.cache_dir, which is null; set it, or unpack it yourself"
         )
     target = cache / "unpacked" / f"{file_digest(path)}.jsonl"
-    if target.exists():
+    if os.path.exists(target):
         return str(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return _unpack(path, target)
+    except OSError as error:
+        _log.warning("data.cache_dir is done without: %s cannot be written: %s", target, error)
+    target = scratch_folder() / target.name
+    try:
+        return _unpack(path, target)
+    except OSError as error:
+        raise DataError(
+            f"{path} is unpacked into {target}, which cannot be written: {error}; free space "
+            "there, set TMPDIR to another folder, or unpack it yourself"
+        ) from error
+
+
+def _unpack(path: str, target: Path) -> str:
     partial = target.with_suffix(f".{os.getpid()}.tmp")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as plain:
             plain.writelines(content_of(path))
         os.replace(partial, target)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return str(target)
 
 

@@ -146,7 +146,8 @@ def _marks(runs: Sequence[LoggedRun], first: float, last: float) -> Iterator[Ste
     """Where steps were not applied, and where a run was resumed."""
     for place, run in enumerate(runs):
         metrics = run.metrics
-        yield StepMarks("not applied", metrics.steps_N[metrics.skipped_N], run=place)
+        not_applied = metrics.steps_N[metrics.skipped_N | metrics.empty_N]
+        yield StepMarks("not applied", not_applied, run=place)
         resumes = np.array([start.step for start in metrics.starts[1:]], dtype=float)
         inside = resumes[(resumes > first) & (resumes <= last)]
         yield StepMarks("resumed", inside, tall=True, run=place)

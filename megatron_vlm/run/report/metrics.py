@@ -29,7 +29,8 @@ class RunMetrics:
     history: tuple[StartLine | EventLine, ...]  # as they came
     steps_N: np.ndarray
     epochs_N: np.ndarray
-    skipped_N: np.ndarray
+    skipped_N: np.ndarray  # their loss or gradient was not finite
+    empty_N: np.ndarray  # no token of their batch was trained
     figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
     evaluations: tuple[EvalLine, ...]
     seconds: float  # of all steps, with those that were done again
@@ -139,6 +140,7 @@ class _Reading:
             steps_N=columns.pop("step").astype(np.int64),
             epochs_N=columns.pop("epoch").astype(np.int64),
             skipped_N=columns.pop("skipped").astype(bool),
+            empty_N=columns.pop("empty").astype(bool),
             figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
             seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from megatron_vlm.display.html import Html, contents, table, tag, tiles
 from megatron_vlm.display.numbers import number, time_spent
 from megatron_vlm.run.lines import EventLine, StartLine
@@ -77,11 +79,8 @@ def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 def _history(metrics: RunMetrics) -> Iterator[Html]:
     yield tag("h2", "History", id="history")
-    skipped = metrics.steps_N[metrics.skipped_N]
-    if len(skipped):
-        text = f"Steps not applied because loss or gradient was not finite: {len(skipped):,}. Step "
-        text += ", ".join(f"{step:,}" for step in skipped[:_MOST_SKIPPED].tolist())
-        yield tag("p", text + " ..." * (len(skipped) > _MOST_SKIPPED), class_="alarm note")
+    yield from _not_applied(metrics, "loss or gradient was not finite", metrics.skipped_N)
+    yield from _not_applied(metrics, "no token of their batch was trained", metrics.empty_N)
     rows = [(_event(line), f"{line.step:,}") for line in metrics.history]
     notes = [f"The last {_MOST_EVENTS:,} of {len(rows):,}."] * (len(rows) > _MOST_EVENTS)
     if metrics.unreadable:
@@ -92,6 +91,14 @@ def _history(metrics: RunMetrics) -> Iterator[Html]:
     if not rows:
         rows = [("nothing was logged", "-")]
     yield table(("event", "step"), rows[-_MOST_EVENTS:], " ".join(notes))
+
+
+def _not_applied(metrics: RunMetrics, why: str, which_N: np.ndarray) -> Iterator[Html]:
+    steps = metrics.steps_N[which_N]
+    if len(steps):
+        text = f"Steps not applied because {why}: {len(steps):,}. Step "
+        text += ", ".join(f"{step:,}" for step in steps[:_MOST_SKIPPED].tolist())
+        yield tag("p", text + " ..." * (len(steps) > _MOST_SKIPPED), class_="alarm note")
 
 
 def _configuration(run: LoggedRun) -> Iterator[Html]:
