@@ -12,6 +12,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.run.model import with_model
 from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
 
@@ -62,7 +63,7 @@ def run_train(overrides: Sequence[str], signals: "Signals | None" = None) -> int
     cfg = load_config(overrides)
     check_training(cfg)
     check_installed(cfg)
-    return train(cfg, signals)
+    return train(with_model(cfg), signals)
 
 
 if __name__ == "__main__":

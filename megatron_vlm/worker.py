@@ -106,7 +106,7 @@ class MegatronWorker:
             wrapped = wrap_data_parallel(cfg, self.chunks, self.grid)
             parts = {param: entry.part for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
-        pixels = PixelTables(cfg.model.path, self.platform.device)
+        pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
         self.pending_save: Any = None  # checkpoint/state.py: the save that was begun last

@@ -1,0 +1,262 @@
+# .venv/bin/python -m pytest tests/test_hub.py
+"""Names on the Hub, against a server that speaks its API, with the real client."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.evaluation.command import locate
+from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hub import HubName, folder_of, hub_name, pin
+from megatron_vlm.run.model import with_model
+from megatron_vlm.tools.dry_run import dry_run
+from tests.alone import ROOT
+from tests.chats import say, text
+from tests.hub_server import HubServer, hub_server
+from tests.sets import write_set
+from tests.test_train import command, outside_of_jobs, run_rank, steps_of
+
+NAME = "some/tiny-vl"
+LOCAL = [
+    "/srv/a/b", "./a/b", "../a", "~/a", "a", "a/b/c", "a/", "/a", ".a/b", "a b/c", "-a/b", "a/b@",
+    "a/b@c@d", "hub:a/b", "",
+]  # fmt: skip
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, tiny):
+    """A server with a tiny model, and this process as its client; nothing is in the cache."""
+    with hub_server() as server:
+        server.model(NAME, tiny())
+        use(monkeypatch, server.address, tmp_path / "hf")
+        monkeypatch.chdir(tmp_path)
+        yield server
+
+
+def use(monkeypatch, address: str, home: Path, offline: bool = False) -> None:
+    """What HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE do when the client is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(path: str, weights: bool = True) -> str:
+    with pytest.raises(ConfigError) as caught:
+        folder_of(path, weights)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", LOCAL)
+def test_what_looks_like_a_path_is_one(path):
+    assert hub_name(path) is None
+
+
+def test_names_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("Qwen/Qwen3-VL-2B-Instruct") == HubName("Qwen/Qwen3-VL-2B-Instruct")
+    assert hub_name("a/b@refs/pr/1") == HubName("a/b", "refs/pr/1")
+    assert str(hub_name("a/b@v1.0")) == "a/b@v1.0"
+    assert hub_name("a/b@" + "0a" * 20).commit == "0a" * 20 and hub_name("a/b@0a").commit is None
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").symlink_to("nowhere")
+    assert hub_name("a/b") is None and hub_name("a/b@main") == HubName("a/b", "main")
+
+
+def test_only_what_is_read_is_downloaded_and_only_once(hub, tiny):
+    extra = {"pytorch_model.bin": b"x", "run.py": b"x", "onnx/model.safetensors": b"x",
+             "consolidated.safetensors": b"x", "optimizer.pt": b"x"}  # fmt: skip
+    files = hub.repos[f"models/{NAME}"].files
+    commit = hub.repos[f"models/{NAME}"].commit({**files, **extra})
+    pinned = pin(NAME)
+    assert pinned == f"{NAME}@{commit}"
+    assert "model.safetensors" not in hub.downloads()
+    folder = folder_of(pinned, weights=True)
+    assert sorted(hub.downloads()) == sorted(files)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert all(path.is_symlink() for path in folder.iterdir())
+    hub.requests.clear()
+    assert folder_of(pinned, weights=True) == folder
+    assert hub.requests == []  # a commit in the cache is not asked about
+
+
+def test_a_checkpoint_on_the_hub_is_read_like_the_folder(hub, tiny):
+    ours, theirs = HFCheckpoint(NAME), HFCheckpoint(tiny())
+    assert "model.safetensors" not in hub.downloads()  # sizes need no weights
+    ours.read_headers()
+    theirs.read_headers()
+    assert {name: info.shape for name, info in ours.tensors.items()} == {
+        name: info.shape for name, info in theirs.tensors.items()
+    }
+    record = {"messages": [say("user", text("what?")), say("assistant", "that")]}
+    rows = [RowMaker(where).row(record) for where in (NAME, tiny())]
+    assert rows[0].ids_S.tolist() == rows[1].ids_S.tolist()
+
+
+def test_a_revision_is_taken(hub):
+    repo = hub.repos[f"models/{NAME}"]
+    first = repo.branches["main"]
+    second = repo.commit({**repo.files, "merges.txt": b"other"}, branch="v2")
+    assert pin(NAME) == f"{NAME}@{first}" and pin(f"{NAME}@v2") == f"{NAME}@{second}"
+    assert (folder_of(f"{NAME}@v2") / "merges.txt").read_bytes() == b"other"
+
+
+def test_a_folder_of_that_name_wins(hub, tiny, tmp_path):
+    shutil.copytree(tiny(), tmp_path / NAME)
+    assert pin(NAME) == NAME and HFCheckpoint(NAME).path == Path(NAME)
+    assert hub.requests == []
+
+
+def test_what_the_hub_refuses_is_said(hub, monkeypatch, tmp_path):
+    repo = hub.repos[f"models/{NAME}"]
+    missing = refusal("some/typo")
+    assert "no folder 'some/typo' here" in missing and "the Hub shows no model" in missing
+    assert "HF_TOKEN" in missing
+    assert f"{NAME} has no revision 'v9'" in refusal(f"{NAME}@v9")
+    repo.gated = True
+    assert "agree on its page" in refusal(NAME)
+    repo.gated = False
+    hub.refused.add("GET /api/models/some/broken")
+    assert "cannot be reached" in refusal("some/broken") or "500" in refusal("some/broken")
+
+
+def test_a_private_model_needs_a_token(hub, monkeypatch):
+    hub.repos[f"models/{NAME}"].private = True
+    assert "if it is private" in refusal(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert folder_of(NAME, weights=True).is_dir()
+
+
+def test_without_a_network(hub, monkeypatch, tmp_path):
+    home = tmp_path / "hf"
+    use(monkeypatch, hub.address, home, offline=True)
+    assert "HF_HUB_OFFLINE is set, and not all of its files" in refusal(NAME)
+    use(monkeypatch, hub.address, home)
+    pinned = pin(NAME)
+    use(monkeypatch, hub.address, home, offline=True)
+    assert pin(NAME) == pin(pinned) == pinned
+    assert "not all of its files" in refusal(NAME)  # the settings are there, the weights are not
+    use(monkeypatch, hub.address, home)
+    folder_of(pinned, weights=True)
+    use(monkeypatch, "http://127.0.0.1:1", home)  # nobody listens there
+    assert pin(NAME, weights=True) == pinned
+    assert "cannot be reached" in refusal("some/other")
+
+
+def test_a_cache_that_cannot_be_written(hub, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    use(monkeypatch, hub.address, tmp_path / "file")
+    assert "some/tiny-vl: " in refusal(NAME) and "cache" in refusal(NAME)
+
+
+def test_eval_takes_a_name(hub, tmp_path):
+    cfg, checkpoint = locate(NAME, [f"data.eval={write_set(tmp_path)}", "model=tiny_cpu"])
+    assert checkpoint is None and hub_name(cfg.model.path).commit
+    with pytest.raises(ConfigError, match="no folder 'runs/typo' here"):
+        locate("runs/typo", [f"data.eval={write_set(tmp_path)}"])
+
+
+def run(folder: Path, hub: HubServer, *words: str, **more: str) -> subprocess.CompletedProcess:
+    environment = outside_of_jobs() | hub.environment(folder / "hf", **more)
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=280, cwd=folder
+    )
+
+
+def launched(folder: Path, *overrides: str) -> list[str]:
+    words = command(folder, NAME, "run", "train.steps=2", "checkpoint.every=1", *overrides)
+    return [word for word in words if not word.startswith("launch.timeout")]
+
+
+def test_a_run_of_two_ranks_downloads_once_and_stays_on_its_commit(
+    pool, tiny, tmp_path, monkeypatch
+):
+    write_set(tmp_path)
+    with hub_server() as hub:
+        repo = hub.model(NAME, tiny())
+        first, files = repo.branches["main"], repo.files
+        done = run(tmp_path, hub, *launched(tmp_path))
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"getting {NAME} from the Hub" in done.stderr
+        assert sorted(hub.downloads()) == sorted(files)
+        start = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+        assert start["model"] == f"{NAME}@{first}"
+        assert f"path: {NAME}@{first}" in (tmp_path / "run" / "config.yaml").read_text()
+        second = repo.commit({**files, "merges.txt": b"#version: 0.2\n"})
+        hub.requests.clear()
+        words = [*launched(tmp_path)[4:], "train.steps=3"]
+        for status, _, err in pool.run(offline_rank, 2, str(tmp_path / "hf"), words):
+            assert status == 0, err
+        assert len(steps_of(tmp_path / "run")) == 3
+        assert hub.requests == []
+        assert second != first and f"@{first}" in (tmp_path / "run" / "config.yaml").read_text()
+        monkeypatch.chdir(tmp_path)
+        use(monkeypatch, hub.address, tmp_path / "hf", offline=True)
+        export_checkpoint("run", "again")
+        ours, theirs = tmp_path / "run" / "export", tmp_path / "again"
+        assert contents(ours) == contents(theirs)
+        assert contents(ours).keys() >= {"config.json", "tokenizer.json", "model.safetensors"}
+        assert not any(path.is_symlink() for path in ours.iterdir())
+
+
+def offline_rank(home: str, words: list[str]) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, "http://127.0.0.1:1", Path(home), offline=True)
+        return run_rank(words)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
+    repo = hub.repos[f"models/{NAME}"]
+    first = repo.branches["main"]
+    cfg = load_config(["model=tiny_cpu", f"model.path={NAME}", f"run={tmp_path / 'run'}"])
+    (tmp_path / "run").mkdir()
+    begun = with_model(cfg)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(begun))
+    second = repo.commit({**repo.files, "merges.txt": b"#version: 0.2\n"})
+    assert with_model(cfg).model.path == begun.model.path == f"{NAME}@{first}"
+    with pytest.raises(ConfigError, match=rf"{NAME}@main is another commit now than {first}"):
+        with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")))
+    chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))
+    assert with_model(chosen).model.path == f"{NAME}@{second}"
+    assert with_model(replace(cfg, run="elsewhere")).model.path == f"{NAME}@{second}"
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_download_once(tiny, tmp_path):
+    """Each resolves the name by itself, and one of them gets the files."""
+    write_set(tmp_path)
+    with hub_server() as hub:
+        repo = hub.model(NAME, tiny())
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        words = launched(tmp_path)[4:]
+        done = run(tmp_path, hub, sys.executable, *torchrun, "megatron_vlm.train", *words)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert sorted(hub.downloads()) == sorted(repo.files)
+
+
+def test_a_dry_run_needs_no_weights(hub, tmp_path, capsys):
+    overrides = ["model=tiny_cpu", f"model.path={NAME}", f"data.train={write_set(tmp_path)}"]
+    assert dry_run(load_config([*overrides, "data.cache_dir=null", "train.steps=1"])) == 0
+    assert "First batches" in capsys.readouterr().out
+    assert "config.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
