@@ -6,12 +6,10 @@ never change, and once they are in the cache nobody asks the Hub again.
 """
 
 import errno
-import fcntl
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,37 +75,22 @@ def _download(name: HubName, weights: bool) -> Path:
         "allow_patterns": _SETTINGS + _WEIGHTS * weights,
         "ignore_patterns": _BELOW,
     }
-    with _one_at_a_time(name):
-        try:
-            return Path(snapshot_download(**which, tqdm_class=_bar(name, weights)))
-        except Exception as error:  # of httpx, of huggingface_hub and of the file system
-            if name.commit:  # the cache may have it without a list of its files
-                with suppress(Exception):
-                    return Path(snapshot_download(**which, local_files_only=True))
-            raise ConfigError(f"model.path={name}: {_reason(name, error)}") from error
-
-
-@contextmanager
-def _one_at_a_time(name: HubName) -> Iterator[None]:
-    """Of the ranks of a machine the first to come downloads, and the others find the files."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE, ".locks", f"models--{name.repo.replace('/', '--')}")
-    with ExitStack() as held:
-        with suppress(OSError):  # a cache that cannot be written, or a file system without locks
-            folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(folder / "megatron_vlm.lock", "a"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    try:  # of the ranks of a machine one gets each file: the cache is locked meanwhile
+        return Path(snapshot_download(**which, tqdm_class=_bar(name, weights)))
+    except Exception as error:  # of httpx, of huggingface_hub and of the file system
+        if name.commit:  # the cache may have it without a list of its files
+            with suppress(Exception):
+                return Path(snapshot_download(**which, local_files_only=True))
+        raise ConfigError(f"model.path={name}: {_reason(name, error)}") from error
 
 
 def _bar(name: HubName, weights: bool) -> Any:
-    """The class of progress bars: shown on the terminal of the machine with rank 0. Where there is
-    no terminal, one line says what takes so long."""
+    """The class of progress bars: shown on the terminal of rank 0. Where there is no terminal, one
+    line says what takes so long."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import tqdm
 
-    first = int(os.environ.get("RANK", "0")) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = os.environ.get("RANK", "0") == "0"
     if first and sys.stderr.isatty():
         return tqdm
     cached = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)

@@ -12,7 +12,11 @@ import pytest
 
 from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.sources import parse_sources
 from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.data.read.stream import open_stream
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.evaluation.command import locate
 from megatron_vlm.hf.source import HFCheckpoint
@@ -21,7 +25,7 @@ from megatron_vlm.run.model import with_model
 from megatron_vlm.tools.dry_run import dry_run
 from tests.alone import ROOT
 from tests.chats import say, text
-from tests.hub_server import HubServer, hub_server
+from tests.hub_server import HubServer, Repo, hub_server
 from tests.sets import write_set
 from tests.test_train import command, outside_of_jobs, run_rank, steps_of
 
@@ -260,3 +264,57 @@ def test_a_dry_run_needs_no_weights(hub, tmp_path, capsys):
     assert dry_run(load_config([*overrides, "data.cache_dir=null", "train.steps=1"])) == 0
     assert "First batches" in capsys.readouterr().out
     assert "config.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
+
+
+# Data sets.
+
+
+@pytest.fixture
+def sets(hub, monkeypatch, tmp_path):
+    """A data set with two revisions, beside a folder with the same name and other records."""
+    from datasets import config
+    from huggingface_hub import HfFileSystem
+
+    monkeypatch.setattr(config, "HF_ENDPOINT", hub.address)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    HfFileSystem.clear_instance_cache()
+    repo = hub.repos["datasets/some/chats"] = Repo()
+    first = repo.commit({"train.jsonl": lines("old")})
+    repo.commit({"train.jsonl": lines("new", "newer")})
+    yield first
+    HfFileSystem.clear_instance_cache()
+
+
+def lines(*answers: str) -> bytes:
+    records = [{"prompt": "what?", "completion": answer} for answer in answers]
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def answers(value: object) -> list[str]:
+    (spec,) = parse_sources(value, "data.train")
+    if spec.streaming:
+        stream = open_stream([spec], DataConfig(), train=False)
+        return [record.raw()["completion"] for record in stream.records(0, None)]
+    source = open_source(spec, None, None)
+    return [source[index]["completion"] for index in range(len(source))]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_sets_of_the_hub(streaming, sets, tmp_path):
+    def read(path: str, **more: object) -> list[str]:
+        return answers({"path": path, "streaming": streaming, **more})
+
+    assert read("some/chats") == read("hub:some/chats") == ["new", "newer"]
+    assert read("some/chats", revision=sets) == ["old"]
+    (tmp_path / "some" / "chats").mkdir(parents=True)
+    (tmp_path / "some" / "chats" / "train.jsonl").write_bytes(lines("mine"))
+    assert read("some/chats") == ["mine"]
+    assert read("hub:some/chats") == ["new", "newer"]
+    assert read("hub:some/chats", revision=sets) == ["old"]
+    with pytest.raises(ConfigError, match="hub:some/other: not a file here, and `datasets` cannot"):
+        read("hub:some/other")
+
+
+def test_the_name_of_a_set_on_the_hub():
+    cfg = load_config(["model.path=x", "data.train=hub:some/chats", "data.eval=hub:some/chats"])
+    assert cfg.data.train[0].path == "hub:some/chats" and cfg.data.eval[0].name == "chats"
