@@ -99,7 +99,9 @@ class Run:
         self, step: int, batch: StepData, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
         """Log what a finished step took and gave."""
-        self.progress = replace(self.progress, step=step + 1, position=batch.after)
+        before = self.progress.tokens
+        tokens = None if before is None else before + metrics.num_tokens
+        self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
         figures = self.meter.read(
             step, batch.after.epoch, metrics.loss, metrics.num_tokens, lr, norm, batch.figures
         )
@@ -119,6 +121,7 @@ class Run:
         self.at(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
+            self.progress = self.progress.scored(done.name, done.scores)
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
@@ -174,5 +177,5 @@ class Run:
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
         self.at(self.progress.step, "export", files=True)
-        self.worker.export_hf(str(target), mark)
+        self.worker.export_hf(str(target), mark, self.saver.training())
         self.log.say(f"exported to {target}, of step {self.progress.step}")
