@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _train_arguments(_command(commands, _train))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
+    _push_arguments(_command(commands, _push))
     _report_arguments(_command(commands, _report))
     _command(commands, _doctor)
     _inspect_arguments(_command(commands, _inspect))
@@ -164,6 +165,27 @@ def _export(args: argparse.Namespace) -> None:
 
     folder = export_checkpoint(args.checkpoint, args.out, args.model)
     print(visible(f"wrote {args.out} from {folder}"))
+
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="an export of a run, such as RUN/export")
+    parser.add_argument("repo", metavar="ORG/NAME", help="the model on the Hub; private if new")
+
+
+def _push(args: argparse.Namespace) -> None:
+    """upload an export to the Hugging Face Hub
+
+    Upload an export, with its model card, as one commit. A new repository is private; one that is
+    there stays as it is, and its weights are replaced. The token comes from HF_TOKEN or
+    `hf auth login`.
+
+    example: megatron-vlm push runs/first/export ORG/NAME. Training does this itself at its end with
+    checkpoint.push=ORG/NAME.
+    """
+    from megatron_vlm.hf.push import check_push, push
+
+    check_push(args.repo)
+    print(visible(f"uploaded to {push(args.folder, args.repo)}"))
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:

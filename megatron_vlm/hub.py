@@ -50,6 +50,12 @@ def hub_name(path: str | Path) -> HubName | None:
     return HubName(named[1], named[2])
 
 
+def is_repo(text: str) -> bool:
+    """Whether it is ORG/NAME."""
+    named = _NAME.fullmatch(text)
+    return named is not None and named[2] is None
+
+
 def pin(path: str, weights: bool = False) -> str:
     """The same path; a name on the Hub with its commit. Its settings are in the cache afterwards,
     and its `weights`, too, where they are asked for."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
 LARGE = 10_000  # bytes: from here on a file travels as the large files of the Hub do
 
 
@@ -47,7 +49,7 @@ class HubServer:
         self.tokens = {"hf_writer": "write", "hf_reader": "read"}  # of the user somebody
         self.blobs: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.refused: set[str] = set()  # beginnings of METHOD PATH that are answered with 500
+        self.refused: dict[str, int] = {}  # beginnings of METHOD PATH, and the status they get
 
     def model(self, name: str, folder: str | Path) -> Repo:
         """A model with the files of a folder."""
@@ -105,15 +107,20 @@ class _Answers(BaseHTTPRequestHandler):
         self.hub, self.body = hub, self._read()
         path = unquote(urlsplit(self.path).path)
         hub.requests.append(f"{self.command} {path}")
-        if any(hub.requests[-1].startswith(start) for start in hub.refused):
-            self._say(500, {"error": "broken"})
-            return
+        for start, status in hub.refused.items():
+            if hub.requests[-1].startswith(start):
+                self._say(status, {"error": "refused"})
+                return
         parts = path.strip("/").split("/")
         if parts[0] == "lfs":
             hub.blobs[parts[1]] = self.body
             self._say(200, {})
         elif path == "/api/whoami-v2":
             self._whoami()
+        elif path == "/api/validate-yaml":  # of a model card that is about to be committed
+            head = json.loads(self.body)["content"].split("---\n")[1]
+            assert yaml.safe_load(head)["pipeline_tag"] == "image-text-to-text"
+            self._say(200, {"errors": [], "warnings": []})
         elif path == "/api/repos/create":
             self._create(json.loads(self.body))
         elif parts[0] == "api":
@@ -167,7 +174,10 @@ class _Answers(BaseHTTPRequestHandler):
         if self.role is None:
             self._say(401, {"error": "Invalid username or password."})
             return
-        token = {"displayName": "test", "role": self.role}
+        role, _, scope = self.role.partition(" ")  # e.g. fineGrained repo.write
+        token = {"displayName": "test", "role": role}
+        if scope:
+            token["fineGrained"] = {"scoped": [{"permissions": [scope]}]}
         who = {"type": "user", "name": "somebody", "orgs": [{"name": "some-org"}]}
         self._say(200, {**who, "auth": {"type": "access_token", "accessToken": token}})
 
@@ -177,7 +187,8 @@ class _Answers(BaseHTTPRequestHandler):
             self._say(403, {"error": "You don't have the rights"})
             return
         if there := f"models/{name}" in self.hub.repos:
-            self._say(409, {"error": "You already created this model repo"})
+            url = f"{self.hub.address}/{name}"
+            self._say(409, {"error": "You already created this model repo", "url": url})
         private = asked.get("private", asked.get("visibility") == "private")
         if not there:
             repo = self.hub.repos[f"models/{name}"] = Repo(private=bool(private))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.cli import main
 from megatron_vlm.config import load_config, to_yaml
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import parse_sources
@@ -19,6 +20,7 @@ from megatron_vlm.data.read.sources import open_source
 from megatron_vlm.data.read.stream import open_stream
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.evaluation.command import locate
+from megatron_vlm.hf.push import check_push, push
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hub import HubName, folder_of, hub_name, pin
 from megatron_vlm.run.model import with_model
@@ -136,8 +138,8 @@ def test_what_the_hub_refuses_is_said(hub, monkeypatch, tmp_path):
     repo.gated = True
     assert "agree on its page" in refusal(NAME)
     repo.gated = False
-    hub.refused.add("GET /api/models/some/broken")
-    assert "cannot be reached" in refusal("some/broken") or "500" in refusal("some/broken")
+    hub.refused["GET /api/models/some/broken"] = 418
+    assert "cannot be reached" in refusal("some/broken")
 
 
 def test_a_private_model_needs_a_token(hub, monkeypatch):
@@ -318,3 +320,102 @@ def test_data_sets_of_the_hub(streaming, sets, tmp_path):
 def test_the_name_of_a_set_on_the_hub():
     cfg = load_config(["model.path=x", "data.train=hub:some/chats", "data.eval=hub:some/chats"])
     assert cfg.data.train[0].path == "hub:some/chats" and cfg.data.eval[0].name == "chats"
+
+
+# Uploads.
+
+
+def upload_rank(address: str, home: str, token: str, words: list[str]) -> tuple[int, str, str]:
+    """One rank of a run, as a client of this server."""
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, address, Path(home))
+        patch.setenv("HF_TOKEN", token)
+        return run_rank(words)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_export_is_uploaded(world, hub, pool, tiny, tmp_path, monkeypatch):
+    write_set(tmp_path)
+    keys = ["train.steps=1", f"parallel.pp={world}", "checkpoint.push=somebody/tuned"]
+    words = command(tmp_path, tiny(), "run", *keys)[4:]
+
+    def train(*more: str) -> tuple[int, str]:
+        home = str(tmp_path / "pool")
+        done = pool.run(upload_rank, world, hub.address, home, "hf_writer", [*words, *more])
+        assert {status for status, _, _ in done} == {done[0][0]}
+        return done[0][0], done[0][1] + done[0][2]
+
+    hub.refused["POST /api/models/somebody/tuned/commit"] = 403
+    status, said = train()
+    export, target = tmp_path / "run" / "export", hub.repos["models/somebody/tuned"]
+    assert status == 2 and "step 1/1" in said
+    assert "somebody/tuned cannot be written: the Hub does not accept the token (403)" in said
+    assert f"{export} is whole: try again with megatron-vlm push {export} somebody/tuned" in said
+    assert target.private and target.files.keys() == {".gitattributes"}
+    hub.refused.clear()
+    target.commit({**target.files, "model-00001-of-00002.safetensors": b"old", "mine.txt": b"my"})
+    status, said = train()
+    assert status == 0 and f"uploaded to {hub.address}/somebody/tuned/commit/" in said
+    others = {".gitattributes": b"", "mine.txt": b"my"}
+    assert target.files == contents(export) | others
+    assert target.messages[-1] == "Step 1, exported by megatron_vlm"
+    assert {line["kind"] for line in lines_in(tmp_path / "run")} >= {"event"}
+    assert "uploaded to" in lines_in(tmp_path / "run")[-1]["text"]
+    # And back again, as a model to train.
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    back = folder_of("somebody/tuned", weights=True)
+    same = contents(export).keys() & contents(back).keys()
+    assert {name: contents(back)[name] for name in same} == {n: contents(export)[n] for n in same}
+    assert same >= {"model.safetensors", "config.json", "README.md", "tokenizer.json"}
+    HFCheckpoint("somebody/tuned").read_headers()
+    # The command makes no commit of what is there already.
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    assert main(["push", str(export), "somebody/tuned"]) == 0
+    assert main(["push", str(export), "some-org/other"]) == 0
+    assert hub.repos["models/some-org/other"].files.keys() == contents(export).keys() | {
+        ".gitattributes"
+    }
+
+
+def lines_in(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_path, monkeypatch):
+    def check(repo: str, token: str | None = "hf_writer") -> str:
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ConfigError) as caught:
+            check_push(repo)
+        return str(caught.value)
+
+    assert "there is no token of the Hub; give one that may write" in check("somebody/a", None)
+    assert "does not accept the token (401)" in check("somebody/a", "hf_unknown")
+    assert "the token 'test' may only read" in check("somebody/a", "hf_reader")
+    hub.tokens |= {
+        "hf_narrow": "fineGrained repo.content.read",
+        "hf_fine": "fineGrained repo.write",
+    }
+    assert "the token 'test' may only read" in check("somebody/a", "hf_narrow")
+    assert "others is not among somebody, some-org" in check("others/a")
+    assert "give ORG/NAME" in check("a") and "give ORG/NAME" in check("a/b@main")
+    for repo, token in (("somebody/a", "hf_writer"), ("some-org/a", "hf_fine")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        check_push(repo)
+    use(monkeypatch, hub.address, tmp_path, offline=True)
+    assert "HF_HUB_OFFLINE is set" in check("somebody/a")
+    use(monkeypatch, "http://127.0.0.1:1", tmp_path)
+    assert "cannot be reached" in check("somebody/a")
+    status, _, said = run_rank(command(tmp_path, NAME, "run", "checkpoint.push=somebody/a")[4:])
+    assert status == 2 and "somebody/a cannot be written" in said
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"checkpoint\.export=false writes none"):
+        load_config(["model.path=x", "checkpoint.push=a/b", "checkpoint.export=false"])
+
+
+def test_only_an_export_is_uploaded(hub, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    with pytest.raises(ConfigError, match="is not the whole export of a run"):
+        push(Path(tiny()), "somebody/a")
+    assert "models/somebody/a" not in hub.repos

@@ -130,6 +130,7 @@ class CheckpointConfig:
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept
     async_save: bool = True  # write while training continues
     export: bool = True  # write a Hugging Face checkpoint at the end
+    push: str | None = None  # ORG/NAME: upload it to the Hub, private where the name is new
 
 
 @dataclass(frozen=True)

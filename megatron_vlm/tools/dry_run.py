@@ -20,6 +20,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import name_table
+from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.hub import hub_name
@@ -37,6 +38,8 @@ def dry_run(cfg: Config) -> int:
     """Print the plan; errors are those that the run would end with."""
     console = Console(highlight=False)
     platform = pick_platform(cfg.platform)
+    if cfg.checkpoint.push is not None:
+        check_push(cfg.checkpoint.push)
     cfg = with_model(cfg, weights=False)
     source = HFCheckpoint(cfg.model.path)
     gpus = count_gpus() if platform.is_cuda else 0
