@@ -191,35 +191,43 @@ def launched(folder: Path, *overrides: str) -> list[str]:
     return [word for word in words if not word.startswith("launch.timeout")]
 
 
-def test_a_run_of_two_ranks_downloads_once_and_stays_on_its_commit(
-    pool, tiny, tmp_path, monkeypatch
-):
+def test_a_run_stays_on_the_commit_that_it_began_with(hub, pool, tmp_path, monkeypatch):
+    write_set(tmp_path)
+    repo, run = hub.repos[f"models/{NAME}"], tmp_path / "run"
+    first, files, home = repo.branches["main"], repo.files, str(tmp_path / "pool")
+    words = launched(tmp_path)[4:]
+    for status, _, err in pool.run(client_rank, 2, hub.address, home, "hf_reader", words):
+        assert status == 0, err
+    assert sorted(hub.downloads()) == sorted(files)  # though both ranks asked
+    start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["model"] == f"{NAME}@{first}"
+    assert f"path: {NAME}@{first}" in (run / "config.yaml").read_text()
+    repo.commit({**files, "merges.txt": b"#version: 0.2\n"})
+    hub.requests.clear()
+    for status, _, err in pool.run(offline_rank, 2, home, [*words, "train.steps=3"]):
+        assert status == 0, err
+    assert hub.requests == [] and len(steps_of(run)) == 3
+    assert f"path: {NAME}@{first}" in (run / "config.yaml").read_text()
+    use(monkeypatch, hub.address, Path(home), offline=True)
+    export_checkpoint("run", "again")
+    ours = contents(run / "export")
+    assert ours == contents(tmp_path / "again")
+    assert ours.keys() >= {"config.json", "tokenizer.json", "model.safetensors", "README.md"}
+    assert f"base_model: {NAME}\n" in ours["README.md"].decode()
+    assert not any(path.is_symlink() for path in (run / "export").iterdir())
+
+
+@pytest.mark.slow
+def test_the_launcher_downloads_and_its_ranks_do_not(tiny, tmp_path):
     write_set(tmp_path)
     with hub_server() as hub:
         repo = hub.model(NAME, tiny())
-        first, files = repo.branches["main"], repo.files
         done = run(tmp_path, hub, *launched(tmp_path))
         assert done.returncode == 0, done.stderr[-3000:]
-        assert f"getting {NAME} from the Hub" in done.stderr
-        assert sorted(hub.downloads()) == sorted(files)
-        start = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
-        assert start["model"] == f"{NAME}@{first}"
-        assert f"path: {NAME}@{first}" in (tmp_path / "run" / "config.yaml").read_text()
-        second = repo.commit({**files, "merges.txt": b"#version: 0.2\n"})
-        hub.requests.clear()
-        words = [*launched(tmp_path)[4:], "train.steps=3"]
-        for status, _, err in pool.run(offline_rank, 2, str(tmp_path / "hf"), words):
-            assert status == 0, err
-        assert len(steps_of(tmp_path / "run")) == 3
-        assert hub.requests == []
-        assert second != first and f"@{first}" in (tmp_path / "run" / "config.yaml").read_text()
-        monkeypatch.chdir(tmp_path)
-        use(monkeypatch, hub.address, tmp_path / "hf", offline=True)
-        export_checkpoint("run", "again")
-        ours, theirs = tmp_path / "run" / "export", tmp_path / "again"
-        assert contents(ours) == contents(theirs)
-        assert contents(ours).keys() >= {"config.json", "tokenizer.json", "model.safetensors"}
-        assert not any(path.is_symlink() for path in ours.iterdir())
+        assert done.stderr.count(f"getting {NAME} from the Hub") == 1
+        assert sorted(hub.downloads()) == sorted(repo.files)
+        resolved = [text for text in hub.requests if "/revision/" in text]
+        assert len(resolved) == 1, hub.requests
 
 
 def offline_rank(home: str, words: list[str]) -> tuple[int, str, str]:
@@ -325,7 +333,7 @@ def test_the_name_of_a_set_on_the_hub():
 # Uploads.
 
 
-def upload_rank(address: str, home: str, token: str, words: list[str]) -> tuple[int, str, str]:
+def client_rank(address: str, home: str, token: str, words: list[str]) -> tuple[int, str, str]:
     """One rank of a run, as a client of this server."""
     with pytest.MonkeyPatch.context() as patch:
         use(patch, address, Path(home))
@@ -341,7 +349,7 @@ def test_the_export_is_uploaded(world, hub, pool, tiny, tmp_path, monkeypatch):
 
     def train(*more: str) -> tuple[int, str]:
         home = str(tmp_path / "pool")
-        done = pool.run(upload_rank, world, hub.address, home, "hf_writer", [*words, *more])
+        done = pool.run(client_rank, world, hub.address, home, "hf_writer", [*words, *more])
         assert {status for status, _, _ in done} == {done[0][0]}
         return done[0][0], done[0][1] + done[0][2]
 
