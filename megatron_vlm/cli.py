@@ -14,6 +14,7 @@ from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.evaluation.command import add_arguments, locate
+from megatron_vlm.run.model import with_commit, with_model
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _train_arguments(_command(commands, _train))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
+    _push_arguments(_command(commands, _push))
     _report_arguments(_command(commands, _report))
     _command(commands, _doctor)
     _inspect_arguments(_command(commands, _inspect))
@@ -100,9 +102,9 @@ def _train(args: argparse.Namespace) -> int:
     Started again with the same run=, it resumes from the newest complete checkpoint. All keys:
     docs/configuration.md.
 
-    example: megatron-vlm train model=qwen3_vl_2b model.path=DIR parallel.pp=2
-    data.train=chats.jsonl train.steps=1000 run=runs/first. Writes into run=: metrics.jsonl,
-    checkpoints/, report.html and export/, which transformers loads.
+    example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct
+    parallel.pp=2 data.train=chats.jsonl train.steps=1000 run=runs/first. Writes into run=:
+    metrics.jsonl, checkpoints/, report.html and export/, which transformers loads.
     """
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.validate import check_training
@@ -118,7 +120,8 @@ def _train(args: argparse.Namespace) -> int:
         return dry_run(cfg)
     from megatron_vlm.launch.launch import launch
 
-    return launch(cfg, "megatron_vlm.train", "run_train", args.overrides)
+    cfg = with_model(cfg)
+    return launch(cfg, "megatron_vlm.train", "run_train", with_commit(args.overrides, cfg))
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -135,7 +138,7 @@ def _eval(args: argparse.Namespace) -> int:
     from megatron_vlm.launch.launch import launch
 
     cfg, _ = locate(args.where, args.overrides)
-    arguments = [args.where, *args.overrides]
+    arguments = [args.where, *with_commit(args.overrides, cfg)]
     if args.predictions:
         arguments += ["--predictions", args.predictions]
     return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
@@ -144,7 +147,9 @@ def _eval(args: argparse.Namespace) -> int:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="RUN/checkpoints/step-..., or RUN for its newest")
     parser.add_argument("out", help="folder to write; must not exist or be empty")
-    parser.add_argument("--model", help="the folder that was trained, if it has moved since")
+    parser.add_argument(
+        "--model", help="the folder or name on the Hub that was trained, if it has moved since"
+    )
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -160,6 +165,27 @@ def _export(args: argparse.Namespace) -> None:
 
     folder = export_checkpoint(args.checkpoint, args.out, args.model)
     print(visible(f"wrote {args.out} from {folder}"))
+
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="an export of a run, such as RUN/export")
+    parser.add_argument("repo", metavar="ORG/NAME", help="the model on the Hub; private if new")
+
+
+def _push(args: argparse.Namespace) -> None:
+    """upload an export to the Hugging Face Hub
+
+    Upload an export, with its model card, as one commit. A new repository is private; one that is
+    there stays as it is, and its weights are replaced. The token comes from HF_TOKEN or
+    `hf auth login`.
+
+    example: megatron-vlm push runs/first/export ORG/NAME. Training does this itself at its end with
+    checkpoint.push=ORG/NAME.
+    """
+    from megatron_vlm.hf.push import check_push, push
+
+    check_push(args.repo)
+    print(visible(f"uploaded to {push(args.folder, args.repo)}"))
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:

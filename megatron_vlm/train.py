@@ -12,6 +12,8 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.hf.push import check_push
+from megatron_vlm.run.model import with_model
 from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
 
@@ -40,8 +42,7 @@ def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
         except Stopped:
             run.stop_early()
             return PREEMPTED
-        run.finish()
-    return 0
+        return run.finish()
 
 
 def train_step(run: "Run", step: int) -> None:
@@ -62,7 +63,9 @@ def run_train(overrides: Sequence[str], signals: "Signals | None" = None) -> int
     cfg = load_config(overrides)
     check_training(cfg)
     check_installed(cfg)
-    return train(cfg, signals)
+    if cfg.checkpoint.push is not None and rank_of_process() == 0:
+        check_push(cfg.checkpoint.push)
+    return train(with_model(cfg), signals)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.digest import digests
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
@@ -106,7 +107,7 @@ class MegatronWorker:
             wrapped = wrap_data_parallel(cfg, self.chunks, self.grid)
             parts = {param: entry.part for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
-        pixels = PixelTables(cfg.model.path, self.platform.device)
+        pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
         self.has_gradients = False  # whether the last global batch had a supervised token
@@ -178,10 +179,12 @@ class MegatronWorker:
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         return apply_gradients(self.optimizer), self.lr
 
-    def export_hf(self, path: str, mark: ExportMark | None = None) -> None:
+    def export_hf(
+        self, path: str, mark: ExportMark | None = None, done: Training | None = None
+    ) -> None:
         """Write a Hugging Face checkpoint: the one that was loaded, with the present weights. The
-        mark says where those are from."""
-        export_hf(self.held, self.source, self.table, self.grid, path, mark=mark)
+        mark says where those are from, and the model card what was `done`."""
+        export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
 
     def micro_batches(
         self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0

@@ -384,7 +384,7 @@ def test_the_export_takes_the_files_of_a_list(pool, tiny, tmp_path):
     (folder / "added_tokens.json").mkdir()
     pool.run(export_again, 1, str(folder), layout(), str(tmp_path / "out"))
     out = {file.name: file for file in (tmp_path / "out").iterdir()}
-    assert out.keys() == mine | {"LICENSE"}
+    assert out.keys() == mine | {"LICENSE", "README.md"}
     assert not any(file.is_symlink() for file in out.values())
     assert all(file.read_bytes() != b"secret" for file in out.values())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
@@ -395,10 +395,12 @@ def test_what_the_export_leaves_out_is_said(tiny, tmp_path, capsys):
     copy_files(folder, tmp_path)
     assert capsys.readouterr().err == ""
     (folder / "\x1b[2Jnotes").write_text("")
-    (folder / "README.md").symlink_to("/etc/hostname")
+    (folder / "LICENSE").symlink_to("/etc/hostname")
+    (folder / "README.md").write_text("another model's")
     copy_files(folder, tmp_path)
     said = capsys.readouterr().err
-    assert "the export leaves out '\\x1b[2Jnotes', 'README.md' of" in said
+    assert "the export leaves out '\\x1b[2Jnotes', 'LICENSE' of" in said
+    assert not (tmp_path / "README.md").exists()
 
 
 def test_the_list_has_every_file_that_transformers_writes(tiny, tmp_path):

@@ -13,6 +13,7 @@ from megatron_vlm.config import from_yaml
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.export import write_folder
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable
 from megatron_vlm.hf.load import check_tensors
@@ -40,11 +41,21 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
             f"{folder} is not of the model in {source.path}: it lacks {len(missing)} tensors, the "
             f"first {missing[0]}; give the folder that was trained with --model"
         )
-    step = json.loads((folder / "state.json").read_text())["progress"].get("step")
-    mark = None if step is None else mark_of(read_manifest(folder), step)
+    done = training_of(folder)
+    mark = None if done is None else mark_of(read_manifest(folder), done.step)
     named = ((name, reader.whole(name)) for name in names)
-    write_folder(source, table, named, out, mark=mark)
+    write_folder(source, table, named, out, mark=mark, done=done)
     return folder
+
+
+def training_of(folder: Path) -> Training | None:
+    """What a checkpoint says of its training; None of one that was not saved by a run."""
+    progress = json.loads((folder / "state.json").read_text())["progress"]
+    if "step" not in progress:
+        return None
+    cfg = from_yaml((folder / "config.yaml").read_text())
+    facts = ("tokens", "scores", "scored_step")  # those of older versions lack them
+    return Training(cfg, progress["step"], **{k: progress[k] for k in facts if k in progress})
 
 
 def mark_of(manifest: Manifest, step: int) -> ExportMark:

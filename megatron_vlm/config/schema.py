@@ -18,7 +18,7 @@ TrainScope = Literal["all_assistant", "last_assistant", "record"]
 class ModelConfig:
     """Which checkpoint is trained, how it is computed, and which of its parts learn."""
 
-    path: str = MISSING  # folder of a Hugging Face Qwen3-VL checkpoint
+    path: str = MISSING  # a Qwen3-VL checkpoint: folder, or ORG/NAME[@REVISION] on the Hub
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
     recompute: Literal["none", "selective", "full"] = "none"  # of the decoder; selective: attention
     recompute_vision: bool = False  # recompute each block of the vision tower
@@ -132,6 +132,7 @@ class CheckpointConfig:
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept
     async_save: bool = True  # write while training continues
     export: bool = True  # write a Hugging Face checkpoint at the end
+    push: str | None = None  # ORG/NAME: upload it to the Hub, private where the name is new
 
 
 @dataclass(frozen=True)

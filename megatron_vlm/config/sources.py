@@ -7,17 +7,20 @@ from typing import Any
 
 from megatron_vlm.errors import ConfigError
 
+HUB = "hub:"  # before the name of a data set: it is on the Hub, whatever is in this folder
+
 
 @dataclass(frozen=True)
 class SourceSpec:
     """One source of records; docs/data.md has a table of these options."""
 
-    path: str  # file, glob, folder, or the name of a Hugging Face data set
+    path: str  # file, glob, folder, or the name of a Hugging Face data set: NAME or hub:NAME
     weight: float = 1.0  # how often each record comes in an epoch; 0.5: every other epoch
     split: str = "train"  # of a Hugging Face data set
     subset: str | None = None  # its configuration
     streaming: bool = False  # read a Hugging Face data set as it comes
     image_root: str | None = None  # null: data.image_root
+    revision: str | None = None  # of a Hugging Face data set: branch, tag or commit
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def parse_sets(value: Any) -> tuple[EvalSource, ...]:
     if isinstance(value, dict) and "path" not in value:
         return tuple(EvalSource(str(name), _only(name, entry)) for name, entry in value.items())
     specs = parse_sources(value, "data.eval")
-    names = [Path(spec.path).name.split(".")[0] for spec in specs]
+    names = [Path(spec.path.removeprefix(HUB)).name.split(".")[0] for spec in specs]
     return tuple(
         EvalSource(name if names.count(name) == 1 else f"{name}-{place}", spec)
         for place, (name, spec) in enumerate(zip(names, specs, strict=True))

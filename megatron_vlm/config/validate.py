@@ -118,6 +118,11 @@ def _check_together(cfg: Config) -> None:
         raise ConfigError(f"log.profile_steps={profile}: give [first, last), e.g. [10,12]")
     if cfg.checkpoint.best is not None:
         _check_best(cfg.checkpoint.best, cfg)
+    if cfg.checkpoint.push is not None and not cfg.checkpoint.export:
+        raise ConfigError(
+            f"checkpoint.push={cfg.checkpoint.push} uploads the export, and "
+            "checkpoint.export=false writes none; change one of them"
+        )
 
 
 def _check_best(best: str, cfg: Config) -> None:

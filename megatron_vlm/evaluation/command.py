@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_vlm.config import from_yaml, load_config
@@ -11,26 +12,31 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import require
 from megatron_vlm.distributed.process import rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.hub import hub_name, pin
 
 
 def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
-    """The configuration, and the checkpoint to load; none for a Hugging Face folder."""
+    """The configuration, and the checkpoint to load; none for a Hugging Face folder, or a name
+    on the Hub."""
     from megatron_vlm.checkpoint.export import find_checkpoint
 
     folder = Path(where)
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or hub_name(where) is not None:
         cfg, checkpoint = load_config([f"model.path={where}", *overrides]), None
     else:
         checkpoint = find_checkpoint(folder)
         cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides)
     require(cfg, "data.eval")
-    return cfg, checkpoint
+    path = pin(cfg.model.path, weights=True)
+    return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command and of each of its processes."""
     parser.add_argument(
-        "where", help="a Hugging Face folder, a run, or one of its checkpoints: its configuration"
+        "where",
+        help="a Hugging Face folder or a name on the Hub; or a run or one of its checkpoints, with "
+        "its configuration",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
     parser.add_argument(

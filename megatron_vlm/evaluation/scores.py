@@ -21,6 +21,7 @@ from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question
+from megatron_vlm.hub import folder_of
 from megatron_vlm.model.log_probs import target_log_probs
 from megatron_vlm.step.decode import candidate_log_probs, generate, pick_ids
 from megatron_vlm.step.pipeline import Stage
@@ -105,7 +106,9 @@ class Voice:
 
     @staticmethod
     def of(cfg: Config) -> "Voice":
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder_of(cfg.model.path), trust_remote_code=False
+        )
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
         ids = tokenizer(prefill)["input_ids"] if prefill else []

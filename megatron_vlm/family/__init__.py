@@ -9,17 +9,19 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.qwen3_vl import QWEN3_VL
 from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.hub import folder_of
 from megatron_vlm.paths import require_files_in
 
 FAMILIES = {family.model_type: family for family in (QWEN3_VL,)}
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """The config.json of a checkpoint."""
-    if not (Path(folder) / "config.json").is_file():
+    """The config.json of a checkpoint: of a folder, or of a name on the Hub."""
+    folder = folder_of(folder)
+    if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
-            "checkpoint, e.g. one that `hf download NAME --local-dir DIR` wrote"
+            "checkpoint, or the name of one on the Hub, such as Qwen/Qwen3-VL-2B-Instruct"
         )
     require_files_in(folder)  # transformers opens whatever has a name that it knows
     try:

@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.batch.dataset import DataSet
 from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.hf.digest import settings_digests
+from megatron_vlm.hub import folder_of
 
 # The keys of data.* that change no row, and those of which the order has what matters. Every other
 # key is compared, also one that is added later.
@@ -56,7 +56,7 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
         for item in fields(DataConfig)
         if item.name not in (*_WITHOUT_EFFECT, *_IN_ORDER)
     }
-    for name, digest in settings_digests(Path(cfg.model.path)).items():
+    for name, digest in settings_digests(folder_of(cfg.model.path)).items():
         if name not in _NOT_OF_ROWS:
             rows[f"{name} in model.path"] = digest
     order, whole = _order_of_stream(data, cfg.data) if isinstance(data, StreamSet) else ({}, "")

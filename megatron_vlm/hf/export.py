@@ -19,6 +19,7 @@ from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.distributed.messages import receive_json, send_json
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.folders import MARK, asides_of, begin, discard, put_in_place, sync
+from megatron_vlm.hf.card import CARD, Training, model_card
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.files import copy_files
 from megatron_vlm.hf.names import Entry, Origin, exported
@@ -80,6 +81,7 @@ def export_hf(
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
+    done: Training | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
     device = next(iter(held.values())).device
@@ -87,7 +89,7 @@ def export_hf(
     with fail_together(device, CheckpointError):
         try:
             if grid.dp.rank == 0 and grid.leads:
-                write_folder(source, table, named, out, max_shard_bytes, mark)
+                write_folder(source, table, named, out, max_shard_bytes, mark, done)
         finally:
             for _ in named:  # whatever became of the first rank's file, the others send theirs
                 pass
@@ -100,9 +102,11 @@ def write_folder(
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
+    done: Training | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint folder: shards and index, and the source's other files
-    (config, tokenizer, image processor, chat template) as they are. Tensors keep their dtype.
+    """Write a Hugging Face checkpoint folder: shards and index, the source's other files (config,
+    tokenizer, image processor, chat template) as they are, and a model card that says what was
+    `done`. Tensors keep their dtype.
 
     Written under a temporary name beside `out` and renamed when complete. With a `mark` it takes
     the place of an earlier export of the same run.
@@ -122,6 +126,7 @@ def write_folder(
                 )
             writer.add(name, tensor)
         writer.finish()
+        (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
         finish_mark(partial, mark)
         for path in partial.iterdir():
             sync(path)

@@ -24,29 +24,29 @@ SETTINGS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_PAPERS = re.compile(r"(README|LICENSE|LICENCE|NOTICE)(\.md|\.txt)?")
+_PAPERS = re.compile(r"(LICENSE|LICENCE|NOTICE)(\.md|\.txt)?")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _SHOWN = 12  # names in the line about what is left out
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy settings, licence and model card; say which other files stay behind."""
+    """Copy settings and licence; say which other files stay behind."""
     left = []
     for file in sorted(source.iterdir()):
         listed = file.name in SETTINGS or _PAPERS.fullmatch(file.name)
-        if listed and _is_own(file):
+        if listed and is_own(file):
             shutil.copyfile(file, target / file.name)
-        elif not (_WEIGHTS.fullmatch(file.name) or file.name == INDEX):
+        elif not (_WEIGHTS.fullmatch(file.name) or file.name in (INDEX, "README.md")):
             left.append(repr(file.name))
     if left:
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         say(
             f"the export leaves out {', '.join(left[:_SHOWN])}{more} of {source}: it takes the "
-            "files that transformers and vLLM read, the licence and the model card"
+            "files that transformers and vLLM read and the licence, and writes a model card"
         )
 
 
-def _is_own(file: Path) -> bool:
+def is_own(file: Path) -> bool:
     """Whether it is a regular file, or a link that only says where such a file is kept: the cache
     of the hub keeps them in models--NAME/blobs, and a folder of links keeps their names. Any other
     link could publish a file that its owner never meant to; but config.json has been read as such.

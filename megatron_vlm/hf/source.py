@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint folder, opened for reading: config, tensor names, slices."""
+"""A Hugging Face checkpoint, a folder or a name on the Hub, opened for reading: config, tensor
+names, slices."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
+from megatron_vlm.hub import folder_of, pin
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,7 +39,8 @@ class HFCheckpoint:
     """Names, shapes and dtypes are read at once from the headers; data only slice by slice."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.name = pin(str(path))  # as `model.path`
+        self.path = folder_of(self.name)
         self.config = read_config(self.path)
         self.family = family_of(self.config, self.path)
         self.sizes = self.family.sizes_of(self.config)
@@ -46,7 +49,8 @@ class HFCheckpoint:
 
     def read_headers(self) -> None:
         """Fill `tensors` from the headers of the weight files. A tensor that is in two of them
-        is that of the last, as in transformers."""
+        is that of the last, as in transformers. Of a name on the Hub they are downloaded now."""
+        folder_of(self.name, weights=True)
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
                 self.tensors[name] = TensorInfo(file, tuple(info["shape"]), info["dtype"])

@@ -20,6 +20,9 @@ class Progress:
     best_of: str | None = None  # the score that `best` is of: checkpoint.best
     best: float | None = None
     best_step: int | None = None
+    tokens: int | None = 0  # trained ones; None where the run began in a version without this
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # of the last evaluation
+    scored_step: int | None = None
 
     def better(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
@@ -34,10 +37,16 @@ class Progress:
             return self
         return replace(self, best_of=checkpoint.best, best=scores[score], best_step=self.step)
 
+    def scored(self, name: str, scores: Mapping[str, float]) -> "Progress":
+        """With these scores of a set; those of an earlier step go."""
+        kept = self.scores if self.scored_step == self.step else {}
+        mine = {key: value for key, value in scores.items() if key != "seconds"}
+        return replace(self, scores={**kept, name: mine}, scored_step=self.step)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Progress":
-        parts = {"position": Position(**saved["position"])}
-        return Progress(**{**saved, **parts, "data": Fingerprint.from_json(saved["data"])})
+        known = {"tokens": None, **saved, "position": Position(**saved["position"])}
+        return Progress(**{**known, "data": Fingerprint.from_json(saved["data"])})

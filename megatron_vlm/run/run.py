@@ -11,11 +11,12 @@ import torch.distributed as dist
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.processes import start_server
 from megatron_vlm.distributed.agree import Signals, Vote, agree
-from megatron_vlm.distributed.process import rank_of_process
+from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
 from megatron_vlm.hf.export_mark import read_export_mark
+from megatron_vlm.hf.push import Upload
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.run.folder import held_folder
 from megatron_vlm.run.log import RunLog
@@ -99,7 +100,9 @@ class Run:
         self, step: int, batch: StepData, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
         """Log what a finished step took and gave."""
-        self.progress = replace(self.progress, step=step + 1, position=batch.after)
+        before = self.progress.tokens
+        tokens = None if before is None else before + metrics.num_tokens
+        self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
         figures = self.meter.read(step, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
         if (warning := self.guard.check(step, metrics, norm)) is not None:
@@ -117,6 +120,7 @@ class Run:
         self.at(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
             self.log.evaluation(step, done.name, done.scores)
+            self.progress = self.progress.scored(done.name, done.scores)
             if done.predictions:
                 write_predictions(Path(self.cfg.run) / "predictions", done, step=step)
                 if place == 0:
@@ -145,8 +149,9 @@ class Run:
             f"stopped by a signal after {self.progress.step} steps; start again{how} to resume",
         )
 
-    def finish(self) -> None:
-        """After the last step: its checkpoint, and the weights for everybody else."""
+    def finish(self) -> int:
+        """After the last step: its checkpoint, and the weights for everybody else. The exit status:
+        an upload may fail."""
         step = self.progress.step
         if step == self.resumed_step:
             beyond = f", more than the {self.total_steps} asked for" * (step > self.total_steps)
@@ -159,6 +164,7 @@ class Run:
             self.log.say(text)
         if self.cfg.log.report and self.log.speaks:
             self.log.say(f"report: {write_report(Path(self.cfg.run))}")
+        return self._push(Path(self.cfg.run) / "export")
 
     def _export(self, target: Path) -> None:
         """Unless it is there already."""
@@ -172,5 +178,24 @@ class Run:
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
         self.at(self.progress.step, "export", files=True)
-        self.worker.export_hf(str(target), mark)
+        self.worker.export_hf(str(target), mark, self.saver.training())
         self.log.say(f"exported to {target}, of step {self.progress.step}")
+
+    def _push(self, target: Path) -> int:
+        """Upload the export, where that is asked for: one thread of rank 0, while all ranks wait
+        together, so that no collective lasts and a signal is heard."""
+        step, repo = self.progress.step, self.cfg.checkpoint.push
+        if repo is None:
+            return 0
+        self.at(step, "upload")
+        upload = Upload(target, repo) if self.log.speaks else None
+        ending = 0
+        while not ending:
+            mine = upload.wait() if upload is not None else 0
+            ending = agree(
+                mine if self.signals.received is None else PREEMPTED, self.worker.platform.device
+            )
+            self.watchdog.alive()
+        if upload is not None:
+            self.log.event(step, upload.said or f"stopped by a signal; {upload.again}")
+        return 0 if ending == Upload.DONE else ending

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_vlm.checkpoint import store
-from megatron_vlm.checkpoint.export import mark_of
+from megatron_vlm.checkpoint.export import mark_of, training_of
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.state import PendingSave, find_latest, load, save
 from megatron_vlm.config.schema import Config
@@ -14,6 +14,7 @@ from megatron_vlm.distributed.agree import agree
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.feed.fingerprint import Fingerprint
+from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.run.folder import Claim
 from megatron_vlm.run.progress import Progress
@@ -30,6 +31,7 @@ class Saver:
         self.best_step: int | None = None
         self.saved_step = -1
         self.head: Manifest | None = None  # on rank 0: the checkpoint that training goes on from
+        self.newest: Path | None = None  # the checkpoint of the present weights
         self.remarks: list[str] = []  # on rank 0: what a person should know of the resume
 
     def resume(self) -> Progress:
@@ -65,7 +67,7 @@ class Saver:
         return progress
 
     def _go_on_from(self, origin: Path) -> None:
-        self.head = read_manifest(origin)
+        self.head, self.newest = read_manifest(origin), origin
         self.remarks.append(f"resumed from {origin}")
         left = [folder.name for folder in store.others(self.folder, self.head)]
         if left:
@@ -112,8 +114,12 @@ class Saver:
         """What an export of the present weights says of itself, on rank 0."""
         return None if self.head is None else mark_of(self.head, self.saved_step)
 
+    def training(self) -> Training | None:
+        """What the model card of an export says was done, on rank 0."""
+        return None if self.newest is None else training_of(self.newest)
+
     def _completed(self, saved: PendingSave) -> None:
         self.pending = None
         if saved.manifest is not None:  # on rank 0
-            self.head, rules = saved.manifest, self.cfg.checkpoint
+            self.head, self.newest, rules = saved.manifest, saved.folder, self.cfg.checkpoint
             store.keep(self.folder, self.head, rules.keep_last, rules.keep_every, self.best_step)

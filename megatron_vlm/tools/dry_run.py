@@ -20,11 +20,14 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import name_table
+from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hf.stages import layout_table, stage_reports
+from megatron_vlm.hub import hub_name
 from megatron_vlm.launch.launch import processes_for
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
+from megatron_vlm.run.model import with_model
 from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
 
 SHOWN_STEPS = 2
@@ -35,12 +38,16 @@ def dry_run(cfg: Config) -> int:
     """Print the plan; errors are those that the run would end with."""
     console = Console(highlight=False)
     platform = pick_platform(cfg.platform)
+    if cfg.checkpoint.push is not None:
+        check_push(cfg.checkpoint.push)
+    cfg = with_model(cfg, weights=False)
     source = HFCheckpoint(cfg.model.path)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
     check_config(cfg, source.sizes, dims)
-    if any(source.path.glob("*.safetensors")):  # a folder may have no weights yet
+    # A folder may have no weights yet, and for a plan none are downloaded.
+    if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()
         check_tensors(source)
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)

@@ -24,6 +24,7 @@ from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.sizes import ModelSizes, VisionTokens
+from megatron_vlm.hub import folder_of
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ class Reader:
 
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    marks = read_family(model_path).marks
+    folder = folder_of(model_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
-    images = ImageSettings.from_checkpoint(model_path, cfg.min_pixels, cfg.max_pixels)
-    return Encoder(renderer, images, VideoSettings.from_checkpoint(model_path), cfg)
+    images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
+    return Encoder(renderer, images, VideoSettings.from_checkpoint(folder), cfg)
 
 
 def make_reader(encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None) -> Reader:

@@ -11,16 +11,19 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.encode.sample import Dropped
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.hub import pin
 
 
 class RowMaker:
-    """Makes rows with the tokenizer and the processors of a checkpoint folder. `settings` are keys
+    """Makes rows with the tokenizer and the processors of a checkpoint: a folder, or a
+    name on the Hub. `settings` are keys
     of the configuration's `data` (see docs/data.md). No local file is opened unless `image_root`
     names a folder; then only files inside it are."""
 
     def __init__(self, checkpoint: str, **settings: Any):
         cfg = DataConfig(**settings)
         check_values(replace(Config(), data=cfg))
+        checkpoint = pin(checkpoint)
         encoder, sizes = make_encoder(checkpoint, cfg), read_sizes(checkpoint)
         self.reader = make_reader(encoder, cfg, sizes, cfg.image_root)
 

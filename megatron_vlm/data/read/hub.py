@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.config.sources import HUB, SourceSpec
 from megatron_vlm.errors import ConfigError, DataError
 
 _README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # its YAML stands first
@@ -21,13 +21,18 @@ def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
     """A split of a data set on the Hub, or in a folder of files."""
     import datasets
 
-    if folder := os.path.isdir(spec.path):
-        _refuse_addresses(Path(spec.path))
+    name = spec.path.removeprefix(HUB)
+    folder = name == spec.path and os.path.isdir(name)
+    if folder:
+        _refuse_addresses(Path(name))
+    elif os.path.isdir(name):  # a folder of this name is not what is meant
+        name = f"hf://datasets/{name}"
+    which = {"path": name, "name": spec.subset, "revision": spec.revision}
     try:
-        builder = datasets.load_dataset_builder(spec.path, spec.subset)
-        _refuse_outside(builder.config.data_files or {}, spec.path, folder)
+        builder = datasets.load_dataset_builder(**which)
+        _refuse_outside(builder.config.data_files or {}, name, folder)
         # It resolves the same files once more.
-        return datasets.load_dataset(spec.path, spec.subset, split=spec.split, streaming=streaming)
+        return datasets.load_dataset(**which, split=spec.split, streaming=streaming)
     except DataError:
         raise
     except Exception as error:  # connection, missing data set, missing split, bad files

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.config.sources import HUB, SourceSpec
 from megatron_vlm.data.read.files import unpacked
 from megatron_vlm.data.read.hub import load_by_name, root_cause
 from megatron_vlm.data.read.lines import check_size, parse_json, scan_lines
@@ -24,6 +24,8 @@ from megatron_vlm.data.read.table import TableSource
 from megatron_vlm.data.read.tar import TarSource
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.paths import require_file, require_files_in
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub
 
 
 class Source(Protocol):
@@ -44,7 +46,8 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
     root = spec.image_root or image_root
     paths = sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
     if not paths:
-        if re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", spec.path) and not Path(spec.path).suffix:
+        is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
+        if is_name or spec.path.startswith(HUB):
             return _hub_source(spec, root)
         raise ConfigError(f"no file or folder {spec.path}")
     folder = folder_of(paths[0])
@@ -166,5 +169,5 @@ def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
 
 
 def _hub_source(spec: SourceSpec, root: str | None) -> Source:
-    name = f"{spec.path}[{spec.split}]"
+    name = f"{spec.path.removeprefix(HUB)}[{spec.split}]"
     return TableSource(load_by_name(spec), name, root or os.getcwd())

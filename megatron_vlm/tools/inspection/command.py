@@ -11,6 +11,7 @@ from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.run.model import with_model
 from megatron_vlm.tools.inspection.collect import collect
 from megatron_vlm.tools.inspection.page import render_page
 from megatron_vlm.tools.inspection.terminal import print_inspection
@@ -36,6 +37,7 @@ def run_inspect(
             "data.train streams, and a stream has no sizes to count; give a file with its first "
             "records, or turn streaming off"
         )
+    cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path)
     data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
     assert isinstance(data, DataSet)

@@ -1,0 +1,117 @@
+"""An export goes to the Hugging Face Hub: one commit, in a repository that is private if new."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.distributed.process import MISTAKE
+from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.hf.export_mark import read_export_mark
+from megatron_vlm.hub import is_repo
+
+_STALE = ["*.safetensors", "model.safetensors.index.json"]  # of another number of shards
+_WRITER = "give one that may write, as HF_TOKEN or with `hf auth login`"
+
+
+def check_push(repo: str) -> None:
+    """Refuse a name, a token or an account with which an upload would fail."""
+    if not is_repo(repo):
+        raise ConfigError(f"{repo!r} is not the name of a model on the Hub; give ORG/NAME")
+    who = _asked(repo, lambda api: api.whoami())
+    token = (who.get("auth") or {}).get("accessToken") or {}
+    scopes = str((token.get("fineGrained") or {}).get("scoped"))
+    role = token.get("role")
+    if role == "read" or (role == "fineGrained" and "repo.write" not in scopes):
+        name = token.get("displayName")
+        raise ConfigError(f"{repo} cannot be written: the token {name!r} may only read; {_WRITER}")
+    owners = [str(each.get("name")) for each in (who, *who.get("orgs", ()))]
+    owner = repo.partition("/")[0]
+    if owner not in owners:
+        raise ConfigError(
+            f"{repo} cannot be written: the token is of {owners[0]}, and {owner} is not among "
+            f"{', '.join(owners)}; give another name or another token"
+        )
+
+
+def push(folder: Path, repo: str) -> str:
+    """Upload an export; the address of its commit. A repository that is there stays as public as
+    it is, and keeps its other files."""
+    mark = read_export_mark(folder)
+    if mark is None:
+        raise ConfigError(
+            f"{folder} is not the whole export of a run: write one with megatron-vlm export"
+        )
+
+    def upload(api: Any) -> str:
+        api.create_repo(repo, private=True, exist_ok=True)
+        message = f"Step {mark.step}, exported by megatron_vlm"
+        done = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=_STALE
+        )
+        return str(done.commit_url)
+
+    return _asked(repo, upload, f"; {folder} is whole: try again with {command(folder, repo)}")
+
+
+class Upload:
+    """An upload in a thread of its own."""
+
+    DONE = 1
+
+    def __init__(self, folder: Path, repo: str):
+        self.folder, self.repo = folder, repo
+        self.ending, self.said = 0, ""
+        self.again = f"upload it with {command(folder, repo)}"
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def wait(self) -> int:
+        """For a second: 0 while it goes on, then DONE or the exit status of a mistake; `said` has
+        the words."""
+        self.thread.join(1.0)
+        return self.ending
+
+    def _run(self) -> None:
+        try:
+            self.said = f"uploaded to {push(self.folder, self.repo)}"
+            self.ending = self.DONE
+        except MegatronVLMError as error:
+            self.said, self.ending = str(error), MISTAKE
+        except Exception as error:  # nobody else would hear of it
+            self.said, self.ending = f"{self.folder}: {error!r}; {self.again}", MISTAKE
+
+
+def command(folder: Path, repo: str) -> str:
+    """What a user types to upload an export."""
+    return f"megatron-vlm push {folder} {repo}"
+
+
+def _asked(repo: str, ask: Callable[[Any], Any], remedy: str = "") -> Any:
+    """What the Hub answers."""
+    from huggingface_hub import HfApi
+
+    try:
+        return ask(HfApi())
+    except Exception as error:  # of httpx, of huggingface_hub and of the file system
+        reason = _reason(error)
+        raise ConfigError(f"{repo} cannot be written: {reason}{remedy}") from error
+
+
+def _reason(error: BaseException) -> str:
+    from huggingface_hub import constants, errors
+
+    while not isinstance(error, errors.HfHubHTTPError) and error.__cause__ is not None:
+        error = error.__cause__
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set; unset it"
+    said = " ".join(str(error).split())
+    if isinstance(error, errors.LocalTokenNotFoundError):
+        return f"there is no token of the Hub; {_WRITER}"
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return f"the Hub does not accept the token ({status}); {_WRITER}"
+        return f"the Hub answers {status} {error.response.reason_phrase}: {said[:200]}"
+    kind = type(error).__name__
+    return f"the Hub at {constants.ENDPOINT} cannot be reached or used: {kind}: {said[:300]}"

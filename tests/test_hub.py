@@ -1,0 +1,429 @@
+# .venv/bin/python -m pytest tests/test_hub.py
+"""Names on the Hub, against a server that speaks its API, with the real client."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.cli import main
+from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.sources import parse_sources
+from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.evaluation.command import locate
+from megatron_vlm.hf.push import check_push, push
+from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hub import HubName, folder_of, hub_name, pin
+from megatron_vlm.run.model import with_model
+from megatron_vlm.tools.dry_run import dry_run
+from tests.alone import ROOT
+from tests.chats import say, text
+from tests.hub_server import HubServer, Repo, hub_server
+from tests.sets import write_set
+from tests.test_train import command, outside_of_jobs, run_rank, steps_of
+
+NAME = "some/tiny-vl"
+LOCAL = [
+    "/srv/a/b", "./a/b", "../a", "~/a", "a", "a/b/c", "a/", "/a", ".a/b", "a b/c", "-a/b", "a/b@",
+    "a/b@c@d", "hub:a/b", "",
+]  # fmt: skip
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, tiny):
+    """A server with a tiny model, and this process as its client; nothing is in the cache."""
+    with hub_server() as server:
+        server.model(NAME, tiny())
+        use(monkeypatch, server.address, tmp_path / "hf")
+        monkeypatch.chdir(tmp_path)
+        yield server
+
+
+def use(monkeypatch, address: str, home: Path, offline: bool = False) -> None:
+    """What HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE do when the client is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(path: str, weights: bool = True) -> str:
+    with pytest.raises(ConfigError) as caught:
+        folder_of(path, weights)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", LOCAL)
+def test_what_looks_like_a_path_is_one(path):
+    assert hub_name(path) is None
+
+
+def test_names_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("Qwen/Qwen3-VL-2B-Instruct") == HubName("Qwen/Qwen3-VL-2B-Instruct")
+    assert hub_name("a/b@refs/pr/1") == HubName("a/b", "refs/pr/1")
+    assert str(hub_name("a/b@v1.0")) == "a/b@v1.0"
+    assert hub_name("a/b@" + "0a" * 20).commit == "0a" * 20 and hub_name("a/b@0a").commit is None
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").symlink_to("nowhere")
+    assert hub_name("a/b") is None and hub_name("a/b@main") == HubName("a/b", "main")
+
+
+def test_only_what_is_read_is_downloaded_and_only_once(hub, tiny):
+    extra = {"pytorch_model.bin": b"x", "run.py": b"x", "onnx/model.safetensors": b"x",
+             "consolidated.safetensors": b"x", "optimizer.pt": b"x"}  # fmt: skip
+    files = hub.repos[f"models/{NAME}"].files
+    commit = hub.repos[f"models/{NAME}"].commit({**files, **extra})
+    pinned = pin(NAME)
+    assert pinned == f"{NAME}@{commit}"
+    assert "model.safetensors" not in hub.downloads()
+    folder = folder_of(pinned, weights=True)
+    assert sorted(hub.downloads()) == sorted(files)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert all(path.is_symlink() for path in folder.iterdir())
+    hub.requests.clear()
+    assert folder_of(pinned, weights=True) == folder
+    assert hub.requests == []  # a commit in the cache is not asked about
+
+
+def test_a_checkpoint_on_the_hub_is_read_like_the_folder(hub, tiny):
+    ours, theirs = HFCheckpoint(NAME), HFCheckpoint(tiny())
+    assert "model.safetensors" not in hub.downloads()  # sizes need no weights
+    ours.read_headers()
+    theirs.read_headers()
+    assert {name: info.shape for name, info in ours.tensors.items()} == {
+        name: info.shape for name, info in theirs.tensors.items()
+    }
+    record = {"messages": [say("user", text("what?")), say("assistant", "that")]}
+    rows = [RowMaker(where).row(record) for where in (NAME, tiny())]
+    assert rows[0].ids_S.tolist() == rows[1].ids_S.tolist()
+
+
+def test_a_revision_is_taken(hub):
+    repo = hub.repos[f"models/{NAME}"]
+    first = repo.branches["main"]
+    second = repo.commit({**repo.files, "merges.txt": b"other"}, branch="v2")
+    assert pin(NAME) == f"{NAME}@{first}" and pin(f"{NAME}@v2") == f"{NAME}@{second}"
+    assert (folder_of(f"{NAME}@v2") / "merges.txt").read_bytes() == b"other"
+
+
+def test_a_folder_of_that_name_wins(hub, tiny, tmp_path):
+    shutil.copytree(tiny(), tmp_path / NAME)
+    assert pin(NAME) == NAME and HFCheckpoint(NAME).path == Path(NAME)
+    assert hub.requests == []
+
+
+def test_what_the_hub_refuses_is_said(hub, monkeypatch, tmp_path):
+    repo = hub.repos[f"models/{NAME}"]
+    missing = refusal("some/typo")
+    assert "no folder 'some/typo' here" in missing and "the Hub shows no model" in missing
+    assert "HF_TOKEN" in missing
+    assert f"{NAME} has no revision 'v9'" in refusal(f"{NAME}@v9")
+    repo.gated = True
+    assert "agree on its page" in refusal(NAME)
+    repo.gated = False
+    hub.refused["GET /api/models/some/broken"] = 418
+    assert "cannot be reached" in refusal("some/broken")
+
+
+def test_a_private_model_needs_a_token(hub, monkeypatch):
+    hub.repos[f"models/{NAME}"].private = True
+    assert "if it is private" in refusal(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    assert folder_of(NAME, weights=True).is_dir()
+
+
+def test_without_a_network(hub, monkeypatch, tmp_path):
+    home = tmp_path / "hf"
+    use(monkeypatch, hub.address, home, offline=True)
+    assert "HF_HUB_OFFLINE is set, and not all of its files" in refusal(NAME)
+    use(monkeypatch, hub.address, home)
+    pinned = pin(NAME)
+    use(monkeypatch, hub.address, home, offline=True)
+    assert pin(NAME) == pin(pinned) == pinned
+    assert "not all of its files" in refusal(NAME)  # the settings are there, the weights are not
+    use(monkeypatch, hub.address, home)
+    folder_of(pinned, weights=True)
+    use(monkeypatch, "http://127.0.0.1:1", home)  # nobody listens there
+    assert pin(NAME, weights=True) == pinned
+    assert "cannot be reached" in refusal("some/other")
+
+
+def test_a_cache_that_cannot_be_written(hub, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    use(monkeypatch, hub.address, tmp_path / "file")
+    assert "some/tiny-vl: " in refusal(NAME) and "cache" in refusal(NAME)
+
+
+def test_eval_takes_a_name(hub, tmp_path):
+    cfg, checkpoint = locate(NAME, [f"data.eval={write_set(tmp_path)}", "model=tiny_cpu"])
+    assert checkpoint is None and hub_name(cfg.model.path).commit
+    with pytest.raises(ConfigError, match="no folder 'runs/typo' here"):
+        locate("runs/typo", [f"data.eval={write_set(tmp_path)}"])
+
+
+def run(folder: Path, hub: HubServer, *words: str, **more: str) -> subprocess.CompletedProcess:
+    environment = outside_of_jobs() | hub.environment(folder / "hf", **more)
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=280, cwd=folder
+    )
+
+
+def launched(folder: Path, *overrides: str) -> list[str]:
+    words = command(folder, NAME, "run", "train.steps=2", "checkpoint.every=1", *overrides)
+    return [word for word in words if not word.startswith("launch.timeout")]
+
+
+def test_a_run_stays_on_the_commit_that_it_began_with(hub, pool, tmp_path, monkeypatch):
+    write_set(tmp_path)
+    repo, run = hub.repos[f"models/{NAME}"], tmp_path / "run"
+    first, files, home = repo.branches["main"], repo.files, str(tmp_path / "pool")
+    words = launched(tmp_path)[4:]
+    for status, _, err in pool.run(client_rank, 2, hub.address, home, "hf_reader", words):
+        assert status == 0, err
+    assert sorted(hub.downloads()) == sorted(files)  # though both ranks asked
+    start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert start["model"] == f"{NAME}@{first}"
+    assert f"path: {NAME}@{first}" in (run / "config.yaml").read_text()
+    repo.commit({**files, "merges.txt": b"#version: 0.2\n"})
+    hub.requests.clear()
+    for status, _, err in pool.run(offline_rank, 2, home, [*words, "train.steps=3"]):
+        assert status == 0, err
+    assert hub.requests == [] and len(steps_of(run)) == 3
+    assert f"path: {NAME}@{first}" in (run / "config.yaml").read_text()
+    use(monkeypatch, hub.address, Path(home), offline=True)
+    export_checkpoint("run", "again")
+    ours = contents(run / "export")
+    assert ours == contents(tmp_path / "again")
+    assert ours.keys() >= {"config.json", "tokenizer.json", "model.safetensors", "README.md"}
+    assert f"base_model: {NAME}\n" in ours["README.md"].decode()
+    assert not any(path.is_symlink() for path in (run / "export").iterdir())
+
+
+@pytest.mark.slow
+def test_the_launcher_downloads_and_its_ranks_do_not(tiny, tmp_path):
+    write_set(tmp_path)
+    with hub_server() as hub:
+        repo = hub.model(NAME, tiny())
+        done = run(tmp_path, hub, *launched(tmp_path))
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stderr.count(f"getting {NAME} from the Hub") == 1
+        assert sorted(hub.downloads()) == sorted(repo.files)
+        resolved = [text for text in hub.requests if "/revision/" in text]
+        assert len(resolved) == 1, hub.requests
+
+
+def offline_rank(home: str, words: list[str]) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, "http://127.0.0.1:1", Path(home), offline=True)
+        return run_rank(words)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_does_not_go_on_with_another_commit(hub, tmp_path):
+    repo = hub.repos[f"models/{NAME}"]
+    first = repo.branches["main"]
+    cfg = load_config(["model=tiny_cpu", f"model.path={NAME}", f"run={tmp_path / 'run'}"])
+    (tmp_path / "run").mkdir()
+    begun = with_model(cfg)
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(begun))
+    second = repo.commit({**repo.files, "merges.txt": b"#version: 0.2\n"})
+    assert with_model(cfg).model.path == begun.model.path == f"{NAME}@{first}"
+    with pytest.raises(ConfigError, match=rf"{NAME}@main is another commit now than {first}"):
+        with_model(replace(cfg, model=replace(cfg.model, path=f"{NAME}@main")))
+    chosen = replace(cfg, model=replace(cfg.model, path=f"{NAME}@{second}"))
+    assert with_model(chosen).model.path == f"{NAME}@{second}"
+    assert with_model(replace(cfg, run="elsewhere")).model.path == f"{NAME}@{second}"
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_download_once(tiny, tmp_path):
+    """Each resolves the name by itself, and one of them gets the files."""
+    write_set(tmp_path)
+    with hub_server() as hub:
+        repo = hub.model(NAME, tiny())
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        words = launched(tmp_path)[4:]
+        done = run(tmp_path, hub, sys.executable, *torchrun, "megatron_vlm.train", *words)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert sorted(hub.downloads()) == sorted(repo.files)
+
+
+def test_a_dry_run_needs_no_weights(hub, tmp_path, capsys):
+    overrides = ["model=tiny_cpu", f"model.path={NAME}", f"data.train={write_set(tmp_path)}"]
+    assert dry_run(load_config([*overrides, "data.cache_dir=null", "train.steps=1"])) == 0
+    assert "First batches" in capsys.readouterr().out
+    assert "config.json" in hub.downloads() and "model.safetensors" not in hub.downloads()
+
+
+# Data sets.
+
+
+@pytest.fixture
+def sets(hub, monkeypatch, tmp_path):
+    """A data set with two revisions, beside a folder with the same name and other records."""
+    from datasets import config
+    from huggingface_hub import HfFileSystem
+
+    monkeypatch.setattr(config, "HF_ENDPOINT", hub.address)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    HfFileSystem.clear_instance_cache()
+    repo = hub.repos["datasets/some/chats"] = Repo()
+    first = repo.commit({"train.jsonl": lines("old")})
+    repo.commit({"train.jsonl": lines("new", "newer")})
+    yield first
+    HfFileSystem.clear_instance_cache()
+
+
+def lines(*answers: str) -> bytes:
+    records = [{"prompt": "what?", "completion": answer} for answer in answers]
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+def answers(value: object) -> list[str]:
+    (spec,) = parse_sources(value, "data.train")
+    if spec.streaming:
+        stream = open_stream([spec], DataConfig(), train=False)
+        return [record.raw()["completion"] for record in stream.records(0, None)]
+    source = open_source(spec, None, None)
+    return [source[index]["completion"] for index in range(len(source))]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_sets_of_the_hub(streaming, sets, tmp_path):
+    def read(path: str, **more: object) -> list[str]:
+        return answers({"path": path, "streaming": streaming, **more})
+
+    assert read("some/chats") == read("hub:some/chats") == ["new", "newer"]
+    assert read("some/chats", revision=sets) == ["old"]
+    (tmp_path / "some" / "chats").mkdir(parents=True)
+    (tmp_path / "some" / "chats" / "train.jsonl").write_bytes(lines("mine"))
+    assert read("some/chats") == ["mine"]
+    assert read("hub:some/chats") == ["new", "newer"]
+    assert read("hub:some/chats", revision=sets) == ["old"]
+    with pytest.raises(ConfigError, match="hub:some/other: not a file here, and `datasets` cannot"):
+        read("hub:some/other")
+
+
+def test_the_name_of_a_set_on_the_hub():
+    cfg = load_config(["model.path=x", "data.train=hub:some/chats", "data.eval=hub:some/chats"])
+    assert cfg.data.train[0].path == "hub:some/chats" and cfg.data.eval[0].name == "chats"
+
+
+# Uploads.
+
+
+def client_rank(address: str, home: str, token: str, words: list[str]) -> tuple[int, str, str]:
+    """One rank of a run, as a client of this server."""
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, address, Path(home))
+        patch.setenv("HF_TOKEN", token)
+        return run_rank(words)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_export_is_uploaded(world, hub, pool, tiny, tmp_path, monkeypatch):
+    write_set(tmp_path)
+    keys = ["train.steps=1", f"parallel.pp={world}", "checkpoint.push=somebody/tuned"]
+    words = command(tmp_path, tiny(), "run", *keys)[4:]
+
+    def train(*more: str) -> tuple[int, str]:
+        home = str(tmp_path / "pool")
+        done = pool.run(client_rank, world, hub.address, home, "hf_writer", [*words, *more])
+        assert {status for status, _, _ in done} == {done[0][0]}
+        return done[0][0], done[0][1] + done[0][2]
+
+    hub.refused["POST /api/models/somebody/tuned/commit"] = 403
+    status, said = train()
+    export, target = tmp_path / "run" / "export", hub.repos["models/somebody/tuned"]
+    assert status == 2 and "step 1/1" in said
+    assert "somebody/tuned cannot be written: the Hub does not accept the token (403)" in said
+    assert f"{export} is whole: try again with megatron-vlm push {export} somebody/tuned" in said
+    assert target.private and target.files.keys() == {".gitattributes"}
+    hub.refused.clear()
+    target.commit({**target.files, "model-00001-of-00002.safetensors": b"old", "mine.txt": b"my"})
+    status, said = train()
+    assert status == 0 and f"uploaded to {hub.address}/somebody/tuned/commit/" in said
+    others = {".gitattributes": b"", "mine.txt": b"my"}
+    assert target.files == contents(export) | others
+    assert target.messages[-1] == "Step 1, exported by megatron_vlm"
+    assert {line["kind"] for line in lines_in(tmp_path / "run")} >= {"event"}
+    assert "uploaded to" in lines_in(tmp_path / "run")[-1]["text"]
+    # And back again, as a model to train.
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    back = folder_of("somebody/tuned", weights=True)
+    same = contents(export).keys() & contents(back).keys()
+    assert {name: contents(back)[name] for name in same} == {n: contents(export)[n] for n in same}
+    assert same >= {"model.safetensors", "config.json", "README.md", "tokenizer.json"}
+    HFCheckpoint("somebody/tuned").read_headers()
+    # The command makes no commit of what is there already.
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    assert main(["push", str(export), "somebody/tuned"]) == 0
+    assert main(["push", str(export), "some-org/other"]) == 0
+    assert hub.repos["models/some-org/other"].files.keys() == contents(export).keys() | {
+        ".gitattributes"
+    }
+
+
+def lines_in(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_path, monkeypatch):
+    def check(repo: str, token: str | None = "hf_writer") -> str:
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ConfigError) as caught:
+            check_push(repo)
+        return str(caught.value)
+
+    assert "there is no token of the Hub; give one that may write" in check("somebody/a", None)
+    assert "does not accept the token (401)" in check("somebody/a", "hf_unknown")
+    assert "the token 'test' may only read" in check("somebody/a", "hf_reader")
+    hub.tokens |= {
+        "hf_narrow": "fineGrained repo.content.read",
+        "hf_fine": "fineGrained repo.write",
+    }
+    assert "the token 'test' may only read" in check("somebody/a", "hf_narrow")
+    assert "others is not among somebody, some-org" in check("others/a")
+    assert "give ORG/NAME" in check("a") and "give ORG/NAME" in check("a/b@main")
+    for repo, token in (("somebody/a", "hf_writer"), ("some-org/a", "hf_fine")):
+        monkeypatch.setenv("HF_TOKEN", token)
+        check_push(repo)
+    use(monkeypatch, hub.address, tmp_path, offline=True)
+    assert "HF_HUB_OFFLINE is set" in check("somebody/a")
+    use(monkeypatch, "http://127.0.0.1:1", tmp_path)
+    assert "cannot be reached" in check("somebody/a")
+    status, _, said = run_rank(command(tmp_path, NAME, "run", "checkpoint.push=somebody/a")[4:])
+    assert status == 2 and "somebody/a cannot be written" in said
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"checkpoint\.export=false writes none"):
+        load_config(["model.path=x", "checkpoint.push=a/b", "checkpoint.export=false"])
+
+
+def test_only_an_export_is_uploaded(hub, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_writer")
+    with pytest.raises(ConfigError, match="is not the whole export of a run"):
+        push(Path(tiny()), "somebody/a")
+    assert "models/somebody/a" not in hub.repos
