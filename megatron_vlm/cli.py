@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
+from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
@@ -18,31 +19,22 @@ from megatron_vlm.evaluation.command import add_arguments, locate
 
 def main(argv: list[str] | None = None) -> int:
     """Parse and run; the exit status."""
-    args = _parse(argv)
-    if args.debug:
+    given = sys.argv[1:] if argv is None else argv
+    words = [word for word in given if word != "--debug"]  # wherever it stands
+    if debug := len(words) < len(given):
         os.environ[DEBUG] = "1"  # for the processes that a command starts
     try:
+        args = parse(make_parser(), words)
         return args.run(args) or 0
     except MegatronVLMError as error:
-        if args.debug:
+        if debug:
             raise
         say(str(error))
         return 2
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may come before, between and after the options."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
-    if unknown or (rest and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {visible(' '.join(unknown or rest))}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
     parser = argparse.ArgumentParser(
         prog="megatron-vlm",
         description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
@@ -81,7 +73,7 @@ def _command(
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=recipe)
+    add_overrides(parser, recipe)
     resolved = "print the resolved configuration as YAML and stop"
     parser.add_argument("--cfg", choices=["job"], help=resolved)
     parser.add_argument(
@@ -107,7 +99,8 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.validate import check_training
 
-    cfg = load_config(args.overrides)
+    file, arguments = configured(args)
+    cfg = load_config(args.overrides, file)
     if args.cfg:
         print(to_yaml(cfg), end="")
         return 0
@@ -118,7 +111,7 @@ def _train(args: argparse.Namespace) -> int:
         return dry_run(cfg)
     from megatron_vlm.launch.launch import launch
 
-    return launch(cfg, "megatron_vlm.train", "run_train", args.overrides)
+    return launch(cfg, "megatron_vlm.train", "run_train", arguments)
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -134,8 +127,9 @@ def _eval(args: argparse.Namespace) -> int:
     """
     from megatron_vlm.launch.launch import launch
 
-    cfg, _ = locate(args.where, args.overrides)
-    arguments = [args.where, *args.overrides]
+    file, arguments = configured(args)
+    cfg, _ = locate(args.where, args.overrides, file)
+    arguments.insert(0, args.where)
     if args.predictions:
         arguments += ["--predictions", args.predictions]
     return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
@@ -199,8 +193,7 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
-    parser.add_argument("--config", default="train", help="recipe in configs/ (default: train)")
+    add_overrides(parser)
     page = "also write one self-contained page with pictures"
     parser.add_argument("--html", metavar="FILE", help=page)
     parser.add_argument("--samples", type=int, default=3, help="how many to show (default: 3)")
@@ -217,9 +210,12 @@ def _inspect(args: argparse.Namespace) -> None:
 
     example: megatron-vlm inspect data.train=chats.jsonl model.path=DIR --html a.html
     """
+    from megatron_vlm.config import load_config
     from megatron_vlm.tools.inspection.command import run_inspect
 
-    run_inspect(args.overrides, args.config, args.html, args.samples, args.sample, args.ranks)
+    file, _ = configured(args)
+    cfg = load_config(args.overrides, file)
+    run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)
 
 
 def _shapes_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,23 +6,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_vlm.config import from_yaml, load_config
+from megatron_vlm.config import ConfigFile, from_yaml, load_config
+from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import require
 from megatron_vlm.distributed.process import rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
 
 
-def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
-    """The configuration, and the checkpoint to load; none for a Hugging Face folder."""
+def locate(
+    where: str, overrides: Sequence[str], file: ConfigFile | None = None
+) -> tuple[Config, Path | None]:
+    """The configuration, and the checkpoint to load; none for a Hugging Face folder. `file`: of
+    --config."""
     from megatron_vlm.checkpoint.export import find_checkpoint
 
     folder = Path(where)
     if (folder / "config.json").is_file():
-        cfg, checkpoint = load_config([f"model.path={where}", *overrides]), None
+        cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
     else:
         checkpoint = find_checkpoint(folder)
-        cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides)
+        cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides, file)
     require(cfg, "data.eval")
     return cfg, checkpoint
 
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "where", help="a Hugging Face folder, a run, or one of its checkpoints: its configuration"
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
+    add_overrides(parser)
     parser.add_argument(
         "--predictions", metavar="DIR", help="write every answer to DIR/SET.jsonl, too"
     )
@@ -42,8 +46,9 @@ def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate, on one rank."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(arguments)
-    cfg, checkpoint = locate(args.where, args.overrides)
+    args = parse(parser, arguments)
+    file, _ = configured(args)
+    cfg, checkpoint = locate(args.where, args.overrides, file)
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _evaluate(cfg, checkpoint, args.predictions, watchdog)
     return 0
