@@ -13,6 +13,7 @@ from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
+from megatron_vlm.early import check_data, check_model, check_run
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.evaluation.command import add_arguments, locate
 
@@ -105,6 +106,7 @@ def _train(args: argparse.Namespace) -> int:
         print(to_yaml(cfg), end="")
         return 0
     check_training(cfg)
+    check_run(cfg)
     if args.dry_run:
         from megatron_vlm.tools.dry_run import dry_run
 
@@ -125,13 +127,14 @@ def _eval(args: argparse.Namespace) -> int:
     checkpoints bring their configuration: single keys can be changed (parallel.pp=1), but not
     recipes. A Hugging Face folder brings none: give recipes and keys.
     """
-    from megatron_vlm.launch.launch import launch
-
     file, arguments = configured(args)
     cfg, _ = locate(args.where, args.overrides, file)
+    check_run(cfg)
     arguments.insert(0, args.where)
     if args.predictions:
         arguments += ["--predictions", args.predictions]
+    from megatron_vlm.launch.launch import launch
+
     return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
 
 
@@ -211,10 +214,15 @@ def _inspect(args: argparse.Namespace) -> None:
     example: megatron-vlm inspect data.train=chats.jsonl model.path=DIR --html a.html
     """
     from megatron_vlm.config import load_config
-    from megatron_vlm.tools.inspection.command import run_inspect
+    from megatron_vlm.config.validate import require
 
     file, _ = configured(args)
     cfg = load_config(args.overrides, file)
+    require(cfg, "data.train")
+    check_model(cfg.model.path)
+    check_data(cfg, "data.train")
+    from megatron_vlm.tools.inspection.command import run_inspect
+
     run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)
 
 

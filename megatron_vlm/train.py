@@ -14,6 +14,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.early import check_run
 from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
 
@@ -67,6 +68,7 @@ def run_train(arguments: Sequence[str], signals: "Signals | None" = None) -> int
     cfg = load_config(args.overrides, configured(args)[0])
     check_training(cfg)
     check_installed(cfg)
+    check_run(cfg)
     return train(cfg, signals)
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_vlm.checkpoint.store import find_checkpoint
 from megatron_vlm.config import ConfigFile, from_yaml, load_config
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
@@ -19,8 +20,6 @@ def locate(
 ) -> tuple[Config, Path | None]:
     """The configuration, and the checkpoint to load; none for a Hugging Face folder. `file`: of
     --config."""
-    from megatron_vlm.checkpoint.export import find_checkpoint
-
     folder = Path(where)
     if (folder / "config.json").is_file():
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None

@@ -6,7 +6,6 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.validate import require
 from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
@@ -28,7 +27,6 @@ def run_inspect(
     if samples < 0 or ranks < 1:
         raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
     logging.getLogger("megatron_vlm.data").setLevel(logging.ERROR)  # told below, once
-    require(cfg, "data.train")
     if any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
             "data.train streams, and a stream has no sizes to count; give a file with its first "
