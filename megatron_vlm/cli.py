@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
+from megatron_vlm.chat.start import add_chat_arguments, start_chat
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
@@ -40,8 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="megatron-vlm",
         description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
         "in, a better Hugging Face checkpoint out.",
-        epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export: "
-        "docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
+        epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
+        "chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
         "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "
         "again to resume.",
     )
@@ -52,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     _train_arguments(_command(commands, _train))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
+    add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
     _command(commands, _doctor)
     _inspect_arguments(_command(commands, _inspect))
@@ -157,6 +159,18 @@ def _export(args: argparse.Namespace) -> None:
 
     folder = export_checkpoint(args.checkpoint, args.out, args.model)
     print(visible(f"wrote {args.out} from {folder}"))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    """ask a checkpoint in the terminal, with pictures
+
+    Load an exported checkpoint, on a GPU if there is one, and answer what is typed. /image PATH and
+    /video PATH show something with the next question, /reset begins again, /quit or Ctrl-D ends,
+    Ctrl-C stops an answer.
+
+    example: megatron-vlm chat runs/first --image cat.jpg --prompt "What is it?"
+    """
+    return start_chat(args)
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
