@@ -11,6 +11,7 @@ from typing import Any
 from megatron_vlm import __version__
 from megatron_vlm.chat.start import add_chat_arguments, start_chat
 from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
@@ -50,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     with_defaults = argparse.ArgumentDefaultsHelpFormatter
-    _train_arguments(_command(commands, _train))
+    _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
     add_chat_arguments(_command(commands, _chat))
@@ -75,6 +76,7 @@ def _command(
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{parser.epilog}\n{listing()}"
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
     add_overrides(parser, recipe)
     resolved = "print the resolved configuration as YAML and stop"
@@ -92,8 +94,8 @@ def _train(args: argparse.Namespace) -> int:
 
     Fine-tune a Qwen3-VL checkpoint. Starts the processes on this machine itself, unless torchrun
     already started them (launch.processes: one per GPU, or parallel.tp x parallel.pp on the CPU).
-    Started again with the same run=, it resumes from the newest complete checkpoint. All keys:
-    docs/configuration.md.
+    Started again with the same run=, it resumes from the newest complete checkpoint. What the
+    keys below mean: docs/configuration.md.
 
     example: megatron-vlm train model=qwen3_vl_2b model.path=DIR parallel.pp=2
     data.train=chats.jsonl train.steps=1000 run=runs/first. Writes into run=: metrics.jsonl,

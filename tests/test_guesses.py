@@ -2,12 +2,15 @@
 """What people who come from other trainers type is answered with our key, or with what there is."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from megatron_vlm.cli import main
-from megatron_vlm.config import known_keys, load_config
+from megatron_vlm.config import config_dir, known_keys, load_config
 from megatron_vlm.config.guesses import _OTHER, _SAME, hint, meant, sentence
+from megatron_vlm.config.schema import leaves
 from megatron_vlm.errors import ConfigError
 
 KEYS = {
@@ -143,3 +146,23 @@ def test_options_are_answered_with_what_to_write(words, answer, capfd):
     said = capfd.readouterr().err
     assert said.startswith("megatron-vlm: ") and len(said.splitlines()) == 1
     assert re.search(answer, said), said
+
+
+def test_help_names_every_key_and_recipe_and_needs_no_torch():
+    code = (
+        "import sys\nfrom megatron_vlm.cli import main\n"
+        "for words in ([], ['train'], ['eval'], ['inspect'], ['chat']):\n"
+        "    try: main([*words, '--help'])\n"
+        "    except SystemExit as error: assert not error.code\n"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = done.stdout
+    assert shown.rstrip().endswith("set()") and shown.count("--config FILE") >= 3
+    words = shown.split()
+    for key in leaves():
+        assert key.rpartition(".")[2] in words, key
+    for file in config_dir().glob("*/*.yaml"):
+        assert file.stem in words or file.stem == "default"
+    for command in ("train", "eval", "export", "chat", "report", "doctor", "inspect"):
+        assert f"    {command}" in shown

@@ -10,7 +10,9 @@ from megatron_vlm.config.guesses import explain_option
 from megatron_vlm.errors import ConfigError
 
 
-def add_overrides(parser: argparse.ArgumentParser, text: str = "as for training") -> None:
+def add_overrides(
+    parser: argparse.ArgumentParser, text: str = "see megatron-vlm train --help"
+) -> None:
     """KEY=VALUE and --config, for a command that takes a configuration."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
     add_config_option(parser)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from megatron_vlm.config.guesses import hint
 from megatron_vlm.config.schema import key_types, leaves
@@ -25,7 +25,6 @@ from megatron_vlm.paths import require_file
 
 MOST_BYTES = 2**16
 _RECIPES = "defaults is a list of recipes, each as `- GROUP: NAME`, such as `- model: qwen3_vl_2b`"
-_LISTS_OF_TEXT = ("data.train_on", "eval.candidates")
 
 
 @dataclass(frozen=True)
@@ -171,6 +170,9 @@ def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tup
 
 
 def _is_text(key: str) -> bool:
-    """Whether the key's value is text, however it looks."""
+    """Whether the key's value is text or a list of text, however it looks."""
     kind = key_types()[key]
-    return key in _LISTS_OF_TEXT or kind is str or set(get_args(kind)) == {str, type(None)}
+    parts = {kind} if kind is str or get_origin(kind) is tuple else set(get_args(kind))
+    lists = [get_args(part)[0] for part in parts if get_origin(part) is tuple]
+    listed = any(item is str or get_origin(item) is Literal for item in lists)
+    return listed or parts - {type(None)} == {str}

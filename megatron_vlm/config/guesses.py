@@ -138,7 +138,7 @@ def hint(wrong: str) -> str:
     groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
     if name and group in groups:
         return f"; the keys of {group} are {', '.join(_names_of(group))}"
-    return f"; the groups of keys are {', '.join(groups)}: see docs/configuration.md"
+    return f"; the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
 
 
 def meant(wrong: str) -> Sequence[str]:
