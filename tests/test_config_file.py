@@ -87,6 +87,7 @@ def test_a_folder_is_evaluated_with_the_keys_of_a_file(tmp_path):
         ("optim: {lr: 1e-5}", "optim.lr", 1e-5),  # text to YAML 1.1
         ("optim.lr: 1E+2", "optim.lr", 100.0),
         ("optim: {lr: 1}", "optim.lr", 1.0),
+        ("data: {train: {path: a, weight: 5e-1}}", "data.train", (SourceSpec("a", 0.5),)),
         ("run: 1.50", "run", "1.50"),
         ("run: 2024-01-01", "run", "2024-01-01"),
         ("data: {cache_dir: ~}", "data.cache_dir", None),

@@ -39,7 +39,7 @@ def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Con
     if file is not None and file.is_complete:
         _refuse_recipes(overrides)
     ConfigStore.instance().store(name="schema", node=_composable(Config))
-    given = [*_recipes_of(file, overrides), *map(_plain, overrides)]
+    given = [*_recipes_of(file), *map(_plain, overrides)]
     GlobalHydra.instance().clear()
     with _explained(file, overrides):
         name = _PRIMARY
@@ -62,7 +62,7 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
     """A Config that `to_yaml` wrote, with the keys of a file and single keys changed; recipes are
     not composed again."""
     _check_keys(overrides)
-    _refuse_recipes([*_recipes_of(file, ()), *overrides])
+    _refuse_recipes([*_recipes_of(file), *overrides])
     with _explained(file, overrides):
         changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
         schema = OmegaConf.structured(_composable(Config))
@@ -79,11 +79,9 @@ def _refuse_recipes(overrides: Sequence[str]) -> None:
             )
 
 
-def _recipes_of(file: ConfigFile | None, overrides: Sequence[str]) -> list[str]:
-    """The recipes of the file, but for groups of which the command line chooses one."""
-    chosen = set(map(_key, overrides))
-    recipes = {} if file is None else file.recipes
-    return [f"{group}={name}" for group, name in recipes.items() if group not in chosen]
+def _recipes_of(file: ConfigFile | None) -> list[str]:
+    """As on the command line, where the last one of a group wins."""
+    return [] if file is None else [f"{group}={name}" for group, name in file.recipes.items()]
 
 
 @contextmanager
