@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
+from megatron_vlm.chat.start import add_chat_arguments, start_chat
+from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
+from megatron_vlm.early import check_data, check_model, check_run
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.run.model import with_commit, with_model
@@ -19,37 +23,28 @@ from megatron_vlm.run.model import with_commit, with_model
 
 def main(argv: list[str] | None = None) -> int:
     """Parse and run; the exit status."""
-    args = _parse(argv)
-    if args.debug:
+    given = sys.argv[1:] if argv is None else argv
+    words = [word for word in given if word != "--debug"]  # wherever it stands
+    if debug := len(words) < len(given):
         os.environ[DEBUG] = "1"  # for the processes that a command starts
     try:
+        args = parse(make_parser(), words)
         return args.run(args) or 0
     except MegatronVLMError as error:
-        if args.debug:
+        if debug:
             raise
         say(str(error))
         return 2
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may come before, between and after the options."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
-    if unknown or (rest and not hasattr(args, "overrides")):
-        parser.error(f"unrecognized arguments: {visible(' '.join(unknown or rest))}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
     parser = argparse.ArgumentParser(
         prog="megatron-vlm",
         description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
         "in, a better Hugging Face checkpoint out.",
-        epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export: "
-        "docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
+        epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
+        "chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
         "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "
         "again to resume.",
     )
@@ -57,10 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     with_defaults = argparse.ArgumentDefaultsHelpFormatter
-    _train_arguments(_command(commands, _train))
+    _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
     _push_arguments(_command(commands, _push))
+    add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
     _command(commands, _doctor)
     _inspect_arguments(_command(commands, _inspect))
@@ -82,8 +78,9 @@ def _command(
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{parser.epilog}\n{listing()}"
     recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=recipe)
+    add_overrides(parser, recipe)
     resolved = "print the resolved configuration as YAML and stop"
     parser.add_argument("--cfg", choices=["job"], help=resolved)
     parser.add_argument(
@@ -99,8 +96,8 @@ def _train(args: argparse.Namespace) -> int:
 
     Fine-tune a Qwen3-VL checkpoint. Starts the processes on this machine itself, unless torchrun
     already started them (launch.processes: one per GPU, or parallel.tp x parallel.pp on the CPU).
-    Started again with the same run=, it resumes from the newest complete checkpoint. All keys:
-    docs/configuration.md.
+    Started again with the same run=, it resumes from the newest complete checkpoint. What the
+    keys below mean: docs/configuration.md.
 
     example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct
     parallel.pp=2 data.train=chats.jsonl train.steps=1000 run=runs/first. Writes into run=:
@@ -109,11 +106,13 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config, to_yaml
     from megatron_vlm.config.validate import check_training
 
-    cfg = load_config(args.overrides)
+    file, arguments = configured(args)
+    cfg = load_config(args.overrides, file)
     if args.cfg:
         print(to_yaml(cfg), end="")
         return 0
     check_training(cfg)
+    check_run(cfg)
     if args.dry_run:
         from megatron_vlm.tools.dry_run import dry_run
 
@@ -121,7 +120,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_vlm.launch.launch import launch
 
     cfg = with_model(cfg)
-    return launch(cfg, "megatron_vlm.train", "run_train", with_commit(args.overrides, cfg))
+    return launch(cfg, "megatron_vlm.train", "run_train", with_commit(arguments, cfg))
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -135,12 +134,14 @@ def _eval(args: argparse.Namespace) -> int:
     checkpoints bring their configuration: single keys can be changed (parallel.pp=1), but not
     recipes. A Hugging Face folder brings none: give recipes and keys.
     """
-    from megatron_vlm.launch.launch import launch
-
-    cfg, _ = locate(args.where, args.overrides)
-    arguments = [args.where, *with_commit(args.overrides, cfg)]
+    file, arguments = configured(args)
+    cfg, _ = locate(args.where, args.overrides, file)
+    check_run(cfg)
+    arguments = [args.where, *with_commit(arguments, cfg)]
     if args.predictions:
         arguments += ["--predictions", args.predictions]
+    from megatron_vlm.launch.launch import launch
+
     return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
 
 
@@ -188,6 +189,18 @@ def _push(args: argparse.Namespace) -> None:
     print(visible(f"uploaded to {push(args.folder, args.repo)}"))
 
 
+def _chat(args: argparse.Namespace) -> int:
+    """ask a checkpoint in the terminal, with pictures
+
+    Load an exported checkpoint, on a GPU if there is one, and answer what is typed. /image PATH and
+    /video PATH show something with the next question, /reset begins again, /quit or Ctrl-D ends,
+    Ctrl-C stops an answer.
+
+    example: megatron-vlm chat runs/first --image cat.jpg --prompt "What is it?"
+    """
+    return start_chat(args)
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     folder = "a folder given to training as run="
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=folder)
@@ -225,8 +238,7 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
-    parser.add_argument("--config", default="train", help="recipe in configs/ (default: train)")
+    add_overrides(parser)
     page = "also write one self-contained page with pictures"
     parser.add_argument("--html", metavar="FILE", help=page)
     parser.add_argument("--samples", type=int, default=3, help="how many to show (default: 3)")
@@ -243,9 +255,17 @@ def _inspect(args: argparse.Namespace) -> None:
 
     example: megatron-vlm inspect data.train=chats.jsonl model.path=DIR --html a.html
     """
+    from megatron_vlm.config import load_config
+    from megatron_vlm.config.validate import require
+
+    file, _ = configured(args)
+    cfg = load_config(args.overrides, file)
+    require(cfg, "data.train")
+    check_model(cfg.model.path)
+    check_data(cfg, "data.train")
     from megatron_vlm.tools.inspection.command import run_inspect
 
-    run_inspect(args.overrides, args.config, args.html, args.samples, args.sample, args.ranks)
+    run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)
 
 
 def _shapes_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,15 +3,18 @@
 Nothing heavy is imported before the configuration has been checked.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
+from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.early import check_run
 from megatron_vlm.hf.push import check_push
 from megatron_vlm.run.model import with_model
 from megatron_vlm.run.sinks import check_installed
@@ -58,11 +61,15 @@ def train_step(run: "Run", step: int) -> None:
     run.record(step, batch, metrics, norm, lr)
 
 
-def run_train(overrides: Sequence[str], signals: "Signals | None" = None) -> int:
+def run_train(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and train, on one rank; its exit status."""
-    cfg = load_config(overrides)
+    parser = argparse.ArgumentParser(prog="python -m megatron_vlm.train")
+    add_overrides(parser)
+    args = parse(parser, arguments)
+    cfg = load_config(args.overrides, configured(args)[0])
     check_training(cfg)
     check_installed(cfg)
+    check_run(cfg)
     if cfg.checkpoint.push is not None and rank_of_process() == 0:
         check_push(cfg.checkpoint.push)
     return train(with_model(cfg), signals)

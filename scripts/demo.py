@@ -134,7 +134,8 @@ def main(out: Path) -> int:
     print(
         f"\nexact match {scores['exact_match']:.1%} (wanted {WANTED:.0%}), {different} answers "
         f"differ in transformers, {seen} of {len(COLOURS)} colours named, {minutes:.1f} minutes\n"
-        f"open {out}/run/report.html"
+        f"open {out}/run/report.html, or ask it yourself:\n"
+        f"  megatron-vlm chat {out}/run --image {out}/colours/red.png"
     )
     # Such pictures were never seen, and white may pass for yellow: five runs named 6 to 8 of them.
     few = seen < len(COLOURS) // 2

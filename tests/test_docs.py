@@ -25,8 +25,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron_vlm.cli import _parse
-from megatron_vlm.config import config_dir, from_yaml, load_config, to_yaml
+from megatron_vlm.cli import make_parser
+from megatron_vlm.config import ConfigFile, config_dir, from_yaml, load_config, to_yaml
+from megatron_vlm.config.arguments import parse
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -206,7 +207,7 @@ def check_train(words: list[str]) -> None:
 
 
 def check_megatron_vlm(words: list[str]) -> None:
-    args = _parse(words)  # SystemExit where an option is unknown
+    args = parse(make_parser(), words)  # SystemExit where an option is unknown
     overrides = getattr(args, "overrides", [])
     if not hasattr(args, "where"):
         check_train(overrides)
@@ -279,6 +280,8 @@ def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
     """Each is what its first line says, beside the ones there are."""
     written = []
     for block in blocks("yaml"):
+        if block.text.startswith("# my.yaml"):
+            continue
         name = re.search(r"# configs/(\w+)/(\w+)\.yaml", block.text)
         assert name, block.where
         written.append(f"{name[1]}={name[2]}")
@@ -295,6 +298,13 @@ def test_recipes_of_the_docs_compose(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_vlm.config.load.config_dir", lambda: tmp_path)
     assert written
     load_config([*written, "model.path=x"])
+
+
+def test_the_file_of_the_docs_is_read():
+    (block,) = (block for block in blocks("yaml") if block.text.startswith("# my.yaml"))
+    cfg = load_config(["optim.lr=1e-5"], ConfigFile.parse(block.text, "my.yaml"))
+    assert (cfg.optim.lr, cfg.train.epochs, cfg.log.tensorboard) == (1e-5, 2, True)
+    assert (cfg.data.max_tokens, len(cfg.data.train), cfg.run) == (8192, 2, "runs/receipts")
 
 
 # The quickstart, for real.

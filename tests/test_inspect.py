@@ -482,17 +482,17 @@ def test_what_cannot_be_shown_is_refused(options, error, words, overrides):
     options = dict(html=None, samples=1, sample=None, ranks=1, more=[], train=None) | options
     given = overrides(*options.pop("more"), train=options.pop("train"))
     with pytest.raises(error, match=words):
-        run_inspect(given, "train", **options)
+        run_inspect(load_config(given), **options)
 
 
 def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
-    run_inspect(overrides(), "train", str(tmp_path / "out.html"), samples=3, sample=2, ranks=1)
+    run_inspect(load_config(overrides()), str(tmp_path / "out.html"), samples=3, sample=2, ranks=1)
     output = capsys.readouterr().out
     assert re.findall(r"^sample \d+", output, re.MULTILINE) == ["sample 2"]
     assert "Answer with a single word." in output and "wrote " in output
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
     assert [name for name, _ in page.found].count("article") == 1
-    run_inspect(overrides(), "train", None, samples=2, sample=None, ranks=1)
+    run_inspect(load_config(overrides()), None, samples=2, sample=None, ranks=1)
     output = capsys.readouterr().out
     assert re.findall(r"^sample \d+", output, re.MULTILINE) == ["sample 0", "sample 1"]
 

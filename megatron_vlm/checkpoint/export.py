@@ -6,9 +6,9 @@ A checkpoint has Hugging Face's tensors already, only cut into pieces: see piece
 import json
 from pathlib import Path
 
-from megatron_vlm.checkpoint import store
-from megatron_vlm.checkpoint.manifest import COMPLETE, Manifest, read_manifest, verify
+from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, verify
 from megatron_vlm.checkpoint.pieces import PieceReader
+from megatron_vlm.checkpoint.store import find_checkpoint
 from megatron_vlm.config import from_yaml
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
@@ -61,16 +61,3 @@ def training_of(folder: Path) -> Training | None:
 def mark_of(manifest: Manifest, step: int) -> ExportMark:
     """What an export of this checkpoint says of itself."""
     return ExportMark(manifest.run, step, manifest.id)
-
-
-def find_checkpoint(given: Path) -> Path:
-    """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
-    if (given / COMPLETE).is_file():
-        return given
-    for folder in (given / "checkpoints", given):
-        if folder.is_dir() and (found := store.find_latest(folder)) is not None:
-            return found
-    raise CheckpointError(
-        f"{given} is no complete checkpoint and no run that has one; give RUN or "
-        "RUN/checkpoints/step-..."
-    )

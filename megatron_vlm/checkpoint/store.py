@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_vlm.checkpoint.manifest import (
+    COMPLETE,
     FileRecord,
     Manifest,
     check_sizes,
@@ -106,6 +107,19 @@ def find_latest(run_folder: Path) -> Path | None:
         else:
             return folder
     return None
+
+
+def find_checkpoint(given: Path) -> Path:
+    """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
+    if (given / COMPLETE).is_file():
+        return given
+    for folder in (given / "checkpoints", given):
+        if folder.is_dir() and (found := find_latest(folder)) is not None:
+            return found
+    raise CheckpointError(
+        f"{given} is no complete checkpoint and no run that has one; give RUN or "
+        "RUN/checkpoints/step-..."
+    )
 
 
 def whole_ones(run_folder: Path, after: int = -1) -> list[Path]:

@@ -1,6 +1,15 @@
 """The one configuration: frozen dataclasses, filled by Hydra from `configs/` and `key=value`."""
 
+from megatron_vlm.config.file import ConfigFile
 from megatron_vlm.config.load import config_dir, from_yaml, known_keys, load_config, to_yaml
 from megatron_vlm.config.schema import Config
 
-__all__ = ["Config", "config_dir", "from_yaml", "known_keys", "load_config", "to_yaml"]
+__all__ = [
+    "Config",
+    "ConfigFile",
+    "config_dir",
+    "from_yaml",
+    "known_keys",
+    "load_config",
+    "to_yaml",
+]

@@ -1,8 +1,8 @@
 """The one configuration: the dataclasses of schema.py, filled by Hydra from `configs/` and
 `key=value`."""
 
-import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -15,10 +15,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from megatron_vlm.config.file import ConfigFile
+from megatron_vlm.config.guesses import hint
 from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.errors import ConfigError
+
+_PRIMARY = "train"  # configs/train.yaml
 
 
 def config_dir() -> Path:
@@ -28,16 +32,23 @@ def config_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "configs"
 
 
-def load_config(overrides: Sequence[str], config_name: str = "train") -> Config:
-    """Compose `configs/<config_name>.yaml` and `key=value` overrides into a checked Config."""
+def load_config(overrides: Sequence[str], file: ConfigFile | None = None) -> Config:
+    """Compose the recipes, the file of --config and the `key=value` overrides, each over the
+    former, into a checked Config."""
     _check_keys(overrides)
+    if file is not None and file.is_complete:
+        _refuse_recipes(overrides)
     ConfigStore.instance().store(name="schema", node=_composable(Config))
+    given = [*_recipes_of(file), *map(_plain, overrides)]
     GlobalHydra.instance().clear()
-    try:
+    with _explained(file, overrides):
+        name = _PRIMARY
+        if file is not None:
+            name, own = "own_file", file.nested()
+            OmegaConf.merge(OmegaConf.structured(_composable(Config)), own)  # are the types right?
+            ConfigStore.instance().store(name=name, node={"defaults": [_PRIMARY, "_self_"], **own})
         with initialize_config_dir(str(config_dir().resolve()), version_base="1.3"):
-            return _typed(compose(config_name, overrides=[_plain(text) for text in overrides]))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error)) from error
+            return _typed(compose(name, overrides=given))
 
 
 def to_yaml(cfg: Config) -> str:
@@ -47,21 +58,44 @@ def to_yaml(cfg: Config) -> str:
     return str(OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
-def from_yaml(text: str, overrides: Sequence[str] = ()) -> Config:
-    """A Config that `to_yaml` wrote, with single keys changed; recipes are not composed again."""
+def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None = None) -> Config:
+    """A Config that `to_yaml` wrote, with the keys of a file and single keys changed; recipes are
+    not composed again."""
     _check_keys(overrides)
+    _refuse_recipes([*_recipes_of(file), *overrides])
+    with _explained(file, overrides):
+        changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
+        schema = OmegaConf.structured(_composable(Config))
+        own = {} if file is None else file.nested()
+        return _typed(OmegaConf.merge(schema, OmegaConf.create(text), own, changes))
+
+
+def _refuse_recipes(overrides: Sequence[str]) -> None:
     for override in overrides:
         if is_dataclass(key_types().get(key := _key(override))):
             raise ConfigError(
                 f"{override}: this configuration is complete, so recipes cannot be chosen; "
                 f"give single keys, such as {key}.KEY=VALUE"
             )
+
+
+def _recipes_of(file: ConfigFile | None) -> list[str]:
+    """As on the command line, where the last one of a group wins."""
+    return [] if file is None else [f"{group}={name}" for group, name in file.recipes.items()]
+
+
+@contextmanager
+def _explained(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[None]:
+    """Errors in one sentence, with the line of the file that caused them."""
     try:
-        changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
-        schema = OmegaConf.structured(_composable(Config))
-        return _typed(OmegaConf.merge(schema, OmegaConf.create(text), changes))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_explain(error)) from error
+        yield
+    except ConfigError as error:
+        if file is None:
+            raise
+        raise ConfigError(file.blamed(str(error), overrides)) from error
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        message = _explain(error)
+        raise ConfigError(file.blamed(message, overrides) if file else message) from error
 
 
 def _composable(cls: Any) -> Any:
@@ -131,14 +165,15 @@ def _plain(override: str) -> str:
 
 
 def _check_keys(overrides: Sequence[str]) -> None:
-    """Refuse an override of a key that does not exist, with the nearest one that does."""
+    """Refuse an override of a key that does not exist, with the one that was most likely meant."""
     keys = known_keys()
     for override in overrides:
         key = _key(override)
+        if "=" not in override and not override.startswith("~"):
+            own = f"; a file is given as --config {key}" if key.endswith((".yaml", ".yml")) else ""
+            raise ConfigError(f"{override!r}: arguments are given as KEY=VALUE{own}")
         if key not in keys and not key.startswith("hydra"):
-            near = difflib.get_close_matches(key, keys, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{key!r} is not a configuration key{hint}")
+            raise ConfigError(f"{key!r} is not a configuration key{hint(key)}")
 
 
 def _explain(error: Exception) -> str:

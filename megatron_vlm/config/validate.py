@@ -56,6 +56,18 @@ def check_training(cfg: Config) -> None:
         )
 
 
+def processes_for(cfg: Config, gpus: int) -> int:
+    """launch.processes; by default one for each GPU, on the CPU as few as the layout needs."""
+    least = cfg.parallel.tp * cfg.parallel.pp
+    count = cfg.launch.processes or gpus or least
+    if count % least:
+        raise ConfigError(
+            f"launch.processes={count} is not a multiple of parallel.tp x parallel.pp = {least}; "
+            "change one of them"
+        )
+    return count
+
+
 def _check_lists(cfg: Config) -> None:
     chosen, scopes, roles = cfg.data.train_on, get_args(TrainScope), get_args(Role)
     listed = isinstance(chosen, list | tuple) and chosen and set(chosen) <= set(roles)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vlm.config import from_yaml, load_config
+from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.config import ConfigFile, from_yaml, load_config
+from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import require
 from megatron_vlm.distributed.process import rank_of_process, run_process
@@ -15,17 +17,17 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hub import hub_name, pin
 
 
-def locate(where: str, overrides: Sequence[str]) -> tuple[Config, Path | None]:
+def locate(
+    where: str, overrides: Sequence[str], file: ConfigFile | None = None
+) -> tuple[Config, Path | None]:
     """The configuration, and the checkpoint to load; none for a Hugging Face folder, or a name
-    on the Hub."""
-    from megatron_vlm.checkpoint.export import find_checkpoint
-
+    on the Hub. `file`: of --config."""
     folder = Path(where)
     if (folder / "config.json").is_file() or hub_name(where) is not None:
-        cfg, checkpoint = load_config([f"model.path={where}", *overrides]), None
+        cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
     else:
         checkpoint = find_checkpoint(folder)
-        cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides)
+        cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides, file)
     require(cfg, "data.eval")
     path = pin(cfg.model.path, weights=True)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face folder or a name on the Hub; or a run or one of its checkpoints, with "
         "its configuration",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for training")
+    add_overrides(parser)
     parser.add_argument(
         "--predictions", metavar="DIR", help="write every answer to DIR/SET.jsonl, too"
     )
@@ -48,8 +50,9 @@ def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate, on one rank."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(arguments)
-    cfg, checkpoint = locate(args.where, args.overrides)
+    args = parse(parser, arguments)
+    file, _ = configured(args)
+    cfg, checkpoint = locate(args.where, args.overrides, file)
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         _evaluate(cfg, checkpoint, args.predictions, watchdog)
     return 0

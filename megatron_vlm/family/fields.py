@@ -2,9 +2,11 @@
 computes, and training would go on with another model: so it is refused."""
 
 import reprlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_vlm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,15 @@ class KnownFields:
     carried_out: Set[str]  # any value that fits the others
     idle: Set[str]  # any value: nothing that is trained depends on it
     fixed: Mapping[str, tuple[Any, ...]]  # the values with which it computes
+
+
+def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
+    """The refusal of a config.json with these problems."""
+    return ConfigError(
+        f"the config.json of {folder} describes another model than this version "
+        "trains:\n  " + "\n  ".join(problems) + "\ngive a checkpoint of the released kind, or "
+        "remove a field that you know to change nothing"
+    )
 
 
 def refused(part: str, given: Mapping[str, Any], known: KnownFields) -> Iterator[str]:

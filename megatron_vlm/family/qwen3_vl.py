@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family, HFNames, VisionMarks
-from megatron_vlm.family.fields import KnownFields, refused
+from megatron_vlm.family.fields import other_model, refused
+from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
 from megatron_vlm.family.sizes import (
     ModelSizes,
     Part,
@@ -29,67 +29,6 @@ from megatron_vlm.family.sizes import (
 NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
-# Fields of every part, as transformers holds them: the names with an underscore are its own.
-_IDLE = {
-    *("transformers_version", "architectures", "_name_or_path", "_commit_hash", "dtype"),
-    *("id2label", "label2id", "problem_type", "initializer_range", "chunk_size_feed_forward"),
-    *("_attn_implementation_internal", "_experts_implementation_internal", "use_cache"),
-    *("bos_token_id", "eos_token_id", "_post_init_done"),
-}
-_OUTPUTS = {"output_hidden_states", "_output_attentions"}
-_FIXED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "return_dict": (True,)}
-
-TOP = KnownFields(
-    {"text_config", "vision_config", "image_token_id", "video_token_id", "tie_word_embeddings"},
-    {*_IDLE, *_OUTPUTS, "vision_start_token_id", "vision_end_token_id", "pad_token_id"},
-    {**_FIXED, "model_type": ("qwen3_vl",), "quantization_config": (None,)},
-)
-TEXT = KnownFields(
-    {
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-        *("rms_norm_eps", "rope_parameters", "pad_token_id"),
-        *("tie_word_embeddings", "layer_types"),  # as far as they say the same as the others
-    },
-    {*_IDLE, *_OUTPUTS, "max_window_layers"},
-    {
-        **_FIXED,
-        "model_type": ("qwen3_vl_text",),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "attention_dropout": (0.0,),
-        "sliding_window": (None,),
-        "use_sliding_window": (False,),
-        "partial_rotary_factor": (1.0,),
-    },
-)
-TEXT_ROPE = KnownFields(
-    {"rope_theta", "mrope_section"},
-    set(),
-    {
-        "rope_type": ("default",),
-        "type": ("default", "mrope"),  # an older name, which rope_type overrules
-        "mrope_interleaved": (True,),
-        "partial_rotary_factor": (1.0,),
-    },
-)
-# The tower is transformers' own module, made from this part of the config.
-VISION = KnownFields(
-    {
-        *("depth", "hidden_size", "hidden_act", "intermediate_size", "num_heads", "in_channels"),
-        *("patch_size", "spatial_merge_size", "temporal_patch_size", "out_hidden_size"),
-        *("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
-    },
-    _IDLE,
-    {
-        **_FIXED,
-        "model_type": ("qwen3_vl_vision",),
-        "output_hidden_states": (False,),
-        "_output_attentions": (False,),
-    },
-)
-VISION_ROPE = KnownFields({"rope_theta"}, set(), {"rope_type": ("axial",)})
-
 
 def check_fields(config: PretrainedConfig) -> None:
     """Refuse a config.json that describes another model than the one computed here."""
@@ -97,11 +36,7 @@ def check_fields(config: PretrainedConfig) -> None:
         said for fits, said in (*_text_fits(config), *_vision_fits(config)) if not fits
     ]
     if problems:
-        raise ConfigError(
-            f"the config.json of {config.name_or_path} describes another model than this version "
-            "trains:\n  " + "\n  ".join(problems) + "\ngive a checkpoint of the released kind, or "
-            "remove a field that you know to change nothing"
-        )
+        raise other_model(config.name_or_path, problems)
 
 
 def _unknown(config: PretrainedConfig) -> Iterator[str]:

@@ -6,21 +6,10 @@ import os
 from collections.abc import Sequence
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.validate import processes_for
 from megatron_vlm.distributed.process import run_process, under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.launch.local_job import run_job
-
-
-def processes_for(cfg: Config, gpus: int) -> int:
-    """launch.processes; by default one for each GPU, on the CPU as few as the layout needs."""
-    least = cfg.parallel.tp * cfg.parallel.pp
-    count = cfg.launch.processes or gpus or least
-    if count % least:
-        raise ConfigError(
-            f"launch.processes={count} is not a multiple of parallel.tp x parallel.pp = {least}; "
-            "change one of them"
-        )
-    return count
 
 
 def check_ray() -> None:

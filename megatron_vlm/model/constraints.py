@@ -2,14 +2,18 @@
 built model, in case something else turned it on."""
 
 from collections.abc import Iterator
-
-from megatron.core.transformer.transformer_config import TransformerConfig
+from typing import TYPE_CHECKING
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.family.early import Counts
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_vlm.family.sizes import ModelSizes
 
 _PACKING = "rows packed into one sequence would need per-image position resets and block masks"
 _CP = "context parallelism would cut an image's tokens, and its DeepStack features, over ranks"
@@ -18,17 +22,27 @@ _INTERLEAVED = "this version builds one chunk of the model per pipeline stage"
 _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which is off here"
 
 
-def check_config(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> None:
+def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     """Refuse what cannot work, from the configuration and the checkpoint's config.json alone."""
+    check_supported(cfg)
+    text, deepstack = sizes.text, sizes.vision.deepstack
+    check_layout(Counts(text.layers, text.heads, text.kv_heads, text.ffn, deepstack), dims)
+
+
+def check_supported(cfg: Config) -> None:
+    """Refuse what cannot work with any checkpoint."""
     check_values(cfg)
     for key, value, reason, remedy in _refusals(cfg):
         raise ConfigError(f"{key}={value}: {reason}; {remedy}")
-    text, deepstack = sizes.text, sizes.vision.deepstack
-    dims.check_divides(text.heads, text.kv_heads, text.ffn)
-    if deepstack > text.layers:
+
+
+def check_layout(counts: Counts, dims: ParallelDims) -> None:
+    """Refuse a layout that does not divide the model."""
+    dims.check_divides(counts.heads, counts.kv_heads, counts.ffn)
+    if counts.deepstack > counts.layers:
         raise ConfigError(
-            f"the vision tower feeds {deepstack} DeepStack layers, but the decoder has "
-            f"{text.layers}; the checkpoint's config.json is not a Qwen3-VL one"
+            f"the vision tower feeds {counts.deepstack} DeepStack layers, but the decoder has "
+            f"{counts.layers}; the checkpoint's config.json is not a Qwen3-VL one"
         )
 
 
@@ -50,7 +64,7 @@ def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
         yield "model.freeze_language", True, reason, "unfreeze one of them"
 
 
-def check_built(config: TransformerConfig) -> None:
+def check_built(config: "TransformerConfig") -> None:
     """Refuse again on the config that the built model really runs with."""
     moe_under_tp = config.num_moe_experts is not None and config.tensor_model_parallel_size > 1
     interleaved = config.virtual_pipeline_model_parallel_size is not None

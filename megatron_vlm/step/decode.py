@@ -10,7 +10,7 @@ TP, 3 the axes of a position, 5 the columns of a token as in data/encode/row.py.
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ def generate(
     batch_rows: int = 16,
     temperature: float = 0.0,
     seeds: Sequence[int] | None = None,
+    on_token: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """The most likely next tokens of each prompt, up to the first of `stop_ids` (left out) or to
     `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives.
@@ -48,7 +49,8 @@ def generate(
 
     All ranks of a replica pass the same prompts and get the same answers; replicas may pass
     different ones, or none. Labels are ignored. A batch has at most `batch_rows` rows; as many
-    batches as there are pipeline stages are in flight together.
+    batches as there are pipeline stages are in flight together. `on_token` hears of each token as
+    it is found, with the number of its prompt; what it raises ends the generation.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_rows", batch_rows)):
         if value < 1:
@@ -67,7 +69,7 @@ def generate(
             while passes:
                 picked = _run(stage, passes, sampling)
                 unfinished = [
-                    each.extend(answers, ids, max_new_tokens, stop_ids)
+                    each.extend(answers, ids, max_new_tokens, stop_ids, on_token)
                     for each, ids in zip(passes, picked, strict=True)
                 ]
                 passes = [each for each in unfinished if each is not None]
@@ -130,6 +132,7 @@ class DecodePass:
         ids: Sequence[int],
         max_new_tokens: int,
         stop_ids: Collection[int],
+        on_token: Callable[[int, int], None] | None = None,
     ) -> "DecodePass | None":
         """Add to the answers the ids that this pass found; the next pass of those that continue."""
         going_on = []
@@ -137,6 +140,8 @@ class DecodePass:
             if token in stop_ids:
                 continue
             answers[place].append(token)
+            if on_token is not None:
+                on_token(place, token)
             if len(answers[place]) < max_new_tokens:
                 going_on.append(row)
         return self._next(ids, going_on) if going_on else None

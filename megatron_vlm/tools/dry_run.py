@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.validate import processes_for
 from megatron_vlm.data.batch.batching import Limits, plan_batch
 from megatron_vlm.data.batch.dataset import DataSet, Handle, open_data
 from megatron_vlm.data.batch.position import Position
@@ -24,7 +25,6 @@ from megatron_vlm.hf.push import check_push
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.hub import hub_name
-from megatron_vlm.launch.launch import processes_for
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.run.model import with_model

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_vlm.config import load_config
-from megatron_vlm.config.validate import require
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
@@ -18,8 +17,7 @@ from megatron_vlm.tools.inspection.terminal import print_inspection
 
 
 def run_inspect(
-    overrides: list[str],
-    config_name: str,
+    cfg: Config,
     html: str | None,
     samples: int,
     sample: int | None,
@@ -29,9 +27,7 @@ def run_inspect(
     the first `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
     if samples < 0 or ranks < 1:
         raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
-    cfg = load_config(overrides, config_name)
     logging.getLogger("megatron_vlm.data").setLevel(logging.ERROR)  # told below, once
-    require(cfg, "data.train")
     if any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
             "data.train streams, and a stream has no sizes to count; give a file with its first "

@@ -1,0 +1,71 @@
+"""`megatron-vlm chat DIR`: its arguments, checked before the model is loaded, without torch."""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.early import check_model
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.paths import require_file
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("where", metavar="DIR", help="a Hugging Face folder, or a run: its export")
+    picture = "shown with the first question; may be given several times"
+    parser.add_argument("--image", action="append", default=[], metavar="PATH", help=picture)
+    parser.add_argument("--video", action="append", default=[], metavar="PATH", help=picture)
+    one = "answer this one question and end; nothing but the answer goes to stdout"
+    parser.add_argument("--prompt", metavar="TEXT", help=one)
+    most = "of an answer (default: 512)"
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=most)
+    heat = "above 0, tokens are sampled (default: 0, the likeliest each time)"
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=heat)
+    parser.add_argument("--seed", type=int, default=0, help="of sampled answers (default: 0)")
+
+
+def start_chat(args: argparse.Namespace) -> int:
+    """Check the arguments, load the model and chat; the exit status."""
+    settings = Settings(args.max_new_tokens, args.temperature, args.seed)
+    folder = find_model(args.where)
+    for path in (*args.image, *args.video):
+        require_file(Path(path).expanduser())
+    if under_launcher():
+        raise ConfigError("megatron-vlm chat runs in one process; start it without a launcher")
+    from megatron_vlm.chat.terminal import run_chat
+
+    return run_chat(folder, args.image, args.video, args.prompt, settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are made."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0  # 0: the likeliest token each time
+    seed: int = 0  # of sampled answers
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature {self.temperature}: give a finite number, 0 or more")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: give at least 0")
+
+
+def find_model(given: str) -> str:
+    """The folder itself, or the export of a run; checked as far as that takes no torch."""
+    folder = Path(given).expanduser()
+    found = folder
+    if not (folder / "config.json").is_file():
+        if (folder / "export" / "config.json").is_file():
+            found = folder / "export"
+        elif (folder / "checkpoints").is_dir() or (folder / "complete.json").is_file():
+            raise ConfigError(
+                f"{given} has no export to chat with; write one: megatron-vlm export {given} DIR"
+            )
+    check_model(str(found))
+    return str(found)

@@ -1,0 +1,50 @@
+"""The words after a command: options, --config and KEY=VALUE in any order."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+
+from megatron_vlm.config.file import ConfigFile, add_config_option, chosen_file
+from megatron_vlm.config.guesses import explain_option
+from megatron_vlm.errors import ConfigError
+
+
+def add_overrides(
+    parser: argparse.ArgumentParser, text: str = "see megatron-vlm train --help"
+) -> None:
+    """KEY=VALUE and --config, for a command that takes a configuration."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=text)
+    add_config_option(parser)
+
+
+def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command. Overrides may come before, between and after the options; an
+    option that does not exist is answered with what to write instead."""
+    args, rest = parser.parse_known_args(words)
+    if not rest:
+        return args
+    if not hasattr(args, "overrides"):
+        parser.error(f"unrecognized arguments: {ascii(' '.join(rest))[1:-1]}")
+    for word in rest:
+        if re.match(r"--?\w", word):
+            raise ConfigError(_explained(word, words))
+    args.overrides += rest
+    return args
+
+
+def configured(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
+    """The file of --config, and the arguments that bring other processes the same
+    configuration."""
+    file = chosen_file(args)
+    return file, [*(file.words if file else []), *args.overrides]
+
+
+def _explained(option: str, words: Sequence[str]) -> str:
+    known = ("--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions")
+    name = option.partition("=")[0].replace("_", "-")
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+        return f"{option} is not an option; did you mean {near[0]}?"
+    after = words[list(words).index(option) + 1 :][:1]
+    value = after[0] if after and re.match(r"[^-+~]|-[0-9.]", after[0]) else None
+    return explain_option(option, None if value and "=" in value else value)

@@ -1,0 +1,122 @@
+"""YAML that somebody else may have written, as nodes with their lines and as plain values.
+
+Only what JSON also has is read: no objects, no dates, no `yes` for true. Size, depth and the number
+of values are bounded, so that aliases of aliases cannot fill the memory. A key stands once.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import yaml  # type: ignore[import-untyped]
+
+from megatron_vlm.errors import ConfigError
+
+_MOST_VALUES = 10_000
+_MOST_DEPTH = 32
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9]*)",
+    "float": r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Values as YAML 1.2 reads them: 1e-5 is a number, yes and 010 are text."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {
+        None: [(_TAG + kind, re.compile(f"(?:{form})$")) for kind, form in _PLAIN.items()]
+    }
+
+
+@dataclass
+class YamlText:
+    """A document, and how much of it has been read."""
+
+    name: str
+    left: int = _MOST_VALUES
+
+    def root(self, text: str) -> Any:
+        """The node of the whole document."""
+        try:
+            return _Loader(text).get_single_node()
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = self.name if mark is None else f"{self.name}, line {mark.line + 1}"
+            said = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise ConfigError(f"{where}: not YAML: {said}; correct the file") from error
+        except RecursionError as error:
+            raise self._too_deep() from error
+
+    def pairs(self, node: Any) -> Iterator[tuple[Any, Any]]:
+        """The nodes of the keys and of the values of a mapping."""
+        seen: dict[str, int] = {}
+        for key_node, value in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise self.error(key_node, "a key must be plain text")
+            if key in seen:
+                raise self.error(
+                    key_node, f"{key!r} stands in line {seen[key]} already; remove one of them"
+                )
+            seen[key] = line
+            yield key_node, value
+
+    def value(self, node: Any, as_text: bool = False, depth: int = 0) -> Any:
+        """A node as plain values. `as_text`: what is no list stays as it is written, so that a name
+        such as 1.50 keeps its zero."""
+        self.left -= 1
+        if self.left < 0:
+            raise ConfigError(
+                f"{self.name}: more than {_MOST_VALUES} values, counting each alias; this is no "
+                "configuration"
+            )
+        if depth > _MOST_DEPTH:
+            raise self._too_deep()
+        if node.tag == _TAG + "map":
+            pairs = self.pairs(node)
+            return {key.value: self.value(each, False, depth + 1) for key, each in pairs}
+        if node.tag == _TAG + "seq":
+            return [self.value(each, as_text, depth + 1) for each in node.value]
+        return self._scalar(node, as_text)
+
+    def error(self, node: Any, said: str) -> ConfigError:
+        """An error that names the file and the line."""
+        return ConfigError(f"{self.name}, line {node.start_mark.line + 1}: {said}")
+
+    def _scalar(self, node: Any, as_text: bool) -> Any:
+        kind = node.tag.removeprefix(_TAG)
+        text = node.value if isinstance(node.value, str) else "something"
+        if "${" in text:
+            raise self.error(
+                node,
+                f"{text[:80]!r}: ${{...}} is not replaced in a file; write the value, or give the "
+                "key on the command line, where the shell replaces it",
+            )
+        if kind == "null":
+            return None
+        if kind == "str" or (as_text and kind in _PLAIN):
+            return text
+        try:
+            if kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            if kind == "int":
+                return int(text)
+            if kind == "float":
+                return float(re.sub(r"\.(?=[a-zA-Z])", "", text))
+        except (ValueError, KeyError):
+            pass
+        raise self.error(
+            node,
+            f"{text[:80]!r} with the tag {node.tag.replace(_TAG, '!!')} is not read; write text, "
+            "a number, true, false, null, a list or a mapping",
+        )
+
+    def _too_deep(self) -> ConfigError:
+        return ConfigError(
+            f"{self.name}: nested deeper than {_MOST_DEPTH} levels; this is no configuration"
+        )

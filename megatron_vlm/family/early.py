@@ -1,0 +1,106 @@
+"""What a config.json shows at once, without transformers, whose import takes many seconds.
+
+Only what is certainly wrong is refused here; the rest is left to `sizes_of`, which sees the fields
+as transformers fills them in.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.fields import KnownFields, other_model, refused
+from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
+from megatron_vlm.paths import what_is_at
+
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The numbers that layouts have to divide."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    deepstack: int
+
+
+def read_counts(folder: str) -> Counts | None:
+    """The counts of the config.json in a folder; None where it takes transformers to tell."""
+    file = Path(folder) / "config.json"
+    try:
+        if what_is_at(file) != "a file" or file.stat().st_size > _MOST_BYTES:
+            return None
+        config = json.loads(file.read_bytes())
+    except OSError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"model.path={folder!r}: its config.json is not JSON: {error}; give a folder of a "
+            "Qwen3-VL checkpoint"
+        ) from error
+    if not isinstance(config, dict):
+        return None
+    check_model_type(config.get("model_type"), folder)
+    if problems := list(_problems(config)):
+        raise other_model(folder, problems)
+    return _counts(_part(config, "text_config"), _part(config, "vision_config"))
+
+
+def no_config_json(folder: str | Path) -> ConfigError:
+    """The refusal of a folder that is no checkpoint."""
+    return ConfigError(
+        f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
+        "checkpoint, or the name of one on the Hub, such as Qwen/Qwen3-VL-2B-Instruct"
+    )
+
+
+def check_model_type(model_type: Any, path: str | Path) -> None:
+    """Refuse the models of other families."""
+    if model_type not in TOP.fixed["model_type"]:
+        raise ConfigError(
+            f"model.path={path}: its config.json says model_type={model_type!r}; this "
+            "version trains dense Qwen3-VL (model_type='qwen3_vl')"
+        )
+
+
+def _problems(config: dict[str, Any]) -> Iterator[str]:
+    text, vision = _part(config, "text_config"), _part(config, "vision_config")
+    yield from _other_values("", config, TOP)
+    yield from _other_values("text_config.", text, TEXT)
+    for name in ("rope_parameters", "rope_scaling"):  # the second is older
+        yield from _other_values("text_config.rope_parameters.", _part(text, name), TEXT_ROPE)
+    yield from _other_values("vision_config.", vision, VISION)
+    rope = _part(vision, "rope_parameters")
+    yield from _other_values("vision_config.rope_parameters.", rope, VISION_ROPE)
+
+
+def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Iterator[str]:
+    """Fields that have one meaning here and another value in the file. transformers names the
+    models of the parts itself."""
+    names = known.fixed.keys() - {"model_type"}
+    yield from refused(part, {name: given[name] for name in names & given.keys()}, known)
+
+
+def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
+    heads = text.get("num_attention_heads")
+    marks = vision.get("deepstack_visual_indexes")
+    found: list[Any] = [
+        text.get("num_hidden_layers"),
+        heads,
+        text.get("num_key_value_heads", heads),
+        text.get("intermediate_size"),
+        len(marks) if isinstance(marks, list) else None,
+    ]
+    if all(type(each) is int and each >= 0 for each in found):
+        return Counts(*found)
+    return None
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,241 @@
+# .venv/bin/python -m pytest tests/test_config_file.py
+"""`--config my.yaml`: what it sets, what wins over it, and files that nobody should believe."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_vlm.cli import main, make_parser
+from megatron_vlm.config import ConfigFile, from_yaml, load_config, to_yaml
+from megatron_vlm.config.arguments import configured, parse
+from megatron_vlm.config.file import MOST_BYTES
+from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
+from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.evaluation.command import locate
+from megatron_vlm.train import run_train
+
+MINE = """\
+defaults:
+  - model: qwen3_vl_2b
+  - parallel: tp2_pp2
+model: {path: x}
+optim:
+  lr: 3e-6
+  weight_decay: 0.5
+data:
+  train: [a.jsonl, {path: b.jsonl, weight: 0.5}]
+  eval: {charts: c.jsonl}
+log:
+"""
+
+
+def test_recipes_then_the_file_then_the_command_line():
+    mine = ConfigFile.parse(MINE, "my.yaml")
+    cfg = load_config(["optim.weight_decay=0.25", "data.seed=7"], mine)
+    assert (cfg.parallel.tp, cfg.parallel.pp, cfg.data.max_tokens) == (2, 2, 8192)  # recipes
+    assert (cfg.optim.lr, cfg.optim.warmup_steps) == (3e-6, 20)
+    assert (cfg.optim.weight_decay, cfg.data.seed) == (0.25, 7)
+    assert [(spec.path, spec.weight) for spec in cfg.data.train] == [
+        ("a.jsonl", 1),
+        ("b.jsonl", 0.5),
+    ]
+    assert [held_out.name for held_out in cfg.data.eval] == ["charts"]
+
+
+def test_a_recipe_of_the_command_line_replaces_that_of_the_file():
+    mine = ConfigFile.parse(MINE, "my.yaml")
+    cfg = load_config(["model=qwen3_vl_32b"], mine)
+    assert (cfg.parallel.tp, cfg.optim.lr) == (2, 3e-6)  # parallel=tp2_pp2 is still the later group
+    assert load_config(["model=qwen3_vl_32b", "parallel=default"], mine).parallel.tp == 8
+    assert load_config(["~parallel"], mine).parallel.tp == 1
+
+
+def test_the_configuration_of_a_run_is_such_a_file():
+    cfg = load_config(
+        ["optim.beta1=0.5", "eval.candidates=[yes,no]", 'eval.prefill="a: "'],
+        ConfigFile.parse(MINE, "my.yaml"),
+    )
+    again = ConfigFile.parse(to_yaml(cfg), "runs/first/config.yaml")
+    assert load_config([], again) == cfg
+    assert load_config(["train.steps=30"], again).train.steps == 30
+    with pytest.raises(ConfigError, match=r"complete, so recipes cannot be chosen; .*model\.KEY"):
+        load_config(["model=qwen3_vl_8b"], again)
+
+
+def test_a_run_is_evaluated_with_the_keys_of_a_file():
+    text = to_yaml(load_config(["model.path=x", "data=shapes", "parallel.tp=4", "data.seed=3"]))
+    file = ConfigFile.parse("parallel: {tp: 2}\neval: {generate: true, samples: 5}", "my.yaml")
+    cfg = from_yaml(text, ["eval.samples=6"], file)
+    assert (cfg.parallel.tp, cfg.eval.generate, cfg.eval.samples, cfg.data.seed) == (2, True, 6, 3)
+    with pytest.raises(ConfigError, match="recipes cannot be chosen"):
+        from_yaml(text, [], ConfigFile.parse(MINE, "my.yaml"))
+
+
+def test_a_folder_is_evaluated_with_the_keys_of_a_file(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    cfg, _ = locate(str(tmp_path), [], ConfigFile.parse(MINE, "my.yaml"))
+    assert (cfg.model.path, cfg.parallel.tp) == (str(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("optim: {lr: 1e-5}", "optim.lr", 1e-5),  # text to YAML 1.1
+        ("optim.lr: 1E+2", "optim.lr", 100.0),
+        ("optim: {lr: 1}", "optim.lr", 1.0),
+        ("data: {train: {path: a, weight: 5e-1}}", "data.train", (SourceSpec("a", 0.5),)),
+        ("run: 1.50", "run", "1.50"),
+        ("run: 2024-01-01", "run", "2024-01-01"),
+        ("data: {cache_dir: ~}", "data.cache_dir", None),
+        ("eval: {candidates: [yes, no, 010, 1e3]}", "eval.candidates", ("yes", "no", "010", "1e3")),
+        ("log: {tensorboard: yes}", "log.tensorboard", True),
+        ("train: {steps: 0x10}", "train.steps", ConfigError),
+        ("eval: {prefill: 'The answer is: '}", "eval.prefill", "The answer is: "),
+        ("data: {eval: &a {x: y.jsonl}, train: *a}", "data.train", ConfigError),
+        ("data: {train: &a y.jsonl, eval: *a}", "data.max_tokens", 8192),
+    ],
+)
+def test_values_are_read_as_they_are_meant(written, key, value):
+    try:
+        cfg = load_config(["model.path=x"], ConfigFile.parse(written, "my.yaml"))
+    except ConfigError:
+        assert value is ConfigError
+        return
+    for name in key.split("."):
+        cfg = getattr(cfg, name)
+    assert cfg == value and type(cfg) is type(value)
+
+
+# PyYAML writes these three as they are, and YAML reads them as the end of a line.
+BREAKS = "\x85\u2028\u2029"
+ANY_TEXT = st.text(st.characters(codec="utf-8", exclude_characters=BREAKS), max_size=20)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(ANY_TEXT.filter(lambda text: "${" not in text))
+def test_any_text_of_a_run_reads_back(text):
+    cfg = Config(model=ModelConfig(text), data=DataConfig(train=(SourceSpec(text),)))
+    values = ConfigFile.parse(to_yaml(cfg), "config.yaml").values
+    assert values["model.path"] == text and values["data.train"] == text
+
+
+LAUGHS = "\n".join(
+    [
+        "data:",
+        "  train:",
+        "  - &a0 [x, x]",
+        *(f"  - &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40)),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "my.yaml: a configuration is a mapping.*the file is empty"),
+        ("- 1", "my.yaml: a configuration is a mapping"),
+        ("run: a\n---\nrun: b", "line 2: not YAML: but found another document"),
+        ("optim: {lr: 1", "my.yaml, line 1: not YAML: expected ',' or '}'"),
+        ("optim:\n  lrr: 1", "my.yaml, line 2: 'optim.lrr' is not a .* mean 'optim.lr'"),
+        ("train:\n  steps: two", "my.yaml, line 2: train.steps: Value 'two' of type 'str'"),
+        ("train:\n  steps: 1.5", "my.yaml, line 2: train.steps: Value '1.5' of type 'float'"),
+        ("train:\n  steps: 0", "my.yaml, line 2: train.steps=0: give at least 1"),
+        ("data:\n  eval:\n    x: 3", "my.yaml, line 2: data.eval.x: 3 is not a path"),
+        ("optim:\n  lr: 1\n  lr: 2", "my.yaml, line 3: 'lr' stands in line 2 already"),
+        ("optim:\n  lr: 1\noptim.lr: 2", "my.yaml, line 3: optim.lr stands in line 2 already"),
+        ("run: a\nrun: b", "my.yaml, line 2: 'run' stands in line 1 already"),
+        ("model: qwen3_vl_2b", r"line 1: model is a group of keys.*defaults: \[\{model: NAME\}\]"),
+        ("defaults: [{modle: x}]", "line 1: defaults: there is no group 'modle'; choose from mod"),
+        ("defaults: {model: x}", "line 1: defaults is a list of recipes"),
+        ("defaults: [_self_]", "line 1: defaults is a list of recipes"),
+        (
+            "defaults: [{model: ../../x}]",
+            "line 1: defaults: give one recipe for model, by its name",
+        ),
+        ("defaults: [{log: wandb}, {log: wandb}]", "give one recipe for log"),
+        (
+            "defaults: [{model: qwen9}]",
+            "my.yaml, defaults: model/qwen9 is not a recipe; choose one",
+        ),
+        ("run: ${oc.env:HOME}", r"line 1: '\$\{oc.env:HOME\}': .* is not replaced in a file"),
+        ("data: {train: [a, {path: '${x}'}]}", "is not replaced in a file"),
+        ("run: !!python/object/apply:os.system [x]", "line 1: .*!!python/object/apply:os.system"),
+        ("run: !!binary aGk=", "line 1: 'aGk=' with the tag !!binary is not read"),
+        ("train: {steps: !!int x}", "line 1: 'x' with the tag !!int is not read"),
+        ("<<: {run: a}", "line 1: '<<' is not a configuration key"),
+        ("? [a]\n: b", "line 1: a key must be plain text"),
+        ("data: {eval: &a [*a]}", "nested deeper than 32 levels"),
+        ("[" * 2000, "nested deeper than 32 levels"),
+        (LAUGHS, "more than 10000 values, counting each alias"),
+        ("train: {steps: " + "9" * 5000 + "}", "line 1: '999.* is not read"),
+        ("run: a\x00b", "my.yaml.*: not YAML"),
+    ],
+)
+def test_mistakes_name_the_file_and_the_line(text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(["model.path=x"], ConfigFile.parse(text, "my.yaml"))
+    assert str(caught.value).startswith("my.yaml")
+
+
+def test_a_mistake_of_the_command_line_is_not_blamed_on_the_file():
+    file = ConfigFile.parse("train:\n  steps: 3", "my.yaml")
+    with pytest.raises(ConfigError, match=r"^train\.steps=0: give"):
+        load_config(["model.path=x", "train.steps=0"], file)
+
+
+def test_only_a_small_regular_file_of_text_is_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * (MOST_BYTES + 1))
+    (tmp_path / "latin").write_bytes(b"run: caf\xe9")
+    for name, message in {
+        "pipe": "is a named pipe, and only files are read",
+        "large": f"has more than {MOST_BYTES} bytes",
+        "latin": "is not UTF-8 text, at byte 8",
+        "nothing": "no file",
+        ".": "is a folder",
+    }.items():
+        with pytest.raises(ConfigError, match=message) as caught:
+            ConfigFile.read(str(tmp_path / name))
+        assert str(tmp_path / name).rstrip("/.") in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ConfigFile.read("a\0b")
+
+
+def test_other_processes_get_the_text_that_was_read(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("---\n" + MINE)
+    args = parse(make_parser(), ["train", "data.seed=1", "--config", str(path), "train.seed=2"])
+    file, arguments = configured(args)
+    path.write_text("optim: {lr: 1}")  # for the next run
+    again, given = configured(parse(make_parser(), ["train", *arguments]))
+    assert again == file and given == arguments
+    assert args.overrides == ["data.seed=1", "train.seed=2"]
+
+
+def test_a_rank_reads_it_as_the_command_does(tmp_path):
+    file = ConfigFile.parse("model: {path: x}\ntrain: {steps: 0}", "my.yaml")
+    with pytest.raises(ConfigError, match=r"^my\.yaml, line 2: train\.steps=0"):
+        run_train([*file.words, "data.train=a.jsonl"])
+    path = tmp_path / "my.yaml"
+    path.write_text("optim: {lrr: 1}")
+    with pytest.raises(ConfigError, match=r"my\.yaml, line 1: 'optim\.lrr' is not"):
+        run_train(["--config", str(path)])
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["inspect"], ["eval", "x"]])
+def test_every_command_with_keys_takes_it(command, tmp_path: Path, capfd):
+    (tmp_path / "my.yaml").write_text("optim: {lrr: 1}")
+    assert main([*command, "--config", str(tmp_path / "my.yaml")]) == 2
+    assert "my.yaml, line 1: 'optim.lrr' is not" in capfd.readouterr().err
+
+
+def test_cfg_shows_what_the_file_resolves_to(tmp_path, capfd):
+    (tmp_path / "my.yaml").write_text(MINE)
+    assert main(["train", "--cfg", "job", "--config", str(tmp_path / "my.yaml"), "run=r"]) == 0
+    shown = capfd.readouterr().out
+    cfg = load_config(["run=r"], ConfigFile.parse(MINE, "my.yaml"))
+    assert from_yaml(shown) == cfg

@@ -1,0 +1,136 @@
+# .venv/bin/python -m pytest tests/test_early.py
+"""Mistakes that the command line and config.json show are said before torch is imported."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.config import load_config
+from megatron_vlm.early import check_data, check_model
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.early import Counts, read_counts
+from tests.test_model_fields import CARRIED, REFUSED, RELEASED, TINY, changed, released
+
+# Of each command, what is wrong and what is said. {base} is a checkpoint, {data} a data file.
+MISTAKES = {
+    "train optim.lrr=1": "'optim.lrr' is not a configuration key",
+    "train --lr 1e-5": "write optim.lr=1e-5",
+    "train {ok} optim.lr=two": "optim.lr: Value 'two'",
+    "train {ok} train.steps=0": "train.steps=0: give at least 1",
+    "train model.path={base}": "data.train is not set",
+    "train {ok} model.path=nowhere": "model.path='nowhere' has no config.json",
+    "train {ok} model.path={llama}": "says model_type='llama'; this version trains dense",
+    "train {ok} model.path={gelu}": "text_config.hidden_act='gelu', and it computes only 'silu'",
+    "train {ok} model.path={broken}": "its config.json is not JSON: Expecting",
+    "train {ok} parallel.tp=3": "parallel.tp=3 does not divide the model's num_attention_heads=4",
+    "train {ok} parallel.tp=4": "does not divide the model's num_key_value_heads=2",
+    "train {ok} parallel.pp=9": "parallel.pp=9 is more than the model's 4 layers",
+    "train {ok} parallel.pp=2 parallel.layers_per_stage=[1,9]": "adds up to 10, but the model has",
+    "train {ok} parallel.tp=2 launch.processes=3": "launch.processes=3 is not a multiple of",
+    "train {ok} train.packing=true": "train.packing=True: rows packed into one sequence",
+    "train {ok} data.train=missing.jsonl": "data.train: no file or folder missing.jsonl",
+    "train {ok} data.eval=a/b/c": "data.eval: no file or folder a/b/c",
+    "train {ok} data.image_root=/no/where": "data.image_root=/no/where: there is no such folder",
+    "train {ok} eval.candidates=names.txt": "eval.candidates=names.txt: there is no such file",
+    "train --dry-run {ok} parallel.tp=3": "parallel.tp=3 does not divide",
+    "train --config {base}/nothing.yaml": "no file",
+    "inspect model.path={base}": "data.train is not set",
+    "inspect {ok} model.path=nowhere": "model.path='nowhere' has no config.json",
+    "inspect {ok} data.train=missing.jsonl": "data.train: no file or folder missing.jsonl",
+    "eval nowhere {ok}": "nowhere is no complete checkpoint and no run that has one",
+    "eval {base}": "data.eval is not set",
+    "eval {base} data.eval=missing.jsonl": "data.eval: no file or folder missing.jsonl",
+    "eval {base} data.eval={data} parallel.tp=3": "parallel.tp=3 does not divide",
+}
+SCRIPT = """
+import json, sys
+from megatron_vlm.cli import main
+for words in json.loads(sys.argv[1]):
+    print("\\nmain", main(words), file=sys.stderr)
+from megatron_vlm.train import run_train
+try: run_train(json.loads(sys.argv[2]))
+except ValueError as error: print(error, file=sys.stderr)
+print(sorted({"torch", "transformers", "pyarrow", "megatron.core"} & set(sys.modules)))
+"""
+
+
+@pytest.fixture(scope="module")
+def places(tiny: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("early")
+    found = {"base": tiny(), "data": str(root / "data.jsonl")}
+    Path(found["data"]).write_text("")
+    for name, change in {
+        "llama": {"model_type": "llama"},
+        "gelu": {"text_config.hidden_act": "gelu"},
+    }.items():
+        found[name] = str(changed(tiny(), root / name, change))
+    (root / "broken").mkdir()
+    (root / "broken" / "config.json").write_text("{")
+    found["broken"] = str(root / "broken")
+    found["ok"] = f"model=tiny_cpu model.path={found['base']} data.train={found['data']}"
+    return found
+
+
+def test_mistakes_are_said_before_torch_is_imported(places, tmp_path):
+    commands = [line.format(**places).split() for line in MISTAKES]
+    rank = [*places["ok"].split(), "parallel.tp=3"]
+    words = [sys.executable, "-c", SCRIPT, json.dumps(commands), json.dumps(rank)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    *said, last = done.stderr.strip().split("\nmain 2\n")
+    assert len(said) == len(MISTAKES), done.stderr
+    for message, (line, expected) in zip(said, MISTAKES.items(), strict=True):
+        assert message.strip().startswith("megatron-vlm: ") and expected in message, (line, message)
+        assert "\n" not in message.strip() or "describes another model" in message
+    assert "parallel.tp=3 does not divide" in last
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_right_passes(places):
+    cfg = load_config([*places["ok"].split(), f"data.eval={places['data']}"])
+    assert check_model(cfg.model.path) == Counts(4, 4, 2, 176, 3)
+    for right in ("*.jsonl", "org/name", "name", "hub:name", "~/.."):
+        check_data(load_config(["model.path=x", f"data.train='{right}'"]), "data.train")
+    assert check_model("Qwen/Qwen3-VL-2B-Instruct") is None
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_pass(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(released(name)))
+    layers, _, ffn, heads, *_, marks = RELEASED[name]
+    assert read_counts(str(tmp_path)) == Counts(layers, heads, 8, ffn, len(marks))
+
+
+def test_fields_are_refused_by_name_where_they_are_refused_later(tiny, tmp_path):
+    early = set()
+    for place, (field, value) in enumerate(REFUSED.items()):
+        folder = str(changed(tiny(**TINY), tmp_path / str(place), {field: value}))
+        try:
+            read_counts(folder)
+        except ConfigError as error:
+            early.add(field)
+            assert field.rpartition(".")[2] in str(error)
+            with pytest.raises(ConfigError):
+                read_sizes(folder)
+    assert {"model_type", "text_config.hidden_act", "text_config.attention_bias"} <= early
+    for field, value in CARRIED.items():
+        read_counts(str(changed(tiny(**TINY), tmp_path / field, {field: value})))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"model_type": "qwen3_vl"}',
+        '{"model_type": "qwen3_vl", '
+        '"text_config": {"num_hidden_layers": "four"}, "vision_config": []}',
+        "",
+    ],
+)
+def test_what_json_cannot_tell_is_left_to_transformers(text, tmp_path):
+    (tmp_path / "config.json").write_text(text or " " * 2**20 + " ")
+    assert read_counts(str(tmp_path)) is None

@@ -1,0 +1,168 @@
+# .venv/bin/python -m pytest tests/test_guesses.py
+"""What people who come from other trainers type is answered with our key, or with what there is."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_vlm.cli import main
+from megatron_vlm.config import config_dir, known_keys, load_config
+from megatron_vlm.config.guesses import _OTHER, _SAME, hint, meant, sentence
+from megatron_vlm.config.schema import leaves
+from megatron_vlm.errors import ConfigError
+
+KEYS = {
+    "learning_rate": "optim.lr",
+    "lr": "optim.lr",
+    "optim.learning_rate": "optim.lr",
+    "optimizer.lr": "optim.lr",
+    "training.num_train_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.steps",
+    "model_name_or_path": "model.path",
+    "model.name_or_path": "model.path",
+    "output_dir": "run",
+    "freeze_vit": "model.freeze_vision",
+    "freeze_vision_tower": "model.freeze_vision",
+    "freeze_aligner": "model.freeze_merger",
+    "freeze_llm": "model.freeze_language",
+    "vit_lr": "optim.vision_lr",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "eval.every",
+    "logging_steps": "log.every",
+    "weight_decay": "optim.weight_decay",
+    "max_grad_norm": "optim.clip_grad",
+    "adam_beta2": "optim.beta2",
+    "dataloader_num_workers": "data.num_workers",
+    "tensor_model_parallel_size": "parallel.tp",
+    "max_pixels": "data.max_pixels",
+    "packing": "train.packing",
+    "warmup_steps": "optim.warmup_steps",
+    "global_batch_size": "train.global_batch_size",
+    "max-new-tokens": "eval.max_new_tokens",
+    "nproc_per_node": "launch.processes",
+    # near misses
+    "modle.path": "model.path",
+    "model.pth": "model.path",
+    "optim.lrr": "optim.lr",
+    "train.packed": "train.packing",
+    "data.max_token": "data.max_tokens",
+    "checkpoint.keep_lsat": "checkpoint.keep_last",
+}
+SENTENCES = {
+    "lora.rank": "trains no adapters",
+    "lora_rank": "trains no adapters",
+    "peft.r": "trains no adapters",
+    "quantization_bit": "trains no adapters",
+    "finetuning_type": "trains no adapters",
+    "per_device_train_batch_size": "train.micro_batch_size is the rows of one pass",
+    "gradient_accumulation_steps": "train.global_batch_size is the samples of a whole step",
+    "per_device_eval_batch_size": "eval.batch_size is",
+    "max_seq_length": "data.max_tokens counts images, too",
+    "cutoff_len": "data.max_tokens counts images, too",
+    "max_length": "data.max_tokens counts images, too",
+    "dataset": "data.train and data.eval are files",
+    "bf16": "train.precision is auto, bf16 or fp32",
+    "fp16": "fp16 is not trained",
+    "torch_dtype": "train.precision",
+    "deepspeed": "parallel.distributed_optimizer",
+    "warmup_ratio": "optim.warmup_steps counts steps",
+    "lr_scheduler_type": "constant, linear, cosine or wsd",
+    "gradient_checkpointing": "model.recompute",
+    "attn_impl": "model.backend=te",
+    "resume_from_checkpoint": "checkpoint.resume is auto",
+    "load_best_model_at_end": "checkpoint.best=SET/SCORE",
+    "report_to": "log.wandb=PROJECT",
+    "save_strategy": "checkpoint.every",
+    "val_size": "name held-out data in data.eval",
+    "template": "chat template",
+    "mask_history": "data.train_on",
+    "streaming": "streaming: true",
+    "stage": "supervised fine-tuning",
+}
+NOTHING = {
+    "foo": "the groups of keys are model, parallel, data",
+    "rank.foo": "the groups of keys are",
+    "log.rank": "the keys of log are every, tensorboard",
+    "optim.rank": "the keys of optim are lr, vision_lr",
+    "parallel.xx": "the keys of parallel are tp, pp",
+}
+
+
+@pytest.mark.parametrize("wrong", KEYS)
+def test_answered_with_our_key(wrong):
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{wrong}=1"])
+    right = KEYS[wrong]
+    assert str(caught.value) == f"{wrong!r} is not a configuration key; did you mean {right!r}?"
+
+
+@pytest.mark.parametrize("wrong", SENTENCES)
+def test_answered_with_what_there_is(wrong):
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"{wrong}=1"])
+    assert str(caught.value).startswith(f"{wrong!r} is not a configuration key; ")
+    assert SENTENCES[wrong] in str(caught.value) and "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", NOTHING)
+def test_nothing_is_suggested_where_nothing_is_near(wrong):
+    assert meant(wrong) == [] and sentence(wrong) is None
+    assert NOTHING[wrong] in hint(wrong)
+
+
+def test_several_keys_of_that_name_are_all_named():
+    assert hint("seed") == "; did you mean 'data.seed' or 'train.seed'?"
+
+
+def test_the_tables_name_keys_that_exist_and_no_name_twice():
+    assert set(_SAME) <= set(known_keys())
+    names = [name for row in (*_SAME.values(), *_OTHER.values()) for name in row.split()]
+    assert len(names) == len(set(names)) and not set(names) & set(known_keys())
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--lr", "1e-5"], "--lr 1e-5: settings are given as KEY=VALUE; write optim.lr=1e-5"),
+        (["--learning-rate=1e-5"], "write optim.lr=1e-5"),
+        (["--model.path", "DIR", "optim.lr=1"], "write model.path=DIR"),
+        (["--train.packing", "optim.lr=1"], "write train.packing=VALUE"),
+        (["optim.lr=1", "--output_dir", "out"], "write run=out"),
+        (["--lora_rank", "8"], "--lora_rank 8: .* trains no adapters"),
+        (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),
+        (["--model", "Qwen/Qwen3-VL"], "model=NAME chooses a recipe, model.KEY=VALUE sets a value"),
+        (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),
+        (["--frobnicate", "3"], "--frobnicate is not an option; the groups of keys are"),
+        (["mine.yaml"], "a file is given as --config mine.yaml"),
+        (["train"], "'train': arguments are given as KEY=VALUE"),
+    ],
+)
+def test_options_are_answered_with_what_to_write(words, answer, capfd):
+    assert main(["train", *words]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("megatron-vlm: ") and len(said.splitlines()) == 1
+    assert re.search(answer, said), said
+
+
+def test_help_names_every_key_and_recipe_and_needs_no_torch():
+    code = (
+        "import sys\nfrom megatron_vlm.cli import main\n"
+        "for words in ([], ['train'], ['eval'], ['inspect'], ['chat']):\n"
+        "    try: main([*words, '--help'])\n"
+        "    except SystemExit as error: assert not error.code\n"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = done.stdout
+    assert shown.rstrip().endswith("set()") and shown.count("--config FILE") >= 3
+    words = shown.split()
+    for key in leaves():
+        assert key.rpartition(".")[2] in words, key
+    for file in config_dir().glob("*/*.yaml"):
+        assert file.stem in words or file.stem == "default"
+    for command in ("train", "eval", "export", "chat", "report", "doctor", "inspect"):
+        assert f"    {command}" in shown
