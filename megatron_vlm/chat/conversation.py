@@ -18,6 +18,7 @@ from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.family import read_sizes
+from megatron_vlm.hub import folder_of
 from megatron_vlm.paths import require_file
 from megatron_vlm.step.decode import generate
 from megatron_vlm.worker import MegatronWorker
@@ -35,7 +36,7 @@ class Conversation:
         # Users may open any file of theirs; what they type is text, whatever it spells.
         self.rows = RowMaker(folder, image_root="/", max_tokens=longest, special_tokens="escape")
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
-        self.stop_ids = _stop_ids(Path(folder), self.tokenizer.convert_tokens_to_ids(END))
+        self.stop_ids = _stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
         self.settings = settings
         self.worker = MegatronWorker(Config(model=ModelConfig(folder)), training=False)
         self.messages: list[dict[str, Any]] = []
