@@ -279,10 +279,8 @@ class Dying:
     ],
 )
 def test_a_killed_data_worker_is_named(number, remedy):
-    found = in_processes(Dying(number), range(9), 2, 1)
-    assert [next(found), next(found)] == [0, 1]
     with pytest.raises(LostError) as caught:
-        next(found)
+        list(in_processes(Dying(number), range(9), 2, 1))
     words = rf"data worker 0 \(process \d+\) was killed by {number.name}, {re.escape(remedy)}"
     assert re.match(words, str(caught.value))
     less = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"

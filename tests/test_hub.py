@@ -415,6 +415,7 @@ def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_pa
     assert "HF_HUB_OFFLINE is set" in check("somebody/a")
     use(monkeypatch, "http://127.0.0.1:1", tmp_path)
     assert "cannot be reached" in check("somebody/a")
+    (tmp_path / "train.jsonl").write_text("{}")
     status, _, said = run_rank(command(tmp_path, NAME, "run", "checkpoint.push=somebody/a")[4:])
     assert status == 2 and "somebody/a cannot be written" in said
     assert not (tmp_path / "run").exists()

@@ -24,7 +24,7 @@ from megatron_vlm.step.decode import generate
 from megatron_vlm.worker import MegatronWorker
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class AnswerStopped(Exception):  # noqa: N818 - not an error
     """Raised by whoever hears an answer, to end it; what has been said until then stays."""
 
 
@@ -71,7 +71,7 @@ class Conversation:
 
         settings = self.settings
         seeds = [settings.seed + len(self.messages)]
-        with suppress(Stopped):
+        with suppress(AnswerStopped):
             generate(
                 self.worker.stage,
                 [prompt],
@@ -82,7 +82,7 @@ class Conversation:
                 on_token=take,
             )
         said = self._text(ids)
-        with suppress(Stopped):
+        with suppress(AnswerStopped):
             hear(said[len(told) :])
         self.messages = [*asked, {"role": "assistant", "content": said}]
         return said

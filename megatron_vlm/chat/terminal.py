@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from torch import OutOfMemoryError
 
-from megatron_vlm.chat.conversation import Conversation, Stopped
+from megatron_vlm.chat.conversation import AnswerStopped, Conversation
 from megatron_vlm.chat.start import Settings
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import INTERRUPTED, say
@@ -96,7 +96,7 @@ def _answer(
             out.flush()
             if received:
                 received.clear()  # the rest is only flushed
-                raise Stopped
+                raise AnswerStopped
 
         try:
             conversation.ask(text, media, hear)

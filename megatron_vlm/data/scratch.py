@@ -16,6 +16,7 @@ from multiprocessing import current_process, util
 from pathlib import Path
 
 _PREFIX = "megatron_vlm-"
+_LONGEST = 107 - len("/listener-12345678")  # bytes: Linux takes 107 as the name of a socket
 _OWNER = "owner.lock"  # says on which machine; locked as long as the process lives
 
 
@@ -25,8 +26,11 @@ def scratch_folder() -> Path:
 
 
 def keep_sockets_in_scratch() -> None:
-    """Python's worker processes, and those that they start, make their sockets there, too."""
-    current_process()._config.setdefault("tempdir", str(scratch_folder()))  # type: ignore
+    """Python's worker processes, and those that they start, make their sockets there, too, unless
+    its name is too long for a socket's: then Python's own folder in TMPDIR serves."""
+    folder = str(scratch_folder())
+    if len(os.fsencode(folder)) <= _LONGEST:
+        current_process()._config.setdefault("tempdir", folder)  # type: ignore
 
 
 @cache
