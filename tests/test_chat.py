@@ -2,6 +2,8 @@
 """Chats become the tokens that Hugging Face's processor makes, and the right ones are trained."""
 
 import json
+import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -334,9 +336,30 @@ def test_an_image_that_the_template_leaves_out_is_an_error(reader, tiny):
         ours.encode(record, "x:1")
 
 
-def test_what_the_template_cannot_show_is_a_wrong_record(reader):
+def test_what_the_template_refuses_is_a_wrong_record(tiny, tmp_path):
     """So data.on_error=skip leaves it out."""
-    tools = [{"name": "f", "icon": b"bytes from a table"}]
-    record = {"tools": tools, "messages": [say("user", "a"), say("assistant", "b")]}
-    with pytest.raises(DataError, match="x:1: the chat template cannot show the record: "):
-        reader().encode(record, "x:1")
+    model = shutil.copytree(tiny(), tmp_path / "model")
+    refusal = "{{ raise_exception('only one turn') if messages | length > 2 }}"
+    template = model / "chat_template.jinja"
+    template.write_text(refusal + template.read_text())
+    reader = make_reader(
+        make_encoder(str(model), DataConfig()), DataConfig(), read_sizes(str(model)), ""
+    )
+    turns = [say("user", "a"), say("assistant", "b")]
+    reader.encode({"messages": turns}, "x:1")
+    with pytest.raises(DataError, match="x:1: the chat template cannot show the record: only one"):
+        reader.encode({"messages": turns * 2}, "x:1")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(b"bytes of a table", "bytes is not JSON"), (math.nan, "not JSON compliant")],
+)
+def test_tools_that_json_cannot_hold_are_a_wrong_record(value, said, reader):
+    """transformers 5.23 would show the model <bytes>."""
+    chat = [say("user", "a"), say("assistant", "b")]
+    with pytest.raises(DataError, match=f"x:1: tools must be JSON: .*{said}"):
+        reader().encode({"tools": [{"name": "f", "icon": value}], "messages": chat}, "x:1")
+    calls = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": value}}]}
+    with pytest.raises(DataError, match=f"x:1: message 1: tool_calls must be JSON: .*{said}"):
+        reader().encode({"messages": [chat[0], calls]}, "x:1")

@@ -109,6 +109,7 @@ def warm(folder: str, pictures: list[str]) -> list[Any]:
 
 def stop(folder: str) -> list[Any]:
     """An answer that Ctrl-C ends after some tokens, and the state after it."""
+    handler = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background
     conversation = Conversation(folder, Settings(40))
     whole = conversation.ask("How many?", [], lambda piece: None)
     conversation.reset()
@@ -124,7 +125,7 @@ def stop(folder: str) -> list[Any]:
 
     out, lines = Out(), iter(["How many?", "And?", "/quit"])
     talk(conversation, [], lambda: next(lines), out)
-    restored = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    restored = signal.getsignal(signal.SIGINT) is handler
     return [whole, out.getvalue(), conversation.messages, restored]
 
 

@@ -248,7 +248,8 @@ def encode_word(model: str) -> str:
 
 
 def test_a_word_of_10_mb_is_not_tokenized(tiny):
-    assert alone(encode_word, tiny()).grown < 500
+    """3,000 MiB where it is; 510 where not, of which 100 are for imports."""
+    assert alone(encode_word, tiny()).grown < 1000
 
 
 # Names that would steer a terminal.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_vlm.hf.card import CARD
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import ALL_TEXT, MIXED, RowSpec, make_rows
 from tests.reference import run_reference
@@ -94,7 +95,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("sizes", [{}, {"tied": True, "vocab": 509}], ids=["untied", "tied-odd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_load_then_export_is_bit_equal(sizes, dtype, pool, tiny, tmp_path):
-    """At PP=2 x TP=2 and at 1 x 1 the files are those that came in, tensor for tensor."""
+    """The files are those that came in, tensor for tensor, and a card; at PP=2 x TP=2 and 1 x 1."""
     source = Path(tiny(dtype=dtype, **sizes))
     exports = {}
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
@@ -104,7 +105,7 @@ def test_load_then_export_is_bit_equal(sizes, dtype, pool, tiny, tmp_path):
         pool.run(export_to, case.world, str(source), case, str(out))
         exports[name] = files(out)
     assert exports["1x1"] == exports["2x2"]
-    assert exports["1x1"].keys() == files(source).keys()
+    assert exports["1x1"].keys() == files(source).keys() | {CARD}
     for name, content in files(source).items():
         if name.endswith(".safetensors"):
             assert tensors(tmp_path / "1x1" / name) == tensors(source / name)

@@ -5,6 +5,9 @@ import gzip
 import importlib.util
 import io
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -65,13 +68,20 @@ def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
     assert row.split() == ["0", "0-1", "(80k)", "-", "-", "-", "5k", "85k", "5k"]
 
 
-@pytest.mark.slow  # W&B's own process takes its time, and loses lines on a machine under load
-def test_wandb_offline_has_the_figures_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    write_run(tmp_path, 0, wandb="shapes")
+@pytest.mark.slow  # W&B's own process takes its time
+def test_wandb_offline_has_the_figures_and_a_resumed_run_keeps_its_id(tmp_path):
+    """In two processes, as a run and its resume are: within one, W&B's service, which knows the run
+    still, lost the second's lines on a machine under load."""
+    code = "from tests.test_sinks import write_run as w; w({!r}, {}, wandb='shapes')"
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+
+    def write(first: int) -> None:
+        command = [sys.executable, "-c", code.format(str(tmp_path), first)]
+        subprocess.run(command, env=environment, check=True, timeout=120)
+
+    write(0)
     kept = (tmp_path / "wandb_id").read_text()
-    write_run(tmp_path, 2, wandb="shapes")
+    write(2)
     assert (tmp_path / "wandb_id").read_text() == kept
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert folders and all(folder.name.endswith(kept) for folder in folders)

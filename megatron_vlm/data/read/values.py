@@ -10,11 +10,15 @@ _LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their los
 
 
 def dicts(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects; a single one and a JSON string are understood, too."""
+    """A list of objects of JSON; a single one and a JSON string are understood, too."""
     value = parse_text(value, where) if isinstance(value, str) else value
     value = [value] if isinstance(value, Mapping) else value
     if not is_list(value) or not all(isinstance(item, Mapping) for item in value):
         raise DataError(f"{where} must be a list of objects, but this is {kind_of(value)}")
+    try:  # of what a table can hold and JSON cannot, transformers 5.23 shows only the type
+        json.dumps([*value], allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{where} must be JSON: {error}") from error
     return [dict(item) for item in value]
 
 
