@@ -185,18 +185,35 @@ def test_variables_of_a_launcher_that_do_not_fit_together_are_refused(variables,
     assert under_launcher()
 
 
-def test_what_all_ranks_have_to_say_is_said_once(tmp_path, monkeypatch, capfd):
-    """In each attempt; and what one rank alone has to say is not lost."""
-    (tmp_path / "mistaken.py").write_text(
-        "import os, sys\n"
+@pytest.fixture
+def mistaken(tmp_path, monkeypatch):
+    """A program whose rank 1 makes a mistake of its own, and all others the same one."""
+    path = tmp_path / "mistaken.py"
+    path.write_text(
+        "import os, sys, time\n"
         "from megatron_vlm.distributed.process import guarded\n"
         "from megatron_vlm.errors import ConfigError\n"
         "def fail(_):\n"
         "    raise ConfigError('alone' if os.environ['RANK'] == '1' else 'the same')\n"
-        "sys.exit(guarded(fail, []))\n"
+        "status = guarded(fail, [])\n"
+        "time.sleep(1)\n"  # whoever launched the ranks ends all when the first ends
+        "sys.exit(status)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    return path
+
+
+def test_what_all_ranks_have_to_say_is_said_once(mistaken, capfd):
+    """In each attempt; and what one rank alone has to say is not lost."""
     for _ in range(2):
         assert run_job("mistaken", [], 4) == 2
         err = capfd.readouterr().err
         assert err.count("the same") == 1 and err.count("rank 1: alone") == 1
+
+
+def test_under_torchrun_it_is_said_once_too(mistaken):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    command += ["--max-restarts=1", str(mistaken)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode
+    assert done.stderr.count(": the same") == 2 == done.stderr.count("rank 1: alone")

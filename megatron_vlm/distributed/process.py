@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
@@ -75,18 +76,26 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
 
 
 def _is_first_to_say(text: str) -> bool:
-    """Whether no other rank of this attempt has said the same. What differs is always said, and so
-    is everything where our launcher has given no folder to tell."""
-    folder = os.environ.get(SAID)
+    """Whether no other rank of this attempt and machine has said the same. What differs is always
+    said, and so is everything where the launcher has given no folder to tell."""
+    folder = _folder_of_attempt()
     if folder is None:
         return True
     try:
-        with open(os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()), "x"):
+        with open(folder / hashlib.sha256(text.encode()).hexdigest(), "x"):
             return True
     except FileExistsError:
         return False
     except OSError:
         return True
+
+
+def _folder_of_attempt() -> Path | None:
+    """Our launcher's, or that in which torchrun gives each rank a folder of its own."""
+    if (ours := os.environ.get(SAID)) is not None:
+        return Path(ours)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if error_file is None else Path(error_file).parents[1]
 
 
 def say(text: str) -> None:
