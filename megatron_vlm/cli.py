@@ -16,7 +16,7 @@ from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
 from megatron_vlm.early import check_data, check_model, check_run
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.run.model import with_commit, with_model
 
@@ -30,10 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args = parse(make_parser(), words)
         return args.run(args) or 0
-    except MegatronVLMError as error:
-        if debug:
+    except (MegatronVLMError, OSError) as error:
+        if (text := sentence(error)) is None or debug:
             raise
-        say(str(error))
+        say(text)
         return 2
 
 

@@ -202,6 +202,20 @@ def test_figures_of_a_batch():
     assert batch == BatchFigures(samples=3, tokens=20, padded=24, images=3, work=6.0)
 
 
+def test_tensorboards_file_that_cannot_be_written_is_a_sentence(tmp_path):
+    """At once, in the step that could not be written."""
+    log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10, tensorboard=True)), True, 20)
+    _, tensorboard = log.sinks
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+    try:
+        with pytest.raises(TrainError, match=r"events.out.tfevents.* cannot be written: File too"):
+            tensorboard.write(figures(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.close()
+
+
 def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path):
     """A folder in their place, and a disk that is full after 400 bytes."""
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)

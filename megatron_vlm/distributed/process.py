@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_vlm.display.text import visible
-from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
@@ -64,11 +64,12 @@ def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -
     """The command's exit status; a user's mistake is reported in one sentence."""
     try:
         return command(arguments)
-    except MegatronVLMError as error:
-        if os.environ.get(DEBUG):
+    except (MegatronVLMError, OSError) as error:
+        text = sentence(error)
+        if text is None or os.environ.get(DEBUG):
             raise
-        if _is_first_to_say(str(error)):
-            say(f"rank {os.environ.get('RANK', '0')}: {error}")
+        if _is_first_to_say(text):
+            say(f"rank {os.environ.get('RANK', '0')}: {text}")
         return FAILED if isinstance(error, LostError) else MISTAKE
     except KeyboardInterrupt:
         say("stopped at once, nothing was saved")

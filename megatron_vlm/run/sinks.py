@@ -1,11 +1,15 @@
 """Where the lines of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import importlib.util
+import os
+import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError, TrainError
@@ -21,28 +25,22 @@ def check_installed(cfg: Config) -> None:
             )
 
 
-class JsonLines:
-    """metrics.jsonl. Every line starts on a line of its own, also after a run that was killed."""
+class WholeFile:
+    """A file that grows, without a buffer: what cannot be written now is not kept for later."""
 
     def __init__(self, path: Path):
         self.path = path
         with self._writing():
-            before = path.read_bytes() if path.exists() else b""
-            self.file = path.open("ab", buffering=0)  # what could not be written is not kept
-            if before and not before.endswith(b"\n"):  # the last line of a killed run
-                self._write("\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("ab", buffering=0)
 
-    def write(self, line: Line) -> None:
+    def write(self, text: bytes) -> None:
         with self._writing():
-            self._write(to_json(line) + "\n")
+            while text:
+                text = text[self.file.write(text) :]
 
     def close(self) -> None:
         self.file.close()
-
-    def _write(self, text: str) -> None:
-        left = text.encode()
-        while left:
-            left = left[self.file.write(left) :]
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -55,18 +53,48 @@ class JsonLines:
             ) from error
 
 
-class TensorBoard:
-    def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter
+class JsonLines:
+    """metrics.jsonl. Every line starts on a line of its own, also after a run that was killed."""
 
-        self.writer = SummaryWriter(str(folder))
+    def __init__(self, path: Path):
+        before = path.read_bytes() if path.is_file() else b""
+        self.file = WholeFile(path)
+        if before and not before.endswith(b"\n"):  # the last line of a killed run
+            self.file.write(b"\n")
 
     def write(self, line: Line) -> None:
-        for key, value in _numbers(line).items():
-            self.writer.add_scalar(key, value, line.step)
+        self.file.write(to_json(line).encode() + b"\n")
 
     def close(self) -> None:
-        self.writer.close()
+        self.file.close()
+
+
+class TensorBoard:
+    """TensorBoard's own writer leaves lines to a thread, whose errors come late and with a
+    traceback, and which a killed process does not wait for. Here a line is written at once."""
+
+    def __init__(self, folder: Path):
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        now, here = int(time.time()), f"{socket.gethostname()}.{os.getpid()}"
+        self.file = WholeFile(folder / f"events.out.tfevents.{now}.{here}")
+        self.records = RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+
+    def write(self, line: Line) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = [Summary.Value(tag=k, simple_value=v) for k, v in _numbers(line).items()]
+        if numbers:
+            self._add(step=line.step, summary=Summary(value=numbers))
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.records.write(Event(wall_time=time.time(), **content).SerializeToString())
 
 
 class WandB:

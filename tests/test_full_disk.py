@@ -1,0 +1,97 @@
+# .venv/bin/python -m pytest tests/test_full_disk.py
+"""A disk without room ends a run with a sentence, wherever that happens; once there is room, the
+same command ends as if nothing had been."""
+
+import errno
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.errors import sentence
+from tests.sets import write_set
+from tests.test_train import command, outside_of_jobs
+
+# The disk is memory in a namespace of its own: that needs no rights, and leaves nothing behind.
+NAMESPACE = ["unshare", "--map-root-user", "--mount"]
+RUN = """
+mount -t tmpfs -o $1 tmpfs disk || exit 99
+shift
+"$@" >first 2>&1
+echo $? >status
+mount -o remount,size=100m,nr_inodes=1000 disk
+"$@" >second 2>&1 || exit 98
+mv disk/run/export disk/run/report.html .
+"""
+
+
+def run_on_disk(folder: Path, model: str, room: str) -> tuple[int, str]:
+    """The exit status and the output of a run on a disk with so much room; then it is finished."""
+    write_set(folder)
+    (folder / "disk").mkdir()
+    words = command(
+        folder,
+        model,
+        "disk/run",
+        *("parallel.pp=1", "train.steps=4", "checkpoint.every=2", "log.tensorboard=true"),
+        *(f"data.eval={folder}/train.jsonl", "eval.samples=3", "eval.generate=true"),
+    )
+    shell = [*NAMESPACE, "sh", "-c", RUN, "sh", room]
+    done = subprocess.run(
+        [*shell, *words], cwd=folder, env=outside_of_jobs(), timeout=300, check=False
+    )
+    assert not done.returncode, (folder / "second").read_text()
+    return int((folder / "status").read_text()), (folder / "first").read_text()
+
+
+@cache
+def has_namespaces() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    mount = [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return not subprocess.run(mount, capture_output=True, check=False).returncode
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory) -> bytes:
+    """The weights of the run with room enough."""
+    folder = tmp_path_factory.mktemp("room")
+    status, said = run_on_disk(folder, tiny(), "nr_inodes=1000")
+    assert status == 0, said
+    return (folder / "export" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_namespaces(), reason="unshare cannot make a disk of memory here")
+@pytest.mark.parametrize(
+    "room",
+    [
+        "size=12k",  # the first files
+        "size=3m",  # a checkpoint
+        "nr_inodes=4",  # config.yaml
+        "nr_inodes=6",  # TensorBoard's file
+        "nr_inodes=8",  # predictions
+        "nr_inodes=10",  # the folder of the checkpoints
+        "nr_inodes=25",  # the export
+    ],
+)
+def test_a_full_disk_is_a_sentence(room, tiny, tmp_path, undisturbed):
+    status, said = run_on_disk(tmp_path, tiny(), room)
+    assert status == 2 and "Traceback" not in said, said
+    *_, last = said.splitlines()
+    assert last.startswith("megatron-vlm: rank 0: ") and "No space left on device" in last
+    assert (tmp_path / "export" / "model.safetensors").read_bytes() == undisturbed
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_our_own_mistakes_keep_their_traceback(tmp_path):
+    for call in (tmp_path.read_text, (tmp_path / "nothing").read_text, lambda: [][0]):
+        with pytest.raises((OSError, IndexError)) as error:
+            call()
+        assert sentence(error.value) is None
+    full = OSError(errno.ENOSPC, "in any language", str(tmp_path))
+    assert sentence(full) == (
+        f"{tmp_path} cannot be used: No space left on device; free space there, and start again"
+    )
