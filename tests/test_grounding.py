@@ -132,6 +132,16 @@ def test_ms_swifts_examples(number, max_pixels, reader):
     assert answered == answer
 
 
+def test_the_example_of_the_docs(reader):
+    page = Path(__file__).parents[1] / "docs" / "data.md"
+    said = r"For a picture of (\d+ x \d+) pixels the answer becomes `(.*?)`"
+    found = re.search(rf'```json\n({{"images".*?)```\s+{said}', page.read_text(), re.DOTALL)
+    example, size, answer = found.groups()
+    raw = {**json.loads(example), "images": [blank(*map(int, size.split(" x ")))]}
+    asked, answered = written(raw, reader())
+    assert asked.endswith("Find the dog.") and answered == answer
+
+
 DOG = {"ref": ["a dog"], "bbox": [[20, 30, 100, 60]]}
 JSON_ANSWER = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'
 JSON_LEARNT = '[{"bbox_2d": [100, 300, 500, 600], "label": "a dog"}]'
@@ -233,6 +243,12 @@ def test_references_need_no_image(reader):
         "objects": {"ref": ["c"], "bbox": []},
     }
     assert written(raw, reader()) == ["a c?", "b"]
+
+
+def test_special_tokens_of_qwen2_vl_are_refused(reader):
+    raw = record("<|box_start|>(1,2),(3,4)<|box_end|>", blank(64, 64))
+    with pytest.raises(DataError, match=r"the text contains <\|box_start\|>"):
+        reader().encode(raw, "x:1")
 
 
 def test_special_tokens_of_a_reference_are_guarded(reader):
