@@ -637,6 +637,7 @@ def test_boxes_are_labelled_by_their_references(look, tmp_path):
         [("cat [600, 600, 900, 900]", "cat"), ("cat [100, 200]", "cat")],
         [("[600, 600, 900, 900]", "")],
     ]
+    assert [side for _, side, *_ in drawn(found)[0][0]] == [" right", ""]  # where there is room
 
 
 def test_json_of_the_text_is_drawn_and_left_as_it_is(look, tmp_path):
@@ -666,14 +667,16 @@ def test_pixels_in_the_text_are_told(look, tmp_path):
 def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
     pictures = [blank(64, 64), blank(64, 64)]
     raw = record("<bbox>", *pictures, bbox=[[32, 32]], image_id=[1])
-    raw["messages"][0]["content"] = "<image>a"
+    raw["messages"][0]["content"] = "<image><video>a"
+    raw["videos"] = [[blank(64, 64)] * 4]
     raw["messages"] += [say("user", "<image><bbox>"), say("assistant", "b")]
     raw["objects"]["bbox"] *= 2
     raw["objects"]["image_id"] *= 2
     ours = reader(truncation="image_safe", max_images=1)
     shown = show_sample(ours, raw, "x:1", ours.encode(raw, "x:1"), pictures=True)
     views = [piece.view for turn in shown.turns for piece in turn.pieces if piece.view]
-    assert [view.shapes for view in views] == [()]
+    assert [view.label for view in views][:2] == ["image 0", "video 0, frame 0"]
+    assert not any(view.shapes for view in views)
 
 
 def test_a_picture_that_has_gone_is_told(reader):
