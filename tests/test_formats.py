@@ -399,9 +399,9 @@ PREFERENCE = "makes this preference data"
 # they are ignored.
 UNKNOWN = {
     "of a record": (
-        {"messages": DIALOGUE, "reward": 1.5, "objects": {"bbox": [1]}},
-        "the meaning of 'reward', 'objects' is not known here",
-        ["objects", "reward"],
+        {"messages": DIALOGUE, "reward": 1.5, "regions": {"bbox": [1]}},
+        "the meaning of 'reward', 'regions' is not known here",
+        ["regions", "reward"],
     ),
     "of every kind at once": (
         {

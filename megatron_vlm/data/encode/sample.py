@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chat import ChatRenderer, Rendered
+from megatron_vlm.data.encode.grounding import Size, grounded
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.media import MediaPolicy, image_size, resolve_path
 from megatron_vlm.data.media.video import (
@@ -71,10 +72,8 @@ class Encoder:
     def encode(self, record: Record, policy: MediaPolicy, prompt: bool = False) -> Sample:
         """The sample of a record. Raises DataError if it is wrong, Dropped if a rule leaves it out.
         A prompt has nothing trained, and a chat as a prompt ends where the answer begins."""
-        image_grids = [
-            self.images.grid(*image_size(image, policy, f"{record.where}: image {i}"))
-            for i, image in enumerate(record.media(Image))
-        ]
+        sizes = image_sizes(record, policy)
+        image_grids = [self.images.grid(*size) for size in sizes]
         plans = [
             self.video_plan(video, policy, f"{record.where}: video {i}")
             for i, video in enumerate(record.media(Video))
@@ -85,7 +84,8 @@ class Encoder:
                 for plan in plans
             ]
             bounded = partial(self._bounded, where=record.where)
-            rendered = self.renderer.render(record, texts, self.cfg.train_on, bounded)
+            chat = grounded(record, sizes)
+            rendered = self.renderer.render(chat, texts, self.cfg.train_on, bounded)
             rendered = self.renderer.opened(rendered) if prompt else rendered
         else:
             rendered = self._read_chunks(record, image_grids)
@@ -224,6 +224,14 @@ class Encoder:
         if over and cfg.truncation != "image_safe":
             raise self._too_long(" and ".join(over), where)
         return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
+
+
+def image_sizes(record: Record, policy: MediaPolicy) -> list[Size]:
+    """Height and width of each of the record's images, from its header."""
+    return [
+        image_size(image, policy, f"{record.where}: image {i}")
+        for i, image in enumerate(record.media(Image))
+    ]
 
 
 @dataclass(frozen=True)

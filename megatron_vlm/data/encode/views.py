@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from megatron_vlm.data.encode.chat import START
+from megatron_vlm.data.encode.grounding import Shape, shapes_of
 from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.data.encode.row import Row
-from megatron_vlm.data.encode.sample import Encoder, Sample
-from megatron_vlm.data.read.records import Image, Record, Video
+from megatron_vlm.data.encode.sample import Encoder, Sample, image_sizes
+from megatron_vlm.data.read.records import Chat, Image, Record, Video
 from megatron_vlm.errors import DataError
 
 MOST_FRAMES = 16  # temporal patches of a video that get pictures
@@ -36,6 +37,7 @@ class View:
     width: int
     num_tokens: int
     pictures: tuple[np.ndarray, ...] = ()  # [H, W, 3] bytes; empty if none was decoded
+    shapes: tuple[Shape, ...] = ()  # what the record marks on it
 
     @property
     def text(self) -> str:
@@ -75,7 +77,7 @@ class ShownSample:
     where: str
     sample: Sample
     turns: tuple[ShownTurn, ...]
-    problem: str | None = None  # why its pictures cannot be shown
+    problem: str | None = None  # why its pictures cannot be shown, or its boxes be right
 
     @property
     def figures(self) -> str:
@@ -93,8 +95,8 @@ def show_sample(
     reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
 ) -> ShownSample:
     """The sample of a raw record, its views with pictures if they are wanted."""
-    views = _views(sample, reader.parse(raw, where), reader)
-    problem = None
+    record = reader.parse(raw, where)
+    views, problem = _with_shapes(_views(sample, record, reader), sample, record, reader)
     if pictures and views:
         try:
             row = reader.row(raw, where, sample).row
@@ -128,6 +130,28 @@ def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
         name = _short_name(video.name)
         found += [View(f"video {i}, frame {j}", name, h, w, h * w // merged) for j in range(t)]
     return found
+
+
+def _with_shapes(
+    views: list[View], sample: Sample, record: Record, reader: Reader
+) -> tuple[list[View], str | None]:
+    """The views of images with their boxes and points, and what is wrong with those."""
+    kept = len(sample.image_grids)  # the views of videos follow
+    try:
+        boxes = isinstance(record, Chat) and record.objects is not None
+        sizes = image_sizes(record, reader.policy) if boxes else []
+        found = shapes_of(record, sizes, len(record.media(Image)))
+    except DataError as error:  # a picture has gone since the text was encoded
+        return views, str(error)
+    marked = zip(views[:kept], found, strict=False)
+    views = [replace(view, shapes=tuple(shapes)) for view, shapes in marked] + views[kept:]
+    if (far := max((n for shapes in found for s in shapes for n in s.numbers), default=0)) <= 1000:
+        return views, None
+    return views, (
+        f"{record.where}: a box in the text has {far:g}, above 1000: Qwen3-VL's coordinates are "
+        "thousandths of the picture's sides, and text is learnt as it stands; to give pixels, use "
+        "objects and <bbox> (docs/data.md)"
+    )
 
 
 def _short_name(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_vlm.data.read.chunks import parse_chunks
+from megatron_vlm.data.read.grounding import parse_objects
 from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.marks import place_media
 from megatron_vlm.data.read.messages import parse_messages
@@ -23,7 +24,7 @@ _FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prompt", "completion"): (),
     ("instruction", "output"): ("input", "history"),
 }
-_COMMON = ("system", "tools", "image", "images", "video", "videos")
+_COMMON = ("system", "tools", "image", "images", "video", "videos", "objects")
 _NAMES = (
     "messages; conversations; prompt and completion; instruction and output; chunks; or a "
     "pair of an image and a text"
@@ -66,7 +67,9 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
     for index, turn in enumerate(turns):
         if turn.role == "system" and index:
             raise DataError(f"{where}: message {index} is a system message; only the first may be")
-    return Chat(where, tuple(turns), tuple(dicts(raw.get("tools") or (), f"{where}: tools")))
+    objects = parse_objects(raw.get("objects"), turns, keys)
+    tools = tuple(dicts(raw.get("tools") or (), f"{where}: tools"))
+    return Chat(where, tuple(turns), tools, objects)
 
 
 def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> list[Turn]:

@@ -52,12 +52,30 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Box:
+    """[x1, y1, x2, y2] of a box, or [x, y] of a point, on an image of the chat."""
+
+    numbers: tuple[float, ...]
+    unit: str  # real: pixels; norm1, norm1000: parts or thousandths of the picture's sides
+    image: int  # its number among the images of the chat
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What the marks `<ref-object>` and `<bbox>` in the texts stand for, in the order of each."""
+
+    refs: tuple[str, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
 class Chat:
     """Turns that the tokenizer's chat template renders."""
 
     where: str  # file and line, for messages
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    objects: Objects | None = None  # None: the marks, if any, are plain text
 
     def media(self, kind: type) -> list[Any]:
         """All images, or all videos, in the order that the model sees them in."""

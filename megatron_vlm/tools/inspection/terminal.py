@@ -71,6 +71,10 @@ def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bo
     for turn in shown.turns:
         grid.add_row(Text(visible(turn.role)), turn_text(turn, coloured))
     console.print(grid)
+    for view in (piece.view for turn in shown.turns for piece in turn.pieces if piece.view):
+        if view.shapes:
+            drawn = "; ".join(shape.text for shape in view.shapes)
+            console.print(Text(visible(f"{view.label}: {drawn}"), VIEW))
     if shown.problem is not None:
         console.print(Text(visible(shown.problem), "red"))
     console.print()
