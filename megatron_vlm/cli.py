@@ -15,7 +15,7 @@ from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
-from megatron_vlm.early import check_data, check_model, check_run
+from megatron_vlm.early import check_data, check_model, check_new_tokens, check_run
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.run.model import with_commit, with_model
@@ -262,6 +262,7 @@ def _inspect(args: argparse.Namespace) -> None:
     cfg = load_config(args.overrides, file)
     require(cfg, "data.train")
     check_model(cfg.model.path)
+    check_new_tokens(cfg)
     check_data(cfg, "data.train")
     from megatron_vlm.tools.inspection.command import run_inspect
 
