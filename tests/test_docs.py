@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_docs.py
 """The docs say what is so: links lead somewhere, messages are the program's, commands are taken,
-and the quickstart is run.
+and the quickstart is run (by tests/test_wheel.py).
 
 Blocks of README.md and docs/*.md, by what stands behind the fence:
 
@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -307,20 +306,21 @@ def test_the_file_of_the_docs_is_read():
     assert (cfg.data.max_tokens, len(cfg.data.train), cfg.run) == (8192, 2, "runs/receipts")
 
 
-# The quickstart, for real.
+# The quickstart, for real: see test_wheel.py.
 
 
-def run_block(block: Block, folder: Path) -> None:
-    """As a user does, who has activated the environment."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def run_block(block: Block, folder: Path, python: Path) -> None:
+    """As a user does, who has activated the environment that `python` is in."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
+    env = {k: v for k, v in os.environ.items() if k not in ours}
     env |= {
-        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "PATH": f"{python.parent}:{env['PATH']}",
         "HF_HUB_OFFLINE": "1",
         "HOME": str(folder),  # of data.cache_dir
     }
     words = ["bash", "-euo", "pipefail", "-c", block.text]
     if block.kind == "python test":
-        words = [sys.executable, "-c", block.text]
+        words = [str(python), "-c", block.text]
     done = subprocess.run(
         words, cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False
     )
@@ -328,12 +328,3 @@ def run_block(block: Block, folder: Path) -> None:
     for promise in re.findall(r"# writes (.*)", block.text):
         for name in promise.split():
             assert (folder / name).exists(), f"{block.where} promises {name}"
-
-
-@pytest.mark.slow  # ten commands, each of which imports everything
-def test_the_quickstart_runs(tmp_path):
-    runnable = blocks("bash test", "python test")
-    assert {block.page.name for block in runnable} == {"quickstart.md"}
-    assert sum("# writes" in block.text for block in runnable) >= 6
-    for block in runnable:
-        run_block(block, tmp_path)
