@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import ROOT, blocks, run_block
+from tests.test_docs import ROOT, Block, blocks, notebook_cells, run_block
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +93,22 @@ def test_the_quickstart_runs(installed, tmp_path):
     assert sum("# writes" in block.text for block in runnable) >= 6
     for block in runnable:
         run_block(block, tmp_path, installed.python)
+
+
+_SHELL = """
+import subprocess
+def shell(line):
+    subprocess.run(line, shell=True, check=True)
+"""
+
+
+@pytest.mark.timeout(1800)
+def test_the_notebook_runs(installed, tmp_path):
+    """Its cells in one process, as a kernel does: a line that begins with ! goes to the shell."""
+    lines = "\n".join(notebook_cells("code")).splitlines()
+    script = [f"shell({line[1:]!r})" if line.startswith("!") else line for line in lines]
+    assert sum(line.startswith("shell") for line in script) >= 6
+    notebook = ROOT / "docs" / "quickstart.ipynb"
+    block = Block(notebook, 1, "python test", _SHELL + "\n".join(script))
+    said = run_block(block, tmp_path, installed.python)
+    assert "step 26" in said and "What colour is the triangle? ->" in said, said
