@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     _push_arguments(_command(commands, _push))
     add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
-    _command(commands, _doctor)
+    _doctor_arguments(_command(commands, _doctor))
     _inspect_arguments(_command(commands, _inspect))
     _shapes_arguments(_command(commands, _shapes, formatter_class=with_defaults))
     _tiny_arguments(_command(commands, _tiny, formatter_class=with_defaults))
@@ -226,15 +226,22 @@ def _report(args: argparse.Namespace) -> None:
     print(visible(f"wrote {write_report(*args.runs, out=args.out)}"))
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    model = "also check this checkpoint: a folder, or a name on the Hub"
+    parser.add_argument("model", nargs="?", metavar="model.path=PATH", help=model)
+
+
+def _doctor(args: argparse.Namespace) -> int:
     """what this machine can run, and what is missing
 
     Check Python, packages, GPUs, NCCL, gloo, the C compiler, shared memory and disks, and say how
     to get what is missing. The exit status is 1 where training cannot run.
+
+    example: megatron-vlm doctor model.path=Qwen/Qwen3-VL-2B-Instruct
     """
     from megatron_vlm.tools.doctor import run_doctor
 
-    return run_doctor()
+    return run_doctor(args.model)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
