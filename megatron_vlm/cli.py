@@ -15,7 +15,7 @@ from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.tiny_spec import TinySpec
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
-from megatron_vlm.early import check_data, check_model, check_run
+from megatron_vlm.early import check_data, check_model, check_new_tokens, check_run
 from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.run.model import with_commit, with_model
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     _push_arguments(_command(commands, _push))
     add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
-    _command(commands, _doctor)
+    _doctor_arguments(_command(commands, _doctor))
     _inspect_arguments(_command(commands, _inspect))
     _shapes_arguments(_command(commands, _shapes, formatter_class=with_defaults))
     _tiny_arguments(_command(commands, _tiny, formatter_class=with_defaults))
@@ -226,15 +226,22 @@ def _report(args: argparse.Namespace) -> None:
     print(visible(f"wrote {write_report(*args.runs, out=args.out)}"))
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    model = "also check this checkpoint: a folder, or a name on the Hub"
+    parser.add_argument("model", nargs="?", metavar="model.path=PATH", help=model)
+
+
+def _doctor(args: argparse.Namespace) -> int:
     """what this machine can run, and what is missing
 
     Check Python, packages, GPUs, NCCL, gloo, the C compiler, shared memory and disks, and say how
     to get what is missing. The exit status is 1 where training cannot run.
+
+    example: megatron-vlm doctor model.path=Qwen/Qwen3-VL-2B-Instruct
     """
     from megatron_vlm.tools.doctor import run_doctor
 
-    return run_doctor()
+    return run_doctor(args.model)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -262,6 +269,7 @@ def _inspect(args: argparse.Namespace) -> None:
     cfg = load_config(args.overrides, file)
     require(cfg, "data.train")
     check_model(cfg.model.path)
+    check_new_tokens(cfg)
     check_data(cfg, "data.train")
     from megatron_vlm.tools.inspection.command import run_inspect
 

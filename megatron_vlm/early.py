@@ -15,6 +15,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.early import Counts, no_config_json, read_counts
+from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.model.constraints import check_layout, check_supported
 from megatron_vlm.paths import what_is_at
 
@@ -32,6 +33,7 @@ def check_run(cfg: Config) -> None:
         world = int(os.environ["WORLD_SIZE"])
     if counts is not None:
         check_layout(counts, ParallelDims.create(cfg.parallel, world, counts.layers))
+    check_new_tokens(cfg)
     check_data(cfg, "data.train")
     check_data(cfg, "data.eval")
     names = cfg.eval.candidates
@@ -47,6 +49,12 @@ def check_model(path: str) -> Counts | None:
             return None
         raise no_config_json(path)
     return read_counts(path)
+
+
+def check_new_tokens(cfg: Config) -> None:
+    """Refuse tokens of data.add_tokens that the tokenizer of a folder has already."""
+    if _at(str(Path(cfg.model.path) / "config.json")) == "a file":
+        find_new_tokens(cfg.model.path, cfg.data.add_tokens)
 
 
 def check_data(cfg: Config, key: str) -> None:

@@ -73,7 +73,7 @@ class MegatronWorker:
         self.cfg = cfg
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
-        self.source = HFCheckpoint(cfg.model.path)
+        self.source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
         sizes, family = self.source.sizes, self.source.family
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
         # Everything that can be refused is refused here, before a process group or a weight.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import (
     Config,
+    DataConfig,
     LaunchConfig,
     ModelConfig,
     OptimConfig,
@@ -32,12 +33,14 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     optim: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     platform: str = "cpu"
 
     def config(self, path: str) -> Config:
         return Config(
             model=ModelConfig(path=path, **self.model),
             parallel=ParallelConfig(**self.parallel),
+            data=DataConfig(**self.data),
             optim=OptimConfig(**self.optim),
             train=TrainConfig(**{"micro_batch_size": 2, **self.train}),
             platform=self.platform,

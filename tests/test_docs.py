@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_docs.py
 """The docs say what is so: links lead somewhere, messages are the program's, commands are taken,
-and the quickstart is run.
+and the quickstart is run (by tests/test_wheel.py).
 
 Blocks of README.md and docs/*.md, by what stands behind the fence:
 
@@ -12,11 +12,11 @@ Blocks of README.md and docs/*.md, by what stands behind the fence:
 
 import ast
 import importlib
+import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -58,6 +58,13 @@ def blocks(*kinds: str) -> list[Block]:
     return [block for block in found if not kinds or block.kind in kinds]
 
 
+def notebook_cells(kind: str) -> list[str]:
+    """What the cells of the notebook hold, commands in one line."""
+    cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+    return [text.replace("\\\n", " ") for text in texts]
+
+
 def test_every_block_is_of_a_known_kind():
     kinds = {"bash", "bash test", "python", "python test", "text", "json", "yaml"}
     kinds.add("yaml manifest")  # for Kubernetes
@@ -84,6 +91,12 @@ def test_links_resolve(page):
         file = page.parent / name if name else page
         assert file.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_links_of_the_notebook_resolve():
+    targets = re.findall(r"\]\(([^)\s]+)\)", "\n".join(notebook_cells("markdown")))
+    assert targets
+    assert all((ROOT / "docs" / target).exists() for target in targets), targets
 
 
 def test_paths_in_code_exist():
@@ -258,6 +271,20 @@ def test_commands_are_understood(block):
             raise AssertionError(f"{block.where}: {shlex.join(words)}") from error
 
 
+def test_commands_of_the_notebook_are_understood():
+    for cell in notebook_cells("code"):
+        lines = [line[1:] for line in cell.splitlines() if line.startswith("!")]
+        for words in command_lines("\n".join(lines)):
+            check_command(words)
+
+
+def test_the_notebook_holds_no_outputs():
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 6
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for page in PAGES:
@@ -307,33 +334,26 @@ def test_the_file_of_the_docs_is_read():
     assert (cfg.data.max_tokens, len(cfg.data.train), cfg.run) == (8192, 2, "runs/receipts")
 
 
-# The quickstart, for real.
+# The quickstart, for real: see test_wheel.py.
 
 
-def run_block(block: Block, folder: Path) -> None:
-    """As a user does, who has activated the environment."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def run_block(block: Block, folder: Path, python: Path) -> str:
+    """As a user does, who has activated the environment that `python` is in. What it says."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
+    env = {k: v for k, v in os.environ.items() if k not in ours}
     env |= {
-        "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        "PATH": f"{python.parent}:{env['PATH']}",
         "HF_HUB_OFFLINE": "1",
         "HOME": str(folder),  # of data.cache_dir
     }
     words = ["bash", "-euo", "pipefail", "-c", block.text]
     if block.kind == "python test":
-        words = [sys.executable, "-c", block.text]
+        words = [str(python), "-c", block.text]
     done = subprocess.run(
-        words, cwd=folder, env=env, capture_output=True, text=True, timeout=500, check=False
+        words, cwd=folder, env=env, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, f"{block.where}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     for promise in re.findall(r"# writes (.*)", block.text):
         for name in promise.split():
             assert (folder / name).exists(), f"{block.where} promises {name}"
-
-
-@pytest.mark.slow  # ten commands, each of which imports everything
-def test_the_quickstart_runs(tmp_path):
-    runnable = blocks("bash test", "python test")
-    assert {block.page.name for block in runnable} == {"quickstart.md"}
-    assert sum("# writes" in block.text for block in runnable) >= 6
-    for block in runnable:
-        run_block(block, tmp_path)
+    return done.stdout

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.cli import main
@@ -24,6 +25,7 @@ from megatron_vlm.hf.push import check_push, push
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hub import HubName, folder_of, hub_name, pin
 from megatron_vlm.run.model import with_model
+from megatron_vlm.tools.doctor import MISSING, OK, Check, model_check
 from megatron_vlm.tools.dry_run import dry_run
 from tests.alone import ROOT
 from tests.chats import say, text
@@ -67,6 +69,26 @@ def refusal(path: str, weights: bool = True) -> str:
     with pytest.raises(ConfigError) as caught:
         folder_of(path, weights)
     return str(caught.value)
+
+
+def test_doctor_checks_a_model_of_the_hub(hub, tiny):
+    """As it checks a folder; no weights are downloaded for that."""
+    commit = hub.repos[f"models/{NAME}"].branches["main"]
+    check = model_check(NAME)
+    assert check.status == OK and check.found.startswith(f"{NAME}@{commit}: ")
+    assert not any("safetensors" in request for request in hub.requests if "resolve" in request)
+    count = check.found.split(": ")[1]
+    assert model_check(tiny()) == Check("model.path", OK, f"{tiny()}: {count}")
+    tensors = load_file(Path(tiny()) / "model.safetensors").values()
+    assert count == f"{sum(tensor.numel() for tensor in tensors):,} parameters"
+    missing = model_check("some/typo")
+    assert missing.status == MISSING and "the Hub shows no model of this name" in missing.found
+
+
+def test_doctor_takes_nothing_but_a_model(hub, capsys):
+    for words in ("data.train=x", "model.path=", "optim.lr=1"):
+        assert main(["doctor", words]) == 2
+        assert f"doctor {words}: it takes model.path=PATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", LOCAL)

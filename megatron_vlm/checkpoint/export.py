@@ -28,7 +28,7 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
     folder = find_checkpoint(Path(given))
     verify(folder)
     cfg = from_yaml((folder / "config.yaml").read_text())
-    source = HFCheckpoint(model_path or cfg.model.path)
+    source = HFCheckpoint(model_path or cfg.model.path, cfg.data.add_tokens)
     source.read_headers()
     check_tensors(source)
     reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))

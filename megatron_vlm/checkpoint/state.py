@@ -65,6 +65,7 @@ def save(
     state = {
         "format": FORMAT,
         "layout": _layout(worker),
+        "add_tokens": list(worker.cfg.data.add_tokens),
         "optimizer_steps": int(steps),
         "lr": worker.lr,
         "progress": progress,
@@ -184,6 +185,7 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
                 f"{folder} has format {state['format']}, and this version reads {_READABLE}; "
                 "load it with the version of megatron_vlm that wrote it"
             )
+        _check_tokens(worker, folder, state.get("add_tokens", []))  # older ones have none
         reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
         pieces = list(held_pieces(worker, writing=False))
         reader.check(pieces, shapes_of(worker))
@@ -196,6 +198,17 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
         set_step(worker.optimizer, state["optimizer_steps"])
         set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
     return dict(state["progress"])
+
+
+def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:
+    """Other tokens would have the rows that these have learnt."""
+    asked = list(worker.cfg.data.add_tokens)
+    if asked != saved:
+        raise CheckpointError(
+            f"{folder} was trained with data.add_tokens={saved}, and now it is {asked}: the same "
+            "rows would be of other tokens; give the same ones in the same order, or add to its "
+            f"export: megatron-vlm export {folder} DIR, model.path=DIR"
+        )
 
 
 def find_latest(run_folder: Path, device: torch.device, after: int = -1) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -128,6 +128,7 @@ def _typed(composed: Any) -> Config:
         if isinstance(group[name], list):
             group[name] = tuple(map(str, group[name]))
     data["ignore_keys"] = _names(data["ignore_keys"])
+    data["add_tokens"] = _names(data["add_tokens"])
     data["template_kwargs"] = {} if data["template_kwargs"] is None else data["template_kwargs"]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
     values |= {name: cls(**values[name]) for name, cls in groups.items()}
@@ -181,6 +182,11 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException):
         options = ", ".join(error.options or [])
         return f"{error.missing_cfg_file} is not a recipe; choose one of {options}"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override}: cannot be read; put values with signs such as < or & in double "
+            """quotes, and for the shell single ones around it all: 'KEY=["<a>","<b>"]'"""
+        )
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is not set; give it as {error.full_key}=VALUE"
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)

@@ -58,6 +58,7 @@ class DataConfig:
     truncation: Literal["error", "drop", "image_safe"] = "error"  # of records above a limit
     train_on: TrainScope | tuple[Role, ...] = "all_assistant"  # messages that carry loss
     special_tokens: Literal["refuse", "escape"] = "refuse"  # text that spells a special token
+    add_tokens: tuple[str, ...] = ()  # of text, new to the tokenizer: the vocabulary grows
     ignore_keys: tuple[str, ...] = ()  # of records, at every depth: as if they were not there
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     on_error: Literal["raise", "skip"] = "raise"  # what to do about a wrong record

@@ -1,5 +1,6 @@
 """Checks that need nothing but the configuration: they run before anything heavy is imported."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, get_args, get_origin
 
@@ -13,6 +14,9 @@ TEMPLATE_ARGUMENTS = frozenset(
     + ("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length")
     + ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
 )
+
+
+MOST_NEW_TOKENS = 10_000  # of data.add_tokens
 
 
 def check_values(cfg: Config) -> None:
@@ -80,6 +84,7 @@ def _check_lists(cfg: Config) -> None:
         raise ConfigError(
             f"data.ignore_keys={list(cfg.data.ignore_keys)}: give names of keys, such as [id,score]"
         )
+    _check_new_tokens(cfg)
     given = cfg.data.template_kwargs
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ConfigError(
@@ -96,6 +101,29 @@ def _check_lists(cfg: Config) -> None:
         check_candidates(candidates)
     elif not isinstance(candidates, str | None):
         raise ConfigError(f"eval.candidates={candidates!r}: give a list, or a text file")
+
+
+def _check_new_tokens(cfg: Config) -> None:
+    names = cfg.data.add_tokens
+    if len(names) > MOST_NEW_TOKENS:
+        raise ConfigError(
+            f"data.add_tokens has {len(names)} entries, and {MOST_NEW_TOKENS} is the most: give "
+            "fewer, or a checkpoint whose tokenizer was trained for such texts"
+        )
+    for name in names:
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise ConfigError(
+                f"data.add_tokens has {name!r}: give texts of printable characters, in quotes, "
+                'such as ["<point>","</point>"]'
+            )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"data.add_tokens has {twice[0]!r} more than once; give each once")
+    if names and cfg.model.freeze_language:
+        raise ConfigError(
+            "data.add_tokens: with model.freeze_language=true the new tokens would never be "
+            "learnt; change one of them"
+        )
 
 
 def _check_sources(data: DataConfig) -> None:

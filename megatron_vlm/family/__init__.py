@@ -3,11 +3,13 @@ Family here; nothing outside this room reads the fields of config.json.
 
 Importing this file, early.py and the tables of fields imports neither torch nor transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.early import check_model_type, no_config_json
+from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.hub import folder_of
 from megatron_vlm.paths import require_files_in
 
@@ -55,7 +57,9 @@ def read_family(folder: str | Path) -> "Family":
     return family_of(read_config(folder), folder)
 
 
-def read_sizes(folder: str | Path) -> "ModelSizes":
-    """What config.json says, in our own names."""
+def read_sizes(folder: str | Path, add_tokens: Sequence[str] = ()) -> "ModelSizes":
+    """What config.json says, in our own names, once the tokens are added."""
     config = read_config(folder)
+    if (new := find_new_tokens(folder, add_tokens)) is not None:
+        new.grow(config)
     return family_of(config, folder).sizes_of(config)

@@ -180,6 +180,8 @@ class _ShardWriter:
             text = json.dumps(index, indent=2) + "\n"
             (self.folder / INDEX).write_text(text)
         copy_files(self.source.path, self.folder)
+        if self.source.new_tokens is not None:
+            self.source.new_tokens.write(self.folder)
 
 
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:

@@ -1,5 +1,5 @@
 """A Hugging Face checkpoint, a folder or a name on the Hub, opened for reading: config, tensor
-names, slices."""
+names, slices. With tokens to add it reads as if they, and their rows, were in it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
+from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.hub import folder_of, pin
 
 WEIGHTS = "model.safetensors"
@@ -24,6 +25,8 @@ FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+_ROWS = 2**14  # read at a time
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,18 @@ class TensorInfo:
 class HFCheckpoint:
     """Names, shapes and dtypes are read at once from the headers; data only slice by slice."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, add_tokens: Sequence[str] = ()):
+        """`add_tokens` is data.add_tokens."""
         self.name = pin(str(path))  # as `model.path`
         self.path = folder_of(self.name)
         self.config = read_config(self.path)
         self.family = family_of(self.config, self.path)
+        self.new_tokens = find_new_tokens(self.path, add_tokens)
+        self.stored_vocab: int = self.config.text_config.vocab_size
+        if self.new_tokens is not None:
+            self.new_tokens.grow(self.config)
         self.sizes = self.family.sizes_of(self.config)
+        self._means: dict[str, Tensor] = {}  # of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
 
@@ -53,10 +62,18 @@ class HFCheckpoint:
         folder_of(self.name, weights=True)
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
-                self.tensors[name] = TensorInfo(file, tuple(info["shape"]), info["dtype"])
+                shape = tuple(info["shape"])
+                if self._has_rows_of_tokens(name) and shape[:1] == (self.stored_vocab,):
+                    shape = (self.sizes.text.vocab, *shape[1:])
+                self.tensors[name] = TensorInfo(file, shape, info["dtype"])
 
     def read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         """A slice of one tensor, (start, end) for each leading dimension; None takes all of it."""
+        if self.new_tokens is not None and self._has_rows_of_tokens(name):
+            return self._read_grown(name, *(spans or [None]))
+        return self._read(name, spans)
+
+    def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         file = self.tensors[name].file
         if file not in self._open_files:
             self._open_files[file] = safe_open(file, framework="pt")
@@ -64,6 +81,33 @@ class HFCheckpoint:
         if not spans:
             return piece[:]
         return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
+
+    def _has_rows_of_tokens(self, name: str) -> bool:
+        return name in (self.family.names.embedding, self.family.names.head)
+
+    def _read_grown(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """Rows of the embedding or the head: the stored ones, but for the new tokens the mean of
+        those of all known tokens. Spare rows after the new ones stay as they are."""
+        assert self.new_tokens is not None
+        start, end = rows or (0, self.sizes.text.vocab)
+        stored = self._read(name, [(min(start, self.stored_vocab), min(end, self.stored_vocab))])
+        found = torch.cat([stored, stored.new_empty(end - start - len(stored), stored.shape[1])])
+        first = self.new_tokens.first
+        last = first + len(self.new_tokens.names)
+        if start < last and end > first:
+            if name not in self._means:
+                self._means[name] = self._mean(name, first)
+            mean = self._means[name].to(found.dtype)
+            found[max(first - start, 0) : last - start] = mean
+        return found
+
+    def _mean(self, name: str, count: int) -> Tensor:
+        """Of the first rows, a part of them at a time: an embedding may be large."""
+        total = torch.zeros(self.tensors[name].shape[1], dtype=torch.float64)
+        for start in range(0, count, _ROWS):
+            rows = self._read(name, [(start, min(start + _ROWS, count))])
+            total += rows.sum(0, dtype=torch.float64)
+        return total / count
 
     def close(self) -> None:
         """Unmap the files."""

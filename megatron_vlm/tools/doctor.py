@@ -22,6 +22,10 @@ from rich.text import Text
 
 from megatron_vlm.display.tables import plain_table
 from megatron_vlm.display.text import visible
+from megatron_vlm.early import check_model
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.hub import folder_of, pin
 from megatron_vlm.tools import machine
 
 if TYPE_CHECKING:
@@ -51,11 +55,20 @@ class Check:
     advice: str = ""
 
 
-def run_doctor() -> int:
-    """Print every check; 0 if training can run here, else 1."""
+def run_doctor(model: str | None = None) -> int:
+    """Print every check, also of a checkpoint given as model.path=PATH; 0 if training can run here,
+    else 1."""
+    key, _, path = (model or "").partition("=")
+    if model is not None and (key != "model.path" or not path):
+        raise ConfigError(
+            f"doctor {model}: it takes model.path=PATH and nothing else; what a run would do with "
+            "other keys, megatron-vlm train --dry-run says"
+        )
     console = Console(highlight=False)
     with console.status("importing the installed packages, starting two processes"):
         checks = list(all_checks())
+        if path:
+            checks.append(model_check(path))
     missing = [check.name for check in checks if check.status == MISSING]
     console.print(as_table(checks))
     if missing:
@@ -178,6 +191,21 @@ def compiler_check(path: str | None, has_gpu: bool) -> Check:
         return Check("C compiler", OK, "none, and training on the CPU needs none")
     advice = "Triton needs one: apt-get install gcc, or set CC"
     return _check("C compiler", path is not None, path or "none", advice, MISSING)
+
+
+def model_check(path: str) -> Check:
+    """Whether a checkpoint can be had and is one that is trained here: a folder, or a name on the
+    Hub, of which the settings are downloaded and no weights."""
+    try:
+        name = pin(path)
+        check_model(str(folder_of(name)))
+        sizes = read_sizes(name)
+    except ImportError as error:
+        return Check("model.path", MISSING, f"{path} cannot be checked: {error}")
+    except (ConfigError, DataError) as error:
+        return Check("model.path", MISSING, str(error))
+    values = sum(tensor.num_values for tensor in sizes.tensors)
+    return Check("model.path", OK, f"{name}: {values:,} parameters")
 
 
 def shm_check(free: int | None) -> Check:

@@ -41,7 +41,7 @@ def dry_run(cfg: Config) -> int:
     if cfg.checkpoint.push is not None:
         check_push(cfg.checkpoint.push)
     cfg = with_model(cfg, weights=False)
-    source = HFCheckpoint(cfg.model.path)
+    source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chat import ChatRenderer
@@ -23,6 +22,7 @@ from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
+from megatron_vlm.family.new_tokens import load_tokenizer
 from megatron_vlm.family.sizes import ModelSizes, VisionTokens
 from megatron_vlm.hub import folder_of
 
@@ -74,7 +74,7 @@ class Reader:
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
     folder = folder_of(model_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder, cfg.add_tokens)
     marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)

@@ -24,7 +24,7 @@ class RowMaker:
         cfg = DataConfig(**settings)
         check_values(replace(Config(), data=cfg))
         checkpoint = pin(checkpoint)
-        encoder, sizes = make_encoder(checkpoint, cfg), read_sizes(checkpoint)
+        encoder, sizes = make_encoder(checkpoint, cfg), read_sizes(checkpoint, cfg.add_tokens)
         self.reader = make_reader(encoder, cfg, sizes, cfg.image_root)
 
     def row(

@@ -34,7 +34,7 @@ def run_inspect(
             "records, or turn streaming off"
         )
     cfg = with_model(cfg, weights=False)
-    sizes = read_sizes(cfg.model.path)
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
     assert isinstance(data, DataSet)
     count = sum(map(len, data.indexes))

@@ -1,0 +1,138 @@
+"""Tokens that a run adds to a checkpoint's vocabulary (data.add_tokens), and what grows with them.
+
+They follow the tokens that are there, so they take the spare rows of the embedding first. They are
+ordinary tokens: text that spells one becomes it, and decoded answers show it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.hub import folder_of
+from megatron_vlm.paths import require_files_in
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_TOKENIZER, _SETTINGS, _OLDER = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+# As Qwen's own ordinary tokens are added, such as <tool_call>: found in the text as it was written.
+_KIND = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The added tokens, and the id of the first; the others follow. All lower ids were known
+    before: of their rows the new ones are the mean."""
+
+    names: tuple[str, ...]
+    first: int
+
+    def vocab(self, before: int) -> int:
+        """Rows of the embedding that had so many `before`: no more than are needed."""
+        return max(before, self.first + len(self.names))
+
+    def grow(self, config: "PretrainedConfig") -> None:
+        """Make room in what transformers has read from a config.json."""
+        text = config.text_config
+        if self.first > text.vocab_size:
+            raise ConfigError(
+                f"data.add_tokens: the tokenizer has {self.first} tokens already, and the "
+                f"vocab_size in config.json is {text.vocab_size}; give a checkpoint whose files "
+                "belong together"
+            )
+        text.vocab_size = self.vocab(text.vocab_size)
+
+    def write(self, folder: Path) -> None:
+        """Add the tokens to the files of a copy of the checkpoint."""
+        ids = dict(zip(self.names, range(self.first, self.first + len(self.names)), strict=True))
+        config = _read(folder / "config.json")
+        text = config["text_config"]
+        text["vocab_size"] = self.vocab(text["vocab_size"])
+        _write(folder / "config.json", config)
+        tokenizer = _read(folder / _TOKENIZER)
+        tokenizer["added_tokens"] += [{"id": i, "content": name} | _KIND for name, i in ids.items()]
+        _write(folder / _TOKENIZER, tokenizer)
+        # Two files of older versions list them again.
+        if (folder / _SETTINGS).is_file():
+            settings = _read(folder / _SETTINGS)
+            if "added_tokens_decoder" in settings:
+                named = {str(i): {"content": name} | _KIND for name, i in ids.items()}
+                settings["added_tokens_decoder"] |= named
+                _write(folder / _SETTINGS, settings)
+        if (folder / _OLDER).is_file():
+            _write(folder / _OLDER, _read(folder / _OLDER) | ids)
+
+
+def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None:
+    """The tokens that data.add_tokens adds to a checkpoint, a folder or a name on the Hub; None
+    where it names none. Those that the tokenizer has already are refused. Needs no torch."""
+    if not names:
+        return None
+    from tokenizers import Tokenizer
+
+    file = folder_of(model) / _TOKENIZER
+    if not file.is_file():
+        raise ConfigError(
+            f"data.add_tokens: {file.parent} has no {_TOKENIZER}; load its tokenizer in "
+            "transformers and save it with save_pretrained, which writes one"
+        )
+    require_files_in(file.parent)
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ConfigError(f"data.add_tokens: {file} cannot be read: {error}") from error
+    known = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in known if token.special]
+    for name in names:
+        encoded = tokenizer.encode(name, add_special_tokens=False)
+        if tokenizer.token_to_id(name) is not None or len(encoded) == 1:
+            raise ConfigError(
+                f"data.add_tokens: {name!r} is a token of {file} already; leave it out"
+            )
+        if (inside := next((token for token in special if token in name), None)) is not None:
+            raise ConfigError(
+                f"data.add_tokens: {name!r} contains the special token {inside}, which would be "
+                "read as part of the new one; give another name"
+            )
+    first = max(tokenizer.get_vocab().values()) + 1
+    _add(tokenizer, names)
+    ids = [tokenizer.token_to_id(name) for name in names]
+    if ids != list(range(first, first + len(names))):
+        raise ConfigError(
+            f"data.add_tokens: the ids in {file} have gaps: {first - 1} is the highest, and "
+            f"{names[0]!r} would get {ids[0]}; give a tokenizer whose ids follow each other"
+        )
+    return NewTokens(tuple(names), first)
+
+
+def load_tokenizer(model: str | Path, names: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a checkpoint, with the tokens of data.add_tokens."""
+    from transformers import AutoTokenizer
+
+    new = find_new_tokens(model, names)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder_of(model), trust_remote_code=False
+    )
+    if new is not None:
+        _add(tokenizer, names)
+        ids = tokenizer.convert_tokens_to_ids(list(names))
+        assert ids == list(range(new.first, new.first + len(names))), (new.first, ids)
+    return tokenizer
+
+
+def _add(tokenizer: Any, names: Sequence[str]) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(name, **_KIND) for name in names])
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write(file: Path, content: Any) -> None:
+    text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+    file.write_text(text, encoding="utf-8")
