@@ -31,7 +31,7 @@ from megatron_vlm.errors import DataError
 _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
-_VERSION = 3  # of the files; raise it when the meaning of their content changes
+_VERSION = 4  # of the files; raise it when the meaning of their content changes
 # The settings that decide what a sample is.
 _DECIDING = [
     "exif_orientation",

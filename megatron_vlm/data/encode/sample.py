@@ -72,7 +72,7 @@ class Encoder:
         """The sample of a record. Raises DataError if it is wrong, Dropped if a rule leaves it out.
         A prompt has nothing trained, and a chat as a prompt ends where the answer begins."""
         image_grids = [
-            self.images.grid(*image_size(image, policy, f"{record.where}: image {i}"))
+            self.image_grid(image, policy, f"{record.where}: image {i}")
             for i, image in enumerate(record.media(Image))
         ]
         plans = [
@@ -98,6 +98,11 @@ class Encoder:
             raise Dropped("nothing left to learn after the cut" if cut else "nothing to learn")
         return sample
 
+    def image_grid(self, image: Image, policy: MediaPolicy, where: str) -> Grid:
+        """The patches that an image becomes."""
+        settings = self.images.within(image.min_pixels, image.max_pixels, where)
+        return settings.grid(*image_size(image, policy, where))
+
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
         """The frames of a video that the model sees, and their size."""
         if isinstance(video.source, str):
@@ -105,9 +110,10 @@ class Encoder:
                 info = probe_video(resolve_path(video.source, policy, where))
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
-            return plan_video(info, self.videos, sample=True, where=where)
-        info = VideoInfo(len(video.source), video.fps, *image_size(video.source[0], policy, where))
-        return plan_video(info, self.videos, sample=False, where=where)
+            return plan_video(info, self.videos, True, where, video.options)
+        size = image_size(video.source[0], policy, where)
+        info = VideoInfo(len(video.source), video.options.fps, *size)
+        return plan_video(info, self.videos, False, where, video.options)
 
     def _read_chunks(self, record: Chunks, grids: Sequence[Grid]) -> Rendered:
         """Encoded tokens as they are, a placeholder for each image, the mask without the images."""
