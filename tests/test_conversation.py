@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
+from transformers.video_utils import read_video_pyav
 
 from megatron_vlm.chat.conversation import Conversation
 from megatron_vlm.chat.start import Settings, find_model
@@ -23,6 +24,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.sizes import Part
 from megatron_vlm.step.decode import generate
 from tests.chats import data_uri, hf_encode, hf_processor, picture
+from tests.videos import END, PAD, START, Oracle, make_video
 
 NEW_TOKENS = 9
 # Pictures by number, and the words of each turn.
@@ -184,6 +186,48 @@ def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tm
     assert len(out.splitlines()) >= 3
     asked = [message["content"] for message in messages if message["role"] == "user"]
     assert asked[0] == "What is it?" and asked[1][0] == {"type": "image", "image": pictures[1]}
+
+
+def hf_answer_to_video(folder: str, path: Path, text: str, new_tokens: int) -> str:
+    """What transformers answers to a question about a video file."""
+    processor, model = reference(folder)
+    processor.video_processor = Oracle.from_pretrained(folder)
+    processor.vision_start_token, processor.vision_end_token = START, END
+    frames, metadata = read_video_pyav(str(path), processor.video_processor.sample_frames)
+    inputs = processor.video_processor.preprocess(
+        [frames], video_metadata=[metadata], do_sample_frames=False, return_metadata=True
+    )
+    content = [{"type": "video"}, {"type": "text", "text": text}]
+    rendered = processor.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    rendered = rendered.replace(PAD, processor.replace_video_token(inputs, 0))
+    ids = processor.tokenizer(rendered, return_tensors="pt")["input_ids"]
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values_videos=inputs["pixel_values_videos"],
+        video_grid_thw=torch.as_tensor(inputs["video_grid_thw"]),
+        mm_token_type_ids=2 * (ids == model.config.video_token_id).int(),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+    )
+    return processor.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_video_is_shown_as_transformers_shows_it(pool, tiny, tmp_path):
+    path = make_video(tmp_path / "clip.mp4", 12, size=(64, 64))
+    (tmp_path / "text.mp4").write_text("no video")
+    lines = [f"/video {tmp_path}/text.mp4", "/video", f"/video {path}", "What moves?"]
+    ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
+    first, second = errors.splitlines()
+    assert "text.mp4 cannot be read as a video" in first and "is a folder" in second
+    shown = {"type": "video", "video": str(path)}
+    assert messages[0]["content"] == [shown, {"type": "text", "text": "What moves?"}]
+    answer = hf_answer_to_video(tiny(), path, "What moves?", 3)
+    assert out == visible(answer) + "\n" and messages[1]["content"] == answer
+    ((other, _, _),) = pool.run(converse, 1, tiny(), ["What moves?"])
+    assert other != out
 
 
 def test_reset_forgets_and_quit_ends(pool, tiny):

@@ -7,7 +7,15 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.records import Chat, Chunks, Image, ImageChunk, Turn, Video
+from megatron_vlm.data.read.records import (
+    Chat,
+    Chunks,
+    Image,
+    ImageChunk,
+    Turn,
+    Video,
+    VideoOptions,
+)
 from megatron_vlm.errors import DataError
 
 ASKED = (
@@ -249,7 +257,7 @@ def test_a_video_as_frames():
     part = {"type": "video", "video": ["1.png", "2.png"], "fps": 2.0}
     raw = {"prompt": [{"role": "user", "content": [part]}], "completion": "It moves."}
     video = parse_record(raw, "x:1").turns[0].parts[0]
-    assert video == Video((Image("1.png"), Image("2.png")), 2.0)
+    assert video == Video((Image("1.png"), Image("2.png")), VideoOptions(fps=2.0))
 
 
 def test_chunks():
@@ -443,9 +451,9 @@ UNKNOWN = {
         ["logprobs"],
     ),
     "a picture's size": (
-        user([{"image": "a", "max_pixels": 9}, "a"]),
-        "'max_pixels'",
-        ["max_pixels"],
+        user([{"image": "a", "scale": 9}, "a"]),
+        "'scale'",
+        ["scale"],
     ),
     "a picture's detail": (
         user([{"type": "image_url", "image_url": {"url": "a", "detail": "low"}}]),

@@ -88,6 +88,7 @@ def test_what_is_cached_is_not_encoded_again(tiny, tmp_path, small_chunks, monke
         {"ignore_keys": ("reward",)},
         {"template_kwargs": {"has_system": True}},
         {"min_pixels": 4096},
+        {"video_fps": 1.0},
         {"max_images": 3},
         {"exif_orientation": False},
     ],
@@ -106,11 +107,12 @@ def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
 
     data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
     rules: tuple[dict[str, Any], ...] = ({}, {"ignore_keys": ("reward",)})
-    rules += ({"template_kwargs": {"level": 3}},)
+    rules += ({"template_kwargs": {"level": 3}}, {"video_fps": 1.0}, {"video_max_frames": 8})
     model = ModelConfig(path=tiny())
     first, *others = (fingerprint(data, Config(model=model, data=DataConfig(**r))) for r in rules)
     assert first.changed_rows(first) == first.changed_order(first) == []
-    for key, other in zip(("ignore_keys", "template_kwargs"), others, strict=True):
+    keys = ("ignore_keys", "template_kwargs", "video_fps", "video_max_frames")
+    for key, other in zip(keys, others, strict=True):
         assert first.changed_order(other) == []
         assert [f"data.{key}" in change for change in first.changed_rows(other)] == [True]
 

@@ -370,6 +370,14 @@ def test_pictures_of_the_page_are_those_the_model_gets(page):
         assert (attributes["height"], attributes["width"]) == tuple(map(str, theirs.shape[:2]))
 
 
+def test_budgets_of_videos_are_named_and_followed(look):
+    _, inspection = look("data.video_max_pixels=6000", pictures=True)
+    assert ("data.video_max_pixels", "6000") in inspection.settings
+    page = render_page(replace(inspection, shown=(shown(inspection, "video"),)))
+    assert "data.video_max_pixels=6000" in page
+    assert "[video 0, frame 2: 2x2 patches, 1 tokens]" in page
+
+
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
     monkeypatch.setattr("megatron_vlm.data.encode.views.MOST_FRAMES", 2)
     _, inspection = look(pictures=True)

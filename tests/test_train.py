@@ -237,12 +237,15 @@ def events_of(run: Path) -> list[str]:
 def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, tmp_path):
     """Files that were copied, and keys that change no row, are none."""
     rules = ["data.train_on=last_assistant", "data.special_tokens=escape", "data.max_pixels=4096"]
+    rules += ["data.video_fps=1", "data.video_max_pixels=4096"]
     status, _, err = resume_again(pool, one_step, tmp_path, *rules, "data.prefetch=3", model=tiny())
     assert status == 0, err
     assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
         "resumed with data.max_pixels=4096, was None",
         "resumed with data.special_tokens='escape', was 'refuse'",
         "resumed with data.train_on='last_assistant', was 'all_assistant'",
+        "resumed with data.video_fps=1.0, was None",
+        "resumed with data.video_max_pixels=4096, was None",
         "resumed with another set of sample lengths in data.train",
     ]
 

@@ -25,6 +25,8 @@ _SAME = {
     "data.image_root": "media_dir image_folder image_dir",
     "data.max_pixels": "image_max_pixels",
     "data.min_pixels": "image_min_pixels",
+    "data.video_max_frames": "video_maxlen fps_max_frames",
+    "data.video_min_frames": "fps_min_frames",
     "data.num_workers": "dataloader_num_workers",
     "data.prefetch": "dataloader_prefetch_factor",
     "data.shuffle": "train_dataloader_shuffle dataset_shuffle",
@@ -65,6 +67,10 @@ _PRECISION = "train.precision is auto, bf16 or fp32; fp16 is not trained"
 _TEMPLATE = "the checkpoint's own chat template is used"
 _TRAINED = "data.train_on says which messages are learnt: by default those of the assistant"
 _TUNE = "model.freeze_vision, model.freeze_merger and model.freeze_language say what does not learn"
+_BUDGET = (
+    "data.video_min_pixels and data.video_max_pixels count the pixels of all frames of a video "
+    "together; beside a video in a record, min_pixels and max_pixels are of each frame"
+)
 _LENGTH = "data.max_tokens counts images, too; data.truncation says what becomes of longer records"
 # Here there is no such key, or a value means something else.
 _OTHER = {
@@ -85,6 +91,7 @@ _OTHER = {
     _TRAINED: "train_on_prompt mask_history train_on_inputs assistant_only_loss "
     "completion_only_loss loss_scale",
     _TUNE: "tune_mm_vision tune_mm_mlp tune_mm_llm freeze_parameters trainable_parameters",
+    _BUDGET: "video_max_pixels video_min_pixels video_total_pixels",
     _LENGTH: "max_seq_length max_seq_len max_length cutoff_len model_max_length seq_length "
     "seq_len truncation_strategy",
     "data.train and data.eval are files, globs, or names of Hugging Face data sets; "

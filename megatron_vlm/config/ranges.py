@@ -46,6 +46,7 @@ _KEYS = {
     _POSITIVE: """
         parallel.tp parallel.pp parallel.ep parallel.cp
         data.max_tokens data.max_images data.min_pixels data.max_pixels data.prefetch
+        data.video_min_frames data.video_min_pixels data.video_max_pixels
         data.shuffle_window train.steps train.global_batch_size train.micro_batch_size
         train.micro_batch_tokens eval.every eval.batch_size eval.samples eval.answer_samples
         eval.max_new_tokens checkpoint.every checkpoint.keep_last checkpoint.keep_every log.every
@@ -59,7 +60,8 @@ _KEYS = {
     _SHARE: "optim.min_lr_ratio optim.decay_ratio",
     _DECAY: "optim.beta1 optim.beta2",
     Range(0, 1, open_least=True): "optim.eps",
-    Range(0, open_least=True): "train.epochs",
+    Range(0, open_least=True): "train.epochs data.video_fps",
+    Range(2): "data.video_max_frames",  # a patch spans two in time
     Range(0, _YEAR, open_least=True): "launch.timeout_minutes",
 }
 RANGES = {key: allowed for allowed, keys in _KEYS.items() for key in keys.split()}

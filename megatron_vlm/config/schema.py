@@ -53,6 +53,11 @@ class DataConfig:
     exif_orientation: bool = True  # turn pictures as their EXIF orientation says
     min_pixels: int | None = None  # of a resized image; null: as in the checkpoint
     max_pixels: int | None = None  # of a resized image; null: as in the checkpoint
+    video_fps: float | None = None  # frames taken of each second; null: as in the checkpoint
+    video_min_frames: int | None = None  # taken of a video; null: as in the checkpoint
+    video_max_frames: int | None = None  # taken of a video; null: as in the checkpoint
+    video_min_pixels: int | None = None  # of all resized frames; null: as in the checkpoint
+    video_max_pixels: int | None = None  # of all resized frames; null: as in the checkpoint
     max_images: int | None = None  # of one record; null: no limit
     max_tokens: int = 8192  # of one record, images included
     truncation: Literal["error", "drop", "image_safe"] = "error"  # of records above a limit

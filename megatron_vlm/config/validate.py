@@ -145,10 +145,11 @@ def _check_sources(data: DataConfig) -> None:
 
 def _check_together(cfg: Config) -> None:
     data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
-    if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
-        raise ConfigError(
-            f"data.min_pixels={data.min_pixels} is above data.max_pixels={data.max_pixels}"
-        )
+    for part in ("{}_pixels", "video_{}_frames", "video_{}_pixels"):
+        names = part.format("min"), part.format("max")
+        least, most = (getattr(data, name) for name in names)
+        if least and most and least > most:
+            raise ConfigError(f"data.{names[0]}={least} is above data.{names[1]}={most}")
     if train.steps is not None and cfg.optim.warmup_steps > train.steps:
         raise ConfigError(
             f"optim.warmup_steps={cfg.optim.warmup_steps} is above train.steps={train.steps}: the "

@@ -16,7 +16,7 @@ from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, place_row
 from megatron_vlm.data.encode.sample import Encoder, Grid, Sample
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
-from megatron_vlm.data.media.video import VideoSettings, video_patches
+from megatron_vlm.data.media.video import CHOSEN, VideoSettings, video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
@@ -56,8 +56,8 @@ class Reader:
 
     def picture(self, image: Image, where: str) -> Tensor:
         """The image decoded, resized and cut into patches: bytes [P, C]."""
-        picture = read_image(image, self.policy, where)
-        return torch.from_numpy(image_patches(picture, self.encoder.images))
+        settings = self.encoder.images.within(image.min_pixels, image.max_pixels, where)
+        return torch.from_numpy(image_patches(read_image(image, self.policy, where), settings))
 
     def _video(self, video: Video, where: str) -> Tensor:
         plan = self.encoder.video_plan(video, self.policy, where)
@@ -78,7 +78,9 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
-    return Encoder(renderer, images, VideoSettings.from_checkpoint(folder), cfg)
+    chosen = {name: getattr(cfg, f"video_{name}") for name in CHOSEN}
+    videos = VideoSettings.from_checkpoint(folder, chosen)
+    return Encoder(renderer, images, videos, cfg)
 
 
 def make_reader(encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None) -> Reader:

@@ -73,7 +73,10 @@ class Encoder:
         """The sample of a record. Raises DataError if it is wrong, Dropped if a rule leaves it out.
         A prompt has nothing trained, and a chat as a prompt ends where the answer begins."""
         sizes = image_sizes(record, policy)
-        image_grids = [self.images.grid(*size) for size in sizes]
+        image_grids = [
+            self.image_grid(image, size, f"{record.where}: image {i}")
+            for i, (image, size) in enumerate(zip(record.media(Image), sizes, strict=True))
+        ]
         plans = [
             self.video_plan(video, policy, f"{record.where}: video {i}")
             for i, video in enumerate(record.media(Video))
@@ -98,6 +101,10 @@ class Encoder:
             raise Dropped("nothing left to learn after the cut" if cut else "nothing to learn")
         return sample
 
+    def image_grid(self, image: Image, size: Size, where: str) -> Grid:
+        """The patches that an image of this height and width becomes."""
+        return self.images.within(image.min_pixels, image.max_pixels, where).grid(*size)
+
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
         """The frames of a video that the model sees, and their size."""
         if isinstance(video.source, str):
@@ -105,9 +112,10 @@ class Encoder:
                 info = probe_video(resolve_path(video.source, policy, where))
             except DataError as error:
                 raise DataError(f"{where}: {error}") from error
-            return plan_video(info, self.videos, sample=True, where=where)
-        info = VideoInfo(len(video.source), video.fps, *image_size(video.source[0], policy, where))
-        return plan_video(info, self.videos, sample=False, where=where)
+            return plan_video(info, self.videos, True, where, video.options)
+        size = image_size(video.source[0], policy, where)
+        info = VideoInfo(len(video.source), video.options.fps, *size)
+        return plan_video(info, self.videos, False, where, video.options)
 
     def _read_chunks(self, record: Chunks, grids: Sequence[Grid]) -> Rendered:
         """Encoded tokens as they are, a placeholder for each image, the mask without the images."""

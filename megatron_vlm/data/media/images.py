@@ -10,7 +10,7 @@ Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 
 # Fields that must be true, or patches would not be a table look-up of resized RGB bytes.
 _NEEDED = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -65,6 +65,18 @@ class ImageSettings:
                 f"data.min_pixels={found.min_pixels} is above data.max_pixels={found.max_pixels}"
             )
         return found
+
+    def within(self, min_pixels: int | None, max_pixels: int | None, where: str) -> "ImageSettings":
+        """The settings of an image whose record bounds its pixels."""
+        if min_pixels is None and max_pixels is None:
+            return self
+        least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+        if least > most:
+            raise DataError(
+                f"{where}: of its pixels, {least} are the least and {most} the most; change "
+                "min_pixels or max_pixels beside the image, or data.min_pixels or data.max_pixels"
+            )
+        return replace(self, min_pixels=least, max_pixels=most)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """The size that the picture is resized to."""

@@ -8,9 +8,10 @@ Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from torch import Tensor
 
 from megatron_vlm.data.media.images import smart_resize
 from megatron_vlm.data.media.media import check_aspect
+from megatron_vlm.data.read.records import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.family import VisionMarks
 
 # Any other value would make other patches, and is refused.
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
+# What the configuration may choose, as data.video_*.
+CHOSEN = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
 _FIXED = {"resample": 3, "num_frames": None, **dict.fromkeys(_ON, True)}
 
 
@@ -47,8 +51,11 @@ class VideoSettings:
     rescale_factor: float = 1 / 255
 
     @classmethod
-    def from_checkpoint(cls, folder: str | Path) -> "VideoSettings":
-        """The checkpoint's own settings, from the files that Hugging Face reads, in its order."""
+    def from_checkpoint(
+        cls, folder: str | Path, chosen: Mapping[str, float | None] = MappingProxyType({})
+    ) -> "VideoSettings":
+        """The checkpoint's own settings, from the files that Hugging Face reads, in its order;
+        those of CHOSEN that are given and not None replace its own."""
         path, raw = _settings_file(Path(folder))
         for key, needed in _FIXED.items():
             if raw.get(key, needed) != needed:
@@ -62,7 +69,21 @@ class VideoSettings:
             if value is None:
                 raise ConfigError(f"{path}: {key} has no value (size: {size}); give it one")
             found[key] = tuple(value) if isinstance(value, list) else value
-        return cls(**found)
+        found |= {key: value for key, value in chosen.items() if value is not None}
+        settings = cls(**found)
+        settings._check(chosen)
+        return settings
+
+    def _check(self, chosen: Mapping[str, float | None]) -> None:
+        """Refuse bounds that contradict each other. Fewer frames at most than at least are no
+        contradiction where the checkpoint has the least: Hugging Face takes the most."""
+        for name in ("pixels", "frames"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least > most and (name == "pixels" or chosen.get("min_frames")):
+                raise ConfigError(
+                    f"data.video_min_{name}={least} is above data.video_max_{name}={most}, where "
+                    "one that is null has the value of the checkpoint; set both"
+                )
 
 
 def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -99,46 +120,117 @@ class VideoPlan:
 
 
 def plan_video(
-    info: VideoInfo, settings: VideoSettings, sample: bool = True, where: str = "the video"
+    info: VideoInfo,
+    settings: VideoSettings,
+    sample: bool = True,
+    where: str = "the video",
+    options: VideoOptions = VideoOptions(),
 ) -> VideoPlan:
     """Choose frames and their size. sample=False takes every frame, as Hugging Face does with
-    do_sample_frames=False when it is given frames."""
+    do_sample_frames=False when it is given frames. `options` are the record's."""
     if info.fps is not None and not 0 < info.fps < math.inf:
         raise DataError(f"{where}: fps is {info.fps}; give frames per second above 0, or none")
     fps = 24 if info.fps is None else info.fps  # Hugging Face's guess
-    count = info.num_frames
-    if sample:
-        wanted = int(min(count / fps * settings.fps, count))
-        count = min(max(wanted, settings.min_frames), settings.max_frames, count)
+    first, length = _clip(info, options, where)
+    count = _count(length, fps, settings, options, where) if sample else length
     span = settings.temporal_patch_size
     if count < span:
         raise DataError(
-            f"{where}: {count} of {info.num_frames} frames are taken, but a patch spans {span} in "
+            f"{where}: {count} of {length} frames are taken, but a patch spans {span} in "
             "time; drop the video, or give its frame as an image"
         )
-    indices = np.linspace(0, info.num_frames - 1, count).round().astype(int).tolist()
-    times = [index / fps for index in (*indices, *indices[-1:] * (-count % span))]
+    indices = (first + np.linspace(0, length - 1, count).round().astype(int)).tolist()
+    times = list(options.times or [index / fps for index in indices])
+    times += times[-1:] * (-count % span)
     # Midway between the first and the last frame of each temporal patch.
     timestamps = tuple((times[i] + times[i + span - 1]) / 2 for i in range(0, len(times), span))
-    height, width = _resized(count, info, settings, where)
+    height, width = _resized(count, info, settings, options, where)
     grid = (len(timestamps), height // settings.patch_size, width // settings.patch_size)
     return VideoPlan(tuple(indices), timestamps, grid, height, width)
 
 
-def _resized(count: int, info: VideoInfo, settings: VideoSettings, where: str) -> tuple[int, int]:
+def _clip(info: VideoInfo, options: VideoOptions, where: str) -> tuple[int, int]:
+    """The first frame between video_start and video_end, and how many there are."""
+    start, end = options.video_start, options.video_end
+    if start is None and end is None:
+        return 0, info.num_frames
+    if info.fps is None:
+        raise DataError(
+            f"{where}: video_start and video_end are seconds, and the file does not say how many "
+            "frames it has in one; re-encode it"
+        )
+    first = math.ceil((start or 0) * info.fps)
+    last = info.num_frames - 1 if end is None else math.floor(end * info.fps)
+    length = min(last, info.num_frames - 1) - first + 1
+    if length < 1:
+        raise DataError(
+            f"{where}: no frame is between video_start={start or 0:g} and "
+            f"video_end={'the end' if end is None else f'{end:g}'} of a video of "
+            f"{info.num_frames / info.fps:g} seconds; correct them"
+        )
+    return first, length
+
+
+def _count(
+    length: int, fps: float, settings: VideoSettings, options: VideoOptions, where: str
+) -> int:
+    """How many of the frames are taken, as Hugging Face's video processor chooses it."""
+    if options.nframes is not None:
+        if options.nframes > length:
+            raise DataError(
+                f"{where}: nframes is {options.nframes}, and there are {length} frames; give fewer"
+            )
+        return options.nframes
+    least, most = (
+        options.min_frames or settings.min_frames,
+        options.max_frames or settings.max_frames,
+    )
+    if least > most and options.min_frames:
+        raise DataError(
+            f"{where}: min_frames is {least}, above {most}, the most that are taken; lower it, or "
+            "raise max_frames beside it or data.video_max_frames"
+        )
+    wanted = int(min(length / fps * (options.fps or settings.fps), length))
+    return min(max(wanted, least), most, length)
+
+
+def _bounds(
+    count: int, settings: VideoSettings, options: VideoOptions, where: str
+) -> tuple[int, int]:
+    """The least and the most pixels of all frames together. A record's are of each frame."""
+    side = settings.patch_size * settings.merge_size
+    most, least, floor = settings.max_pixels, settings.min_pixels, settings.min_pixels
+    if options.total_pixels is not None:
+        most = options.total_pixels * settings.temporal_patch_size
+    if options.min_pixels is not None:
+        least, floor = options.min_pixels * count, options.min_pixels
+    if settings.cap_pixels_per_frame:
+        share = min(settings.max_video_tokens * side * side, most // count)
+        most = max(share, int(floor * 1.05)) * count
+    if options.max_pixels is not None:
+        most = min(most, options.max_pixels * count)
+    if least > most and (options.min_pixels or options.max_pixels or options.total_pixels):
+        raise DataError(
+            f"{where}: of the pixels of its {count} frames, {least} are the least and {most} the "
+            "most; change min_pixels, max_pixels or total_pixels beside it, or "
+            "data.video_min_pixels or data.video_max_pixels"
+        )
+    return least, most
+
+
+def _resized(
+    count: int, info: VideoInfo, settings: VideoSettings, options: VideoOptions, where: str
+) -> tuple[int, int]:
     """The size of the resized frames, as Hugging Face's video processor chooses it."""
     side = settings.patch_size * settings.merge_size
     height, width = info.height, info.width
-    most = settings.max_pixels
-    if settings.cap_pixels_per_frame:
-        share = min(settings.max_video_tokens * side * side, most // count)
-        most = max(share, int(settings.min_pixels * 1.05)) * count
+    least, most = _bounds(count, settings, options, where)
     if min(height, width) < side:
         scale = max(side / height, side / width)
         height, width = int(height * scale), int(width * scale)
     check_aspect(height, width, f"{where} is {info.width} x {info.height} pixels")
     span = settings.temporal_patch_size
-    return smart_resize(height, width, side, settings.min_pixels, most, count, span)
+    return smart_resize(height, width, side, least, most, count, span)
 
 
 def video_text(plan: VideoPlan, merge_size: int, marks: VisionMarks) -> str:

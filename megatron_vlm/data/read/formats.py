@@ -60,8 +60,7 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
         image_of(v, f"{where}: image {i}", keys) for i, v in enumerate(column(raw, "image", where))
     ]
     videos = [
-        video_of(v, None, f"{where}: video {i}", keys)
-        for i, v in enumerate(column(raw, "video", where))
+        video_of(v, f"{where}: video {i}", keys) for i, v in enumerate(column(raw, "video", where))
     ]
     turns = place_media(turns, images, videos, where)
     for index, turn in enumerate(turns):

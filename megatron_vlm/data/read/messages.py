@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.marks import AWAITED_IMAGE, AWAITED_VIDEO
+from megatron_vlm.data.read.options import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.data.read.records import Part, Turn
 from megatron_vlm.data.read.values import (
     dicts,
@@ -43,6 +44,8 @@ _KINDS = {
     **{kind: kind for kind in _PARTS},
     **{"image_url": "image", "video_url": "video", "thinking": "reasoning"},
 }
+_MORE = {"image": IMAGE_OPTIONS | {"base64"}, "video": VIDEO_OPTIONS}
+_MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)}
 
 
 def parse_messages(messages: Any, where: str, keys: Keys) -> list[Turn]:
@@ -121,18 +124,23 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
     kind = _KINDS.get(given) if isinstance(given, str) else None
     if kind is None:
         raise DataError(f"{where} has type {given!r}; known: {', '.join(_KINDS)}")
-    more = {"image": {"base64"}, "video": {"fps"}}.get(kind, set())
+    more = _MORE.get(kind, frozenset())
     part = keys.read(part, {"type", *_PARTS[kind], *more}, where)
     value = only(part, _PARTS[kind], where)
     if kind in ("text", "reasoning"):
         return kind, text_of(value, kind, where)
-    if kind == "image":
-        if value is None and "base64" in part:
-            value = f"data:image;base64,{part['base64']}"
-        return kind, AWAITED_IMAGE if value is None else image_of(value, where, keys)
-    if kind == "video":
-        fps = part.get("fps")
-        return kind, AWAITED_VIDEO if value is None else video_of(value, fps, where, keys)
+    if kind == "image" and value is None and "base64" in part:
+        value = f"data:image;base64,{part['base64']}"
+    if kind in _MEDIA:
+        awaited, read = _MEDIA[kind]
+        if value is not None:
+            return kind, read(value, where, keys, part)
+        if said := sorted(part.keys() & _MORE[kind]):
+            raise DataError(
+                f"{where} has {said[0]}, but no {kind}; give both in the record's {kind}s: "
+                f'{{"path": ..., "{said[0]}": ...}}'
+            )
+        return kind, awaited
     return kind, value
 
 

@@ -14,6 +14,8 @@ class Image:
     """An image that is not opened yet: a path or URL, the bytes of a file, or a PIL image."""
 
     source: str | bytes | PIL.Image.Image
+    min_pixels: int | None = None  # of the resized image; None: as for all images
+    max_pixels: int | None = None
 
     @property
     def name(self) -> str:
@@ -24,11 +26,27 @@ class Image:
 
 
 @dataclass(frozen=True)
+class VideoOptions:
+    """What a record says about one of its videos, in the names that it uses; None: as for all."""
+
+    fps: float | None = None  # of a file: frames to take of a second; of a list: frames in one
+    nframes: int | None = None  # frames to take, instead of fps
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None  # of each resized frame
+    max_pixels: int | None = None
+    total_pixels: int | None = None  # of all temporal patches, which have the pixels of a frame
+    video_start: float | None = None  # seconds: only frames from here
+    video_end: float | None = None  # to here are taken
+    times: tuple[float, ...] | None = None  # of each frame of a list, in seconds
+
+
+@dataclass(frozen=True)
 class Video:
     """A video file, or a list of frames."""
 
     source: str | tuple[Image, ...]
-    fps: float | None = None  # of the frames given
+    options: VideoOptions = VideoOptions()
 
     @property
     def name(self) -> str:

@@ -1,14 +1,24 @@
 """Images and videos as records give them: named or held, never opened here."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import PIL.Image
 
 from megatron_vlm.data.read.keys import Keys
+from megatron_vlm.data.read.options import (
+    IMAGE_OPTIONS,
+    VIDEO_OPTIONS,
+    image_options,
+    joined,
+    video_options,
+)
 from megatron_vlm.data.read.records import Image, Video
 from megatron_vlm.data.read.values import is_empty, is_list, kind_of, only
 from megatron_vlm.errors import DataError
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
@@ -20,11 +30,12 @@ def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     return list(value) if is_list(value) else [value]
 
 
-def image_of(source: Any, where: str, keys: Keys) -> Image:
-    """An image given as a path, URL, bytes, PIL image, or an object that holds one of them."""
+def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Image:
+    """An image given as a path, URL, bytes, PIL image, or an object that holds one of them.
+    `beside` are the other keys of its part."""
+    held: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
-        known = {"bytes", "url", "path", "detail"}
-        held = keys.read(source, known, where)
+        held = keys.read(source, {"bytes", "url", "path", "detail", *IMAGE_OPTIONS}, where)
         if held.pop("detail", "auto") != "auto":  # OpenAI's resolution
             keys.read({"detail": source["detail"]}, (), where)
         source = next((held[key] for key in ("bytes", "url", "path") if key in held), None)
@@ -34,20 +45,27 @@ def image_of(source: Any, where: str, keys: Keys) -> Image:
         raise DataError(
             f"{where}: an image is a path, URL, bytes or PIL image, not {kind_of(source)}"
         )
-    return Image(source)
+    return Image(source, **image_options(joined(held, beside, IMAGE_OPTIONS, where), where))
 
 
-def video_of(source: Any, fps: Any, where: str, keys: Keys) -> Video:
-    """A video given as a path, an object that holds one, or a list of frames."""
-    if fps is not None and (not isinstance(fps, int | float) or not fps > 0):
-        raise DataError(f"{where}: fps is {fps!r}; give frames per second, above 0")
+def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
+    """A video given as a path, an object that holds one, or a list of frames. `beside` as for an
+    image."""
+    held: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):
-        source = only(keys.read(source, {"path", "url"}, where), ("path", "url"), where)
+        held = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
+        source = only(held, ("path", "url", "video"), where)
+    given = joined(held, beside, VIDEO_OPTIONS, where)
     if is_list(source):
         frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
         if not frames:
             raise DataError(f"{where}: the video has no frames")
-        return Video(frames, fps)
+        if any(frame.min_pixels or frame.max_pixels for frame in frames):
+            raise DataError(
+                f"{where}: frames have min_pixels or max_pixels of their own, and all frames of a "
+                "video have one size; give them beside the video"
+            )
+        return Video(frames, video_options(given, len(frames), where))
     if not isinstance(source, str) or not source:
         raise DataError(f"{where}: a video is a path or a list of frames, not {kind_of(source)}")
-    return Video(source, fps)
+    return Video(source, video_options(given, None, where))

@@ -23,6 +23,7 @@ from megatron_vlm.data.batch.batching import (
 from megatron_vlm.data.batch.dataset import DataSet
 from megatron_vlm.data.batch.position import Position
 from megatron_vlm.data.encode.views import ShownSample
+from megatron_vlm.data.media.video import CHOSEN
 
 MOST_STEPS = 500  # whose plans are measured: planning a whole large epoch would take minutes
 
@@ -134,7 +135,8 @@ def figure(value: float) -> str:
 
 
 def _settings(cfg: Config) -> tuple[tuple[str, str], ...]:
-    names = ("train_on", "max_tokens", "max_images", "truncation", "min_pixels", "max_pixels")
+    names = ["train_on", "max_tokens", "max_images", "truncation", "min_pixels", "max_pixels"]
+    names += [f"video_{name}" for name in CHOSEN]
     return (
         ("model.path", cfg.model.path),
         *((f"data.{name}", str(value)) for name in names if (value := getattr(cfg.data, name))),

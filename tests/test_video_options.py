@@ -1,0 +1,436 @@
+# .venv/bin/python -m pytest tests/test_video_options.py
+"""Rates, frames, pixels and times, by configuration and by record: rows equal transformers'."""
+
+import base64
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.image_utils import SizeDict
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata, read_video_pyav
+
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.data.media.video import VideoInfo, VideoSettings, plan_video
+from megatron_vlm.data.read.formats import parse_record
+from megatron_vlm.data.read.records import VideoOptions
+from megatron_vlm.errors import ConfigError, DataError
+from tests.chats import hf_encode, hf_processor, say
+from tests.videos import (
+    PAD,
+    SETTINGS,
+    Oracle,
+    SizeOracle,
+    hf,
+    make_video,
+    pixel_values,
+    random_frames,
+)
+
+COUNT, SIZE = 31, (96, 64)  # frames, 10 a second
+LEAST, MOST = 1024, 65536  # pixels of all frames, in tiny checkpoints
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video, and pictures as frames."""
+    folder = tmp_path_factory.mktemp("videos")
+    make_video(folder / "clip.mp4", COUNT, size=SIZE)
+    for number, frame in enumerate(random_frames(5, 90, 130)):
+        PIL.Image.fromarray(frame).save(folder / f"{number}.png")
+    return folder
+
+
+def record(**part: Any) -> dict[str, Any]:
+    return {"messages": [say("user", {"type": "video", **part}), say("assistant", "It rolls.")]}
+
+
+def row_of(model: str, folder: Path, raw: dict[str, Any], **keys: Any) -> Row:
+    return RowMaker(model, image_root=str(folder), **keys).row(raw)
+
+
+def assert_equal(row: Row, model: str, theirs: Any, oracle: Any) -> None:
+    """Tokens, grid and pixel values against what the oracle made."""
+    processor = hf_processor(model)
+    processor.video_processor = oracle
+    processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    text = processor.tokenizer.apply_chat_template(
+        [say("user", {"type": "video"}), say("assistant", "It rolls.")], tokenize=False
+    )
+    text = text.replace(PAD, processor.replace_video_token(theirs, 0))
+    assert row.ids_S.tolist() == processor.tokenizer(text)["input_ids"]
+    assert row.video_grid_I3.tolist() == theirs["video_grid_thw"].tolist()
+    ours = VideoSettings.from_checkpoint(model)
+    values = pixel_values(row.pixel_values_videos_PC.numpy(), ours)
+    assert torch.equal(values, theirs["pixel_values_videos"])
+
+
+def hf_file(path: Path, oracle: Any, sample: Callable[..., Any] | None = None) -> Any:
+    """The file as transformers reads it."""
+    frames, metadata = read_video_pyav(str(path), sample or oracle.sample_frames)
+    return oracle.preprocess(
+        [frames], video_metadata=[metadata], do_sample_frames=False, return_metadata=True
+    )
+
+
+# What is given, the frames that it makes of the clip, and the same for transformers.
+KEYS = [
+    ({}, 6, {}),
+    ({"fps": 1.0}, 4, {"fps": 1.0}),
+    ({"fps": 4.5}, 13, {"fps": 4.5}),
+    ({"fps": 100}, 31, {"fps": 100}),
+    ({"min_frames": 9}, 9, {"min_frames": 9}),
+    ({"max_frames": 5}, 5, {"max_frames": 5}),
+    ({"max_frames": 2}, 2, {"max_frames": 2}),  # below the checkpoint's least, 4
+    ({"fps": 4, "min_frames": 2, "max_frames": 7}, 7, {"fps": 4, "min_frames": 2, "max_frames": 7}),
+]
+
+
+@pytest.mark.parametrize(("given", "count", "theirs"), KEYS)
+def test_frames_by_keys_and_by_records_are_those_of_transformers(
+    given, count, theirs, tiny, folder
+):
+    oracle = Oracle.from_pretrained(tiny(), **theirs)
+    expected = hf_file(folder / "clip.mp4", oracle)
+    assert expected["video_grid_thw"][0, 0] == math.ceil(count / 2)
+    keys = {f"video_{name}": value for name, value in given.items()}
+    clip = {"video": "clip.mp4"}
+    assert_equal(row_of(tiny(), folder, record(**clip), **keys), tiny(), expected, oracle)
+    assert_equal(row_of(tiny(), folder, record(**clip, **given)), tiny(), expected, oracle)
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({"max_pixels": 30000}, (LEAST, 30000)),
+        ({"min_pixels": 60000, "max_pixels": 61000}, (60000, 61000)),
+        ({"min_pixels": 10**6, "max_pixels": 2 * 10**6}, (10**6, 2 * 10**6)),
+    ],
+)
+@pytest.mark.parametrize("cap", [False, True])
+def test_budgets_of_the_configuration_are_the_size_of_transformers(
+    keys, size, cap, tiny, folder, tmp_path
+):
+    model = with_cap(tiny(), tmp_path, cap)
+    least, most = size
+    oracle = Oracle.from_pretrained(model, size={"shortest_edge": least, "longest_edge": most})
+    chosen = {f"video_{name}": value for name, value in keys.items()}
+    row = row_of(model, folder, record(video="clip.mp4"), max_tokens=100_000, **chosen)
+    assert_equal(row, model, hf_file(folder / "clip.mp4", oracle), oracle)
+
+
+def with_cap(model: str, folder: Path, cap: bool) -> str:
+    """A copy of the checkpoint that says whether pixels of a frame are capped."""
+    copy = Path(shutil.copytree(model, folder / "model"))
+    path = copy / "video_preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cap_pixels_per_frame": cap}))
+    return str(copy)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"max_pixels": 2048}, (LEAST, 6 * 2048)),
+        ({"max_pixels": 10**6}, (LEAST, MOST)),  # the budget of all frames stays
+        ({"max_pixels": 2e6, "total_pixels": 2.5e5}, (LEAST, 500_000)),
+        ({"total_pixels": 9000}, (LEAST, 18000)),  # of temporal patches, and each has two frames
+        ({"min_pixels": 20000, "total_pixels": 90000}, (6 * 20000, 180_000)),
+    ],
+)
+def test_pixels_of_a_record_are_of_each_frame(given, size, tiny, folder, tmp_path):
+    model = with_cap(tiny(), tmp_path, False)
+    oracle = Oracle.from_pretrained(model, size=dict(zip(SIZE_NAMES, size, strict=True)))
+    row = row_of(model, folder, record(video="clip.mp4", **given))
+    assert_equal(row, model, hf_file(folder / "clip.mp4", oracle), oracle)
+
+
+SIZE_NAMES = ("shortest_edge", "longest_edge")
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "total", "num_frames"),
+    [
+        ({"nframes": 5}, 0, COUNT, 5),
+        ({"num_frames": 31}, 0, COUNT, 31),
+        ({"video_start": 1.2}, 12, 19, None),
+        ({"video_end": 1.25}, 0, 13, None),
+        ({"video_start": 0.71, "video_end": 2.5}, 8, 18, None),
+        ({"video_start": 2.0, "video_end": 99, "nframes": 3}, 20, 11, 3),
+    ],
+)
+def test_a_part_of_a_file_and_a_number_of_frames(given, first, total, num_frames, tiny, folder):
+    """Times are those of the whole file."""
+    oracle = Oracle.from_pretrained(tiny())
+
+    def sample(metadata: VideoMetadata, **_: Any) -> np.ndarray:
+        metadata = replace(metadata, total_num_frames=total)
+        return first + oracle.sample_frames(metadata, num_frames=num_frames)
+
+    expected = hf_file(folder / "clip.mp4", oracle, sample)
+    row = row_of(tiny(), folder, record(video="clip.mp4", **given))
+    assert_equal(row, tiny(), expected, oracle)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    count=st.integers(2, 3000),
+    fps=st.floats(1, 120),
+    size=st.tuples(st.integers(20, 2000), st.integers(20, 2000)),
+    rate=st.one_of(st.none(), st.floats(0.01, 60)),
+    most_frames=st.one_of(st.none(), st.integers(2, 900)),
+    pixels=st.tuples(*[st.one_of(st.none(), st.integers(1024, 10**6))] * 3),
+    cap=st.booleans(),
+)
+def test_plans_with_options_equal_hugging_face(count, fps, size, rate, most_frames, pixels, cap):
+    """Capped, each frame has at most what qwen-vl-utils gives it."""
+    least, most, total = pixels
+    if least and most and least > most:
+        least, most = most, least
+    ours = replace(SETTINGS, cap_pixels_per_frame=cap)
+    given = {"fps": rate, "max_frames": most_frames, "min_pixels": least}
+    options = VideoOptions(max_pixels=most, total_pixels=total, **given)
+    oracle = hf(SizeOracle, ours)
+    oracle.max_frames = most_frames or oracle.max_frames
+    indices = oracle.sample_frames(VideoMetadata(count, fps=fps), fps=rate)
+    taken = len(indices)
+    budget = 2 * total if total else ours.max_pixels
+    if cap:
+        share = min(ours.max_video_tokens * 32 * 32, budget // taken)
+        budget = max(share, int(1.05 * (least or ours.min_pixels))) * taken
+    low = least * taken if least else ours.min_pixels
+    high = min(budget, most * taken) if most else budget
+    plan = partial(plan_video, VideoInfo(count, fps, *size), ours, options=options)
+    if low > high and (least or most or total):
+        with pytest.raises(DataError, match=rf"{taken} frames, {low} are the least and {high} the"):
+            plan()
+        return
+    frames = torch.empty(1, taken, 3, *size, device="meta")
+    expected = oracle.resize(
+        frames, SizeDict(shortest_edge=low, longest_edge=high), None, 32, 2, False
+    )
+    found = plan()
+    assert list(found.indices) == indices.tolist()
+    assert (found.height, found.width) == expected
+
+
+# Lists of frames
+
+
+@pytest.mark.parametrize(
+    ("given", "metadata"),
+    [
+        ({}, {"fps": None}),
+        ({"fps": 2}, {"fps": 2}),
+        ({"sample_fps": 0.5}, {"fps": 0.5}),
+        ({"times": [0, 0.3, 1.5, 9, 40.25]}, {"fps": 1, "frames_indices": [0, 0.3, 1.5, 9, 40.25]}),
+        (
+            {"timestamps": [index / 29.97 for index in (3, 8, 21, 400, 401)]},
+            {"fps": 29.97, "frames_indices": [3, 8, 21, 400, 401]},
+        ),
+    ],
+)
+def test_the_times_of_frames_are_said_in_the_text(given, metadata, tiny, folder):
+    names = [f"{number}.png" for number in range(5)]
+    frames = np.stack([np.asarray(PIL.Image.open(folder / name)) for name in names])
+    oracle = Oracle.from_pretrained(tiny())
+    known = VideoMetadata(5, **{"frames_indices": list(range(5)), **metadata})
+    expected = oracle.preprocess(
+        [frames], video_metadata=[known], do_sample_frames=False, return_metadata=True
+    )
+    row = row_of(tiny(), folder, record(video=names, **given))
+    assert_equal(row, tiny(), expected, oracle)
+
+
+def test_pixels_of_frames_in_a_list(tiny, folder):
+    """5 frames of 90 x 130: 96 x 128 pixels each, if the budget allows."""
+    part = {"video": [f"{number}.png" for number in range(5)]}
+    assert row_of(tiny(), folder, record(**part)).video_grid_I3.tolist() == [[3, 6, 8]]
+    small = row_of(tiny(), folder, record(**part, max_pixels=64 * 96))
+    assert small.video_grid_I3.tolist() == [[3, 4, 4]]
+
+
+# Places
+
+
+@pytest.mark.parametrize("video", ["clip.mp4", {"path": "clip.mp4"}, {"url": "clip.mp4"}])
+def test_options_stand_beside_the_video_or_with_it_in_the_column(video, tiny, folder):
+    wanted = row_of(tiny(), folder, record(video="clip.mp4", fps=1.0, max_pixels=2048))
+    assert wanted.video_grid_I3.tolist() == [[2, 2, 2]]
+    held = {"path": video} if isinstance(video, str) else video
+    options = {"fps": 1, "max_pixels": 2048, "nframes": None, "times": []}
+    in_column = {"messages": [say("user", "<video>"), say("assistant", "It rolls.")]}
+    for raw in (
+        record(video=video, **options),
+        record(video={**held, **options}),
+        record(video={**held, "fps": 1.0}, max_pixels=2048),
+        {**in_column, "videos": [{**held, **options}]},
+    ):
+        row = row_of(tiny(), folder, raw)
+        assert row.ids_S.tolist() == wanted.ids_S.tolist()
+        assert torch.equal(row.pixel_values_videos_PC, wanted.pixel_values_videos_PC)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [({"max_pixels": 4096}, (LEAST, 4096)), ({"min_pixels": 40000}, (40000, MOST))],
+)
+def test_pixels_of_an_image_are_those_of_transformers(given, size, tiny, folder):
+    """The other image is as it was."""
+    data = base64.b64encode((folder / "0.png").read_bytes()).decode()
+    plain = {"type": "image", "image": f"data:image/png;base64,{data}"}
+    raw = {"messages": [say("user", plain | given, plain), say("assistant", "Red.")]}
+    bounds = dict(zip(SIZE_NAMES, size, strict=True))
+    picture = PIL.Image.open(folder / "0.png")
+    theirs = [
+        Qwen2VLImageProcessorPil.from_pretrained(tiny(), **sizes)(picture, return_tensors="pt")
+        for sizes in ({"size": bounds}, {})
+    ]
+    row = row_of(tiny(), folder, raw)
+    assert row.image_grid_I3.tolist() == [t["image_grid_thw"][0].tolist() for t in theirs]
+    bare = {"messages": [say("user", plain), say("assistant", "Red.")]}
+    usual = hf_encode(hf_processor(tiny()), bare)["input_ids"].shape[1]
+    tokens = [int(t["image_grid_thw"].prod()) // 4 for t in theirs]
+    assert len(row.ids_S) == usual + tokens[0] + 2 and tokens[0] != tokens[1]
+    resized = PIL.Image.fromarray(np.asarray(picture))
+    ours = ImageSettings.from_checkpoint(tiny(), *size)
+    assert ours.grid(resized.height, resized.width) == tuple(row.image_grid_I3[0].tolist())
+    side = 3 * 16 * 16
+    bytes_PC = torch.cat([t["pixel_values"][:, :].view(-1, 3, 2, 256)[:, :, 0] for t in theirs])
+    found = row.pixel_values_PC.view(-1, 3, 256).float() / 127.5 - 1
+    assert row.pixel_values_PC.shape[1] == side
+    torch.testing.assert_close(found, bytes_PC, atol=1e-6, rtol=0)
+
+
+# What is refused
+
+FILE, FRAMES = {"video": "clip.mp4"}, {"video": ["0.png", "1.png"]}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *[(FILE | {"fps": v}, f"fps is {v!r}; give frames") for v in (0, -1, math.nan, True, 1e-300)],
+    (FILE | {"fps": "2"}, "fps is '2'; give frames"),
+    (FILE | {"nframes": 1}, "nframes is 1; give a whole number, at least 2"),
+    (FILE | {"nframes": 4.5}, r"nframes is 4\.5; give a whole number"),
+    (FILE | {"max_frames": 1}, "max_frames is 1; give a whole number, at least 2"),
+    (FILE | {"min_frames": 10**400}, "min_frames is 1000"),
+    (FILE | {"min_frames": math.inf}, "min_frames is inf"),
+    (FILE | {"max_pixels": "big"}, "max_pixels is 'big'; give a whole number, at least 1"),
+    (FILE | {"total_pixels": [4]}, r"total_pixels is \[4\]"),
+    (FILE | {"video_start": -1}, "video_start is -1; give seconds, at least 0"),
+    (FILE | {"video_end": math.nan}, "video_end is nan; give seconds"),
+    (FILE | {"video_start": 3, "video_end": 2}, r"video_start is 3\.0, above video_end, .* 2\.0"),
+    (FILE | {"min_frames": 9, "max_frames": 8}, "min_frames is 9, above max_frames, which is 8"),
+    (FILE | {"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels, which is 8"),
+    (FILE | {"nframes": 4, "fps": 2}, "nframes says how many frames are taken; leave out fps"),
+    (FILE | {"times": [0, 1]}, "times is not carried out: it is for a list of frames, not a file"),
+    (FILE | {"sample_fps": 2}, "sample_fps is not carried out: it is for a list"),
+    (FILE | {"resized_height": 64}, "resized_height is not carried out: sizes .*min_pixels"),
+    (FILE | {"video": {"path": "clip.mp4", "fps": 1}, "fps": 2}, "fps is given twice, and differs"),
+    *[
+        (FRAMES | {key: 4}, f"{key} is not carried out: frames given as a list are all taken")
+        for key in ("nframes", "min_frames", "max_frames", "video_start", "video_end")
+    ],
+    (FRAMES | {"raw_fps": 24}, "raw_fps is not carried out: .* give times"),
+    (FRAMES | {"times": [1]}, "1 times for 2 frames; give one for each frame"),
+    (FRAMES | {"times": "1 2"}, "times must be a list of seconds, but this is a str"),
+    (FRAMES | {"times": [1, None]}, "time 1 is null; give seconds"),
+    (FRAMES | {"times": [1, -2]}, "time 1 is -2; give seconds, at least 0"),
+    (FRAMES | {"times": [2, 1]}, "time 1 is 1, before 2, that of the frame before it"),
+    (FRAMES | {"times": [1, 2], "fps": 2}, "times and fps both say when the frames are"),
+    (FRAMES | {"fps": 2, "sample_fps": 3}, "'fps' and 'sample_fps' mean the same and differ"),
+    ({"video": [{"path": "0.png", "max_pixels": 4096}] * 2}, "frames have min_pixels or max"),
+    (
+        {"fps": 2},
+        r'has fps, but no video; give both in the record.s videos: {"path": ...',
+    ),
+    (FILE | {"speed": 2}, "the meaning of 'speed' .*is not known here"),
+]
+
+
+@pytest.mark.parametrize(("part", "message"), WRONG)
+def test_values_that_are_refused(part, message):
+    with pytest.raises(DataError, match=rf"chats\.jsonl:7: .*{message}"):
+        parse_record(record(**part), "chats.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"max_pixels": 0}, "max_pixels is 0; give a whole number, at least 1"),
+        ({"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels, which is 8"),
+        ({"resized_width": 64}, "resized_width is not carried out"),
+    ],
+)
+def test_values_of_images_that_are_refused(part, message):
+    said = [say("user", {"type": "image", "image": "a.png", **part}), say("assistant", "b")]
+    with pytest.raises(DataError, match=rf"chats\.jsonl:7: message 0, part 0: {message}"):
+        parse_record({"messages": said}, "chats.jsonl:7")
+    with pytest.raises(DataError, match=rf"chats\.jsonl:7: image 0: {message}"):
+        raw = {"messages": [say("user", "a"), said[1]], "images": [{"path": "a.png", **part}]}
+        parse_record(raw, "chats.jsonl:7")
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "message"),
+    [
+        ({"nframes": 32}, {}, "nframes is 32, and there are 31 frames"),
+        ({"nframes": 9, "video_end": 0.5}, {}, "nframes is 9, and there are 6 frames"),
+        ({"video_start": 3.1}, {}, r"no frame is between video_start=3\.1 and video_end=the end"),
+        ({"video_start": 1.01, "video_end": 1.09}, {}, "no frame is between"),
+        ({"video_start": 3.0}, {}, "1 of 1 frames are taken"),
+        ({"min_frames": 9}, {"video_max_frames": 8}, "min_frames is 9, above 8"),
+        ({"max_pixels": 100}, {}, "6 frames, 1024 are the least and 600 the most"),
+        ({"min_pixels": 20000}, {}, "6 frames, 120000 are the least and 65536 the most"),
+    ],
+)
+def test_what_does_not_fit_the_file_or_the_settings(part, keys, message, tiny, folder):
+    maker = RowMaker(tiny(), image_root=str(folder), **keys)
+    with pytest.raises(DataError, match=rf"chats\.jsonl:7: video 0: .*{message}"):
+        maker.row(record(video="clip.mp4", **part), where="chats.jsonl:7")
+
+
+def test_seconds_of_a_file_that_does_not_say_its_rate():
+    with pytest.raises(DataError, match="row 3: video_start and video_end are seconds"):
+        plan_video(
+            VideoInfo(9, None, 64, 64), SETTINGS, where="row 3", options=VideoOptions(video_end=1.0)
+        )
+
+
+def test_bounds_of_an_image_that_contradict_the_configuration(tiny, folder):
+    part = {"type": "image", "image": "0.png", "max_pixels": 5000}
+    raw = {"messages": [say("user", part), say("assistant", "Red.")]}
+    with pytest.raises(DataError, match="image 0: of its pixels, 6000 are the least and 5000 the"):
+        row_of(tiny(), folder, raw, min_pixels=6000)
+    assert len(row_of(tiny(), folder, raw).ids_S)
+
+
+def test_what_is_ignored_has_no_effect(tiny, folder):
+    raw = record(video="clip.mp4", resized_height=64, fps=1)
+    ignored = row_of(tiny(), folder, raw, ignore_keys=("resized_height", "fps"))
+    assert ignored.video_grid_I3[0, 0] == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"video_min_frames": 9, "video_max_frames": 8}, "video_min_frames=9 is above data.vid"),
+        ({"video_min_frames": 769}, "video_min_frames=769 is above data.video_max_frames=768"),
+        ({"video_max_pixels": 1000}, "video_min_pixels=1024 is above data.video_max_pixels=1000"),
+        ({"video_fps": 0}, "data.video_fps=0: give more than 0"),
+        ({"video_max_frames": 1}, "data.video_max_frames=1: give at least 2"),
+    ],
+)
+def test_keys_that_are_refused(keys, message, tiny):
+    with pytest.raises(ConfigError, match=message):
+        RowMaker(tiny(), **keys)
