@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.dataset import Handle
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question
-from megatron_vlm.hub import folder_of
 from megatron_vlm.model.log_probs import target_log_probs
 from megatron_vlm.step.decode import candidate_log_probs, generate, pick_ids
 from megatron_vlm.step.pipeline import Stage
@@ -106,9 +106,7 @@ class Voice:
 
     @staticmethod
     def of(cfg: Config) -> "Voice":
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder_of(cfg.model.path), trust_remote_code=False
-        )
+        tokenizer = read_tokenizer(cfg.model.path)
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
         ids = tokenizer(prefill)["input_ids"] if prefill else []

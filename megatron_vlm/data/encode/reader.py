@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chat import ChatRenderer
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, place_row
 from megatron_vlm.data.encode.sample import Encoder, Grid, Sample
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import VideoSettings, video_patches
@@ -74,7 +74,7 @@ class Reader:
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
     folder = folder_of(model_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = read_tokenizer(model_path)
     marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
