@@ -7,6 +7,7 @@ the field, the reason and the remedy.
 
 import json
 import math
+import os
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,7 +59,8 @@ class Outside:
         try:
             path = require_file(self.name)
             with self.border("cannot be read"), path.open("rb") as file:
-                found = file.read(most + 1)
+                size = os.fstat(file.fileno()).st_size
+                found = file.read(min(size, most) + 1)  # as much as is asked for is allocated
         except DataError as error:
             if self.kind is DataError:
                 raise
@@ -88,7 +90,7 @@ class Outside:
         try:
             value = json.loads(text, object_pairs_hook=_once)
         except ValueError as error:
-            raise self.error(f"not {what}: {reason(error)}") from error
+            raise self.error(f"not {what}: {_short(str(error))}") from error
         except RecursionError:
             raise self.too_deep() from None
         if opened > MOST_DEPTH and is_too_deep(value):
@@ -162,7 +164,10 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = str(error).splitlines()
-    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+
+
+def _short(said: str) -> str:
     return said if len(said) <= _LONGEST else said[:_LONGEST] + "..."
 
 

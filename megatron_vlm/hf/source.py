@@ -16,7 +16,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.hub import folder_of, pin
 from megatron_vlm.outside import Field, Outside
-from megatron_vlm.paths import require_file, what_is_at
+from megatron_vlm.paths import what_is_at
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -115,14 +115,17 @@ def _indexed(index: Path) -> Iterator[str]:
 def read_header(file: Path) -> dict[str, Any]:
     """The JSON header of a safetensors file, without its metadata: of each tensor its dtype, shape
     and data_offsets, which are inside the file."""
-    outside = _outside(file)
-    require_file(file)
-    with outside.border("cannot be read"), open(file, "rb") as stream:
+    with _outside(file).border("cannot be read"):
+        found = what_is_at(file)
+    if found != "a file":
+        raise _outside(file).error(f"there is {found} in its place")
+    with _outside(file).border("cannot be read"), open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = os.fstat(stream.fileno()).st_size
         if not 0 < length <= min(size - 8, _MOST_HEADER):
             raise CheckpointError(f"{file}: header of {length} bytes in a file of {size}")
         text = stream.read(length)
+    outside = _outside(f"{file}: its header is damaged")
     tensors = Field(outside.parsed(text), "", outside).object()
     tensors.pop("__metadata__", None)
     end = 0
@@ -141,5 +144,5 @@ def read_header(file: Path) -> dict[str, Any]:
     return {name: tensor.value for name, tensor in tensors.items()}
 
 
-def _outside(file: Path) -> Outside:
+def _outside(file: Path | str) -> Outside:
     return Outside(str(file), CheckpointError, "download it again")
