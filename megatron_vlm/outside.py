@@ -163,8 +163,8 @@ def reason(error: BaseException) -> str:
     """What an error says, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    lines = str(error).splitlines()
-    return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
+    said = " ".join(str(error).split())
+    return _short(f"{type(error).__name__}: {said}" if said else type(error).__name__)
 
 
 def _short(said: str) -> str:
