@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, DataError
+from megatron_vlm.outside import Outside
 
 MARK = "megatron_vlm.json"
 _NEW = ".new"
@@ -48,8 +49,8 @@ def write_text(path: Path, text: str) -> None:
 def read_mark(folder: Path) -> dict[str, Any] | None:
     """The mark of a folder; None where there is none that can be read."""
     try:
-        mark = json.loads((folder / MARK).read_bytes())
-    except (OSError, ValueError):
+        mark = Outside(str(folder / MARK)).json().value
+    except DataError:
         return None
     return mark if isinstance(mark, dict) and "run" in mark else None
 

@@ -48,5 +48,9 @@ def require_files_in(folder: str | Path) -> None:
     """Refuse a folder that holds anything but files and folders, however deep."""
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
-            if (found := what_is_at(path)) not in ("a file", "a folder", "nothing"):
+            try:
+                found = what_is_at(path)
+            except OSError as error:  # a loop of links
+                raise DataError(f"{path} cannot be read: {error.strerror}; remove it") from error
+            if found not in ("a file", "a folder", "nothing"):
                 raise DataError(f"{path} is {found}, and only files are read; remove it")

@@ -2,6 +2,7 @@
 """Mistakes that the command line and config.json show are said before torch is imported."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ MISTAKES = {
     "train {ok} model.path=nowhere": "model.path='nowhere' has no config.json",
     "train {ok} model.path={llama}": "says model_type='llama'; this version trains dense",
     "train {ok} model.path={gelu}": "text_config.hidden_act='gelu', and it computes only 'silu'",
-    "train {ok} model.path={broken}": "its config.json is not JSON: Expecting",
+    "train {ok} model.path={broken}": "config.json: not JSON: Expecting",
     "train {ok} parallel.tp=3": "parallel.tp=3 does not divide the model's num_attention_heads=4",
     "train {ok} parallel.tp=4": "does not divide the model's num_key_value_heads=2",
     "train {ok} parallel.pp=9": "parallel.pp=9 is more than the model's 4 layers",
@@ -133,13 +134,34 @@ def test_fields_are_refused_by_name_where_they_are_refused_later(tiny, tmp_path)
 @pytest.mark.parametrize(
     "text",
     [
-        "[]",
         '{"model_type": "qwen3_vl"}',
         '{"model_type": "qwen3_vl", '
-        '"text_config": {"num_hidden_layers": "four"}, "vision_config": []}',
-        "",
+        '"text_config": {"num_hidden_layers": null}, "vision_config": {}}',
     ],
 )
 def test_what_json_cannot_tell_is_left_to_transformers(text, tmp_path):
-    (tmp_path / "config.json").write_text(text or " " * 2**20 + " ")
+    (tmp_path / "config.json").write_text(text)
     assert read_counts(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "config.json: it is [], not an object; give a folder of a Qwen3-VL checkpoint"),
+        (
+            '{"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": "four"}}',
+            "text_config.num_hidden_layers='four', not a whole number from 1 to 1024",
+        ),
+        ('{"model_type": "a", "model_type": "b"}', "'model_type' stands twice in an object"),
+        (" " * 2**20 + " ", "has more than 1,048,576 bytes"),
+        ("[" * 10**5, "nested too deeply"),
+        ("[" * 101 + "]" * 101, "nested too deeply, in more than 100 levels"),
+    ],
+)
+def test_what_json_shows_to_be_wrong(text, words, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_counts(str(tmp_path))
+    assert words in str(caught.value) and str(tmp_path) in str(caught.value)
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        read_sizes(tmp_path)

@@ -17,10 +17,11 @@ from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
 from megatron_vlm.config.validate import MOST_NEW_TOKENS, check_values
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.evaluation.command import run_eval
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.new_tokens import find_new_tokens, load_tokenizer
+from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.hf.source import HFCheckpoint
 from tests.batches import ALL_TEXT, MIXED, make_rows
 from tests.chats import say
@@ -121,7 +122,7 @@ def test_text_that_spells_a_token_becomes_it(tiny):
     names = ("<point>", "</point>", "a b")
     record = {"messages": [say("user", "Where?"), say("assistant", "<point>3</point>a b!")]}
     row = RowMaker(tiny(), add_tokens=names).row(record)
-    tokenizer = load_tokenizer(tiny(), names)
+    tokenizer = read_tokenizer(tiny(), names)
     trained = row.ids_S[row.labels_S != IGNORE].tolist()
     assert [i for i in trained if i >= KNOWN] == [KNOWN, KNOWN + 1, KNOWN + 2]
     assert tokenizer.decode(trained, skip_special_tokens=True) == "<point>3</point>a b!"
@@ -172,7 +173,7 @@ def test_the_export_has_the_tokens_in_transformers(points, pool):
     text = "x<more 0><|im_end|> <more 39>y"
     tokenizer = AutoTokenizer.from_pretrained(export)
     assert len(tokenizer) == KNOWN + len(MORE)
-    assert tokenizer(text) == load_tokenizer(base, MORE)(text)
+    assert tokenizer(text) == read_tokenizer(base, MORE)(text)
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == (
         "x<more 0> <more 39>y"
     )

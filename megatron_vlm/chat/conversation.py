@@ -4,7 +4,7 @@ The model is that of training and evaluation, in one process. Each question is e
 that went before, as a record would be.
 """
 
-import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +17,10 @@ from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.read.records import Image
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hub import folder_of
+from megatron_vlm.outside import Outside
 from megatron_vlm.paths import require_file
 from megatron_vlm.step.decode import generate
 from megatron_vlm.worker import MegatronWorker
@@ -97,9 +99,12 @@ class Conversation:
 
 def _stop_ids(folder: Path, end: int) -> tuple[int, ...]:
     """The tokens that end an answer: <|im_end|>, and those that transformers stops at."""
-    try:
-        found = json.loads((folder / "generation_config.json").read_bytes())["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        found = []
-    listed = found if isinstance(found, list) else [found]
-    return (end, *(each for each in listed if type(each) is int))
+    path = folder / "generation_config.json"
+    if not os.path.lexists(path):
+        return (end,)
+    file = Outside(str(path), ConfigError, "give the file as the checkpoint has it, or none")
+    found = file.json(2**20).get("eos_token_id")
+    if found is None:
+        return (end,)
+    listed = found.items() if isinstance(found.value, list) else [found]
+    return (end, *(each.whole() for each in listed))

@@ -3,13 +3,12 @@
 A checkpoint has Hugging Face's tensors already, only cut into pieces: see pieces.py.
 """
 
-import json
 from pathlib import Path
 
-from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, verify
-from megatron_vlm.checkpoint.pieces import PieceReader
+from megatron_vlm.checkpoint.manifest import Manifest, verify
+from megatron_vlm.checkpoint.pieces import PieceReader, outside_file, read_index
 from megatron_vlm.checkpoint.store import find_checkpoint
-from megatron_vlm.config import from_yaml
+from megatron_vlm.config import read_saved
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError
@@ -19,6 +18,7 @@ from megatron_vlm.hf.export_mark import ExportMark, check_replaceable
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import exported, name_table
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.outside import Field
 
 
 def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
@@ -26,12 +26,12 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
     weights comes from the Hugging Face folder that was trained, or from `model_path`."""
     check_replaceable(Path(out), None)
     folder = find_checkpoint(Path(given))
-    verify(folder)
-    cfg = from_yaml((folder / "config.yaml").read_text())
+    manifest = verify(folder)
+    cfg = read_saved(folder)
     source = HFCheckpoint(model_path or cfg.model.path, cfg.data.add_tokens)
     source.read_headers()
     check_tensors(source)
-    reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
+    reader = PieceReader(folder, read_index(folder))
     dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)
     names = exported(table)
@@ -42,7 +42,7 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
             f"first {missing[0]}; give the folder that was trained with --model"
         )
     done = training_of(folder)
-    mark = None if done is None else mark_of(read_manifest(folder), done.step)
+    mark = None if done is None else mark_of(manifest, done.step)
     named = ((name, reader.whole(name)) for name in names)
     write_folder(source, table, named, out, mark=mark, done=done)
     return folder
@@ -50,12 +50,24 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
 
 def training_of(folder: Path) -> Training | None:
     """What a checkpoint says of its training; None of one that was not saved by a run."""
-    progress = json.loads((folder / "state.json").read_text())["progress"]
-    if "step" not in progress:
+    progress = outside_file(folder / "state.json").json()["progress"]
+    if progress.get("step") is None:
         return None
-    cfg = from_yaml((folder / "config.yaml").read_text())
-    facts = ("tokens", "scores", "scored_step")  # those of older versions lack them
-    return Training(cfg, progress["step"], **{k: progress[k] for k in facts if k in progress})
+    tokens, scored = progress.get("tokens"), progress.get("scored_step")
+    scores = progress.get("scores")  # those of older versions lack all three
+    return Training(
+        read_saved(folder),
+        progress["step"].whole(),
+        None if tokens is None else tokens.whole(),
+        {} if scores is None else {name: _figures(each) for name, each in scores.object().items()},
+        None if scored is None else scored.whole(),
+    )
+
+
+def _figures(scores: Field) -> dict[str, float]:
+    """Those that are finite: JSON has NaN where a score could not be had."""
+    found = {key: field.value for key, field in scores.object().items()}
+    return {key: value for key, value in found.items() if type(value) in (int, float)}
 
 
 def mark_of(manifest: Manifest, step: int) -> ExportMark:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, DataError
 from megatron_vlm.folders import MARK, sync
+from megatron_vlm.outside import Field, Outside, reason
+from megatron_vlm.paths import require_file
 
 COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
 
@@ -73,18 +75,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read complete.json; CheckpointError where there is none, or it has changed."""
     path = folder / COMPLETE
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path} cannot be read: the checkpoint was never completed")
+    file = Outside(str(path), CheckpointError, "use another checkpoint")
+    text = file.content()
+    changed = CheckpointError(f"{path} has changed since it was written; use another checkpoint")
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}; the checkpoint was never completed"
-        ) from error
-    try:
-        manifest = _parse(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        manifest = Manifest(())
+        manifest = _parse(Field(file.parsed(text), "", file))
+    except CheckpointError as error:
+        raise changed from error
     if _render(manifest).encode() != text:
-        raise CheckpointError(f"{path} has changed since it was written; use another checkpoint")
+        raise changed
     return manifest
 
 
@@ -105,11 +106,13 @@ def check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
             )
 
 
-def verify(folder: Path, share: slice = slice(None)) -> None:
+def verify(folder: Path, share: slice = slice(None)) -> Manifest:
     """Read every file again and compare its digest; raises CheckpointError with the name of the
-    file that is missing, truncated or changed. `share`: only these of the files, by name."""
+    file that is missing, truncated or changed, and returns what complete.json says. `share`: only
+    these of the files, by name."""
     folder = Path(folder)
-    records = sorted(read_manifest(folder).files, key=lambda record: record.name)[share]
+    manifest = read_manifest(folder)
+    records = sorted(manifest.files, key=lambda record: record.name)[share]
     check_sizes(folder, records)
     with ThreadPoolExecutor(max_workers=8) as threads:  # hashing leaves the GIL to the others
         for record, digest in zip(
@@ -120,6 +123,7 @@ def verify(folder: Path, share: slice = slice(None)) -> None:
                     f"{folder / record.name} has changed since it was written: its digest is "
                     f"{digest[:16]}..., and was {record.blake2b[:16]}...; use another checkpoint"
                 )
+    return manifest
 
 
 def foreign_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -128,11 +132,21 @@ def foreign_files(folder: Path, manifest: Manifest) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 
 
-def _parse(raw: dict[str, Any]) -> Manifest:
-    files = tuple(FileRecord(name, size, digest) for name, (size, digest) in raw["files"].items())
-    if "serial" not in raw:
-        return Manifest(files)
-    return Manifest(files, raw["run"], raw["serial"], tuple(raw["line"]))
+def _parse(raw: Field) -> Manifest:
+    files = []
+    for name, field in raw["files"].object().items():
+        if name != Path(name).name or name in ("", ".."):
+            raise field.error("of a file in the folder of the checkpoint")
+        if len(facts := field.items()) != 2:
+            raise field.error("a size and a digest")
+        files.append(FileRecord(name, facts[0].whole(), facts[1].string()))
+    if raw.get("serial") is None:
+        return Manifest(tuple(files))
+    line = tuple(each.string() for each in raw["line"].items())
+    run = raw.get("run")
+    return Manifest(
+        tuple(files), None if run is None else run.string(), raw["serial"].whole(), line
+    )
 
 
 def _render(manifest: Manifest) -> str:
@@ -163,9 +177,10 @@ def _hasher() -> "hashlib.blake2b":
 
 def _digest(path: Path) -> str:
     try:
+        require_file(path)
         with open(path, "rb") as file:
             return hashlib.file_digest(file, _hasher).hexdigest()
-    except OSError as error:
+    except (OSError, DataError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}; use another checkpoint"
+            f"{path} cannot be read: {reason(error)}; use another checkpoint"
         ) from error

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.names import Entry
+from megatron_vlm.outside import Outside
+from megatron_vlm.paths import require_file
 
 TensorShape = tuple[int, ...]
 Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
@@ -205,27 +207,43 @@ class PieceReader:
             left, right = max(col, at_col), min(col + cols, at_col + num_cols)
             if top >= bottom or left >= right:
                 continue
-            stored = self._slice(rank, _piece_name(piece.key, at_row, at_col))
-            found = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
-            piece.data[top - row : bottom - row, left - col : right - col].copy_(found)
-            missing -= found.numel()
-        assert not missing, piece
+            with outside_file(self.folder / rank_file(rank)).border(f"of {piece.key}"):
+                stored = self._file(rank).get_slice(_piece_name(piece.key, at_row, at_col))
+                found = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
+                piece.data[top - row : bottom - row, left - col : right - col].copy_(found)
+                missing -= found.numel()
+        if missing:
+            raise outside_file(self.folder / "index.json").error(
+                f"of {piece.key}, {missing} values are in none of its pieces, or in several"
+            )
 
     def whole(self, key: str) -> Tensor:
         """A tensor in its own shape, in fp32, which holds each of its types exactly."""
         shape = self.index[key]["shape"]
-        tensor = torch.empty(shape, dtype=torch.float32)
+        with outside_file(self.folder / "index.json").border(f"{key} has the shape {shape}"):
+            tensor = torch.empty(shape, dtype=torch.float32)
         self.fill(Piece(key, 0, 0, tensor.view(shape[0], -1)))
         return tensor
 
-    def _slice(self, rank: int, name: str) -> Any:
-        return self._file(rank).get_slice(name)
-
     def _file(self, rank: int) -> Any:
         if rank not in self.files:
-            path = self.folder / rank_file(rank)
-            try:
-                self.files[rank] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            path = require_file(self.folder / rank_file(rank))
+            self.files[rank] = safe_open(path, framework="pt")
         return self.files[rank]
+
+
+def outside_file(path: Path) -> Outside:
+    """A file of a checkpoint."""
+    return Outside(str(path), CheckpointError, "use another checkpoint")
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """index.json: of each tensor its shape and pieces, each a rank and a rectangle."""
+    found: dict[str, Any] = {}
+    for key, entry in outside_file(folder / "index.json").json().object().items():
+        shape = [side.whole(1, _FAR) for side in entry["shape"].items()]
+        pieces = [[number.whole(0, _FAR) for number in p.items()] for p in entry["pieces"].items()]
+        if not shape or any(len(piece) != 5 for piece in pieces):
+            raise entry.error("a shape, and pieces of a rank, a row, a column, rows and columns")
+        found[key] = {"shape": shape, "pieces": pieces}
+    return found

@@ -26,7 +26,9 @@ from megatron_vlm.checkpoint.pieces import (
     PieceReader,
     Rectangle,
     make_index,
+    outside_file,
     rank_file,
+    read_index,
     safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
@@ -179,25 +181,30 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
     if not verified:
         _verify(folder, device)
     with fail_together(device, CheckpointError):
-        state = json.loads((folder / "state.json").read_text())
-        if state["format"] not in _READABLE:
+        state = outside_file(folder / "state.json").json()
+        if (found := state["format"].value) not in _READABLE:
             raise CheckpointError(
-                f"{folder} has format {state['format']}, and this version reads {_READABLE}; "
+                f"{folder} has format {found}, and this version reads {_READABLE}; "
                 "load it with the version of megatron_vlm that wrote it"
             )
-        _check_tokens(worker, folder, state.get("add_tokens", []))  # older ones have none
-        reader = PieceReader(folder, json.loads((folder / "index.json").read_text()))
+        added = state.get("add_tokens")  # older ones have none
+        tokens = [] if added is None else [each.string() for each in added.items()]
+        _check_tokens(worker, folder, tokens)
+        lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
+        progress = state["progress"]
+        progress.object()
+        reader = PieceReader(folder, read_index(folder))
         pieces = list(held_pieces(worker, writing=False))
         reader.check(pieces, shapes_of(worker))
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
             worker.watchdog.busy()
-    worker.lr = state["lr"]
+    worker.lr = lr
     if worker.optimizer is not None:
-        set_step(worker.optimizer, state["optimizer_steps"])
+        set_step(worker.optimizer, steps)
         set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
-    return dict(state["progress"])
+    return dict(progress.value)
 
 
 def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:

@@ -1,7 +1,14 @@
 """The one configuration: frozen dataclasses, filled by Hydra from `configs/` and `key=value`."""
 
 from megatron_vlm.config.file import ConfigFile
-from megatron_vlm.config.load import config_dir, from_yaml, known_keys, load_config, to_yaml
+from megatron_vlm.config.load import (
+    config_dir,
+    from_yaml,
+    known_keys,
+    load_config,
+    read_saved,
+    to_yaml,
+)
 from megatron_vlm.config.schema import Config
 
 __all__ = [
@@ -11,5 +18,6 @@ __all__ = [
     "from_yaml",
     "known_keys",
     "load_config",
+    "read_saved",
     "to_yaml",
 ]

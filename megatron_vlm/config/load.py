@@ -21,8 +21,10 @@ from megatron_vlm.config.schema import Config, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.outside import Outside
 
 _PRIMARY = "train"  # configs/train.yaml
+_MOST_SAVED = 2**20  # bytes of a config.yaml
 
 
 def config_dir() -> Path:
@@ -68,6 +70,22 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
         schema = OmegaConf.structured(_composable(Config))
         own = {} if file is None else file.nested()
         return _typed(OmegaConf.merge(schema, OmegaConf.create(text), own, changes))
+
+
+def read_saved(
+    folder: Path, overrides: Sequence[str] = (), file: ConfigFile | None = None
+) -> Config:
+    """The config.yaml of a run or of one of its checkpoints, with changes as in `from_yaml`."""
+    saved = Outside(
+        str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
+    )
+    text = saved.text(_MOST_SAVED)
+    try:
+        with saved.border("not a configuration"):
+            cfg = from_yaml(text)
+    except ConfigError as error:
+        raise error if saved.name in str(error) else saved.error(str(error)) from error
+    return from_yaml(text, overrides, file) if overrides or file else cfg
 
 
 def _refuse_recipes(overrides: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_vlm.checkpoint.store import find_checkpoint
-from megatron_vlm.config import ConfigFile, from_yaml, load_config
+from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import require
@@ -27,7 +27,7 @@ def locate(
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
     else:
         checkpoint = find_checkpoint(folder)
-        cfg = from_yaml((checkpoint / "config.yaml").read_text(), overrides, file)
+        cfg = read_saved(checkpoint, overrides, file)
     require(cfg, "data.eval")
     path = pin(cfg.model.path, weights=True)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint

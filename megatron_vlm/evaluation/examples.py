@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_vlm.folders import write_text
+from megatron_vlm.outside import Outside
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Examples:
 
     @staticmethod
     def read(path: Path) -> "Examples":
-        """OSError, ValueError, TypeError, KeyError or AttributeError where it is not one."""
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        """A DataError where it is not one."""
+        raw = Outside(str(path)).json()
         shown = []
-        for item in raw["examples"]:
-            texts = {key: str(item[key]) for key in ("where", "answer", "prediction", "prompt")}
-            shown.append(Example(**texts, images=tuple(map(str, item.get("images", ())))))
-        return Examples(str(raw["name"]), int(raw["step"]), tuple(shown))
+        for item in raw["examples"].items():
+            texts = {key: item[key].string() for key in ("where", "answer", "prediction", "prompt")}
+            images = item.get("images")
+            sources = () if images is None else tuple(each.string() for each in images.items())
+            shown.append(Example(**texts, images=sources))
+        return Examples(raw["name"].string(), raw["step"].whole(), tuple(shown))

@@ -18,10 +18,10 @@ from megatron_vlm.data.batch.dataset import Handle
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question
-from megatron_vlm.family.new_tokens import load_tokenizer
 from megatron_vlm.model.log_probs import target_log_probs
 from megatron_vlm.step.decode import candidate_log_probs, generate, pick_ids
 from megatron_vlm.step.pipeline import Stage
@@ -106,7 +106,7 @@ class Voice:
 
     @staticmethod
     def of(cfg: Config) -> "Voice":
-        tokenizer = load_tokenizer(cfg.model.path, cfg.data.add_tokens)
+        tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
         ids = tokenizer(prefill)["input_ids"] if prefill else []

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.early import check_model_type, no_config_json
+from megatron_vlm.family.early import check_model_type, no_config_json, read_fields
 from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.hub import folder_of
 from megatron_vlm.paths import require_files_in
@@ -32,17 +31,13 @@ def read_config(folder: str | Path) -> "PretrainedConfig":
     folder = folder_of(folder)
     if not (folder / "config.json").is_file():
         raise no_config_json(folder)
+    fields = read_fields(folder)
     from transformers import AutoConfig
 
     require_files_in(folder)  # transformers opens whatever has a name that it knows
-    try:
+    with fields.file.border("transformers cannot read it"):
         # No code of the folder's is run, nor is anybody asked whether it may.
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers says in many ways what it cannot read
-        raise ConfigError(
-            f"model.path={str(folder)!r}: transformers cannot read its config.json: "
-            f"{' '.join(str(error).split())}; give a folder of a Qwen3-VL checkpoint"
-        ) from error
     return config
 
 

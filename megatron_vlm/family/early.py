@@ -4,7 +4,6 @@ Only what is certainly wrong is refused here; the rest is left to `sizes_of`, wh
 as transformers fills them in.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.fields import KnownFields, other_model, refused
 from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
+from megatron_vlm.outside import Field, Outside
 from megatron_vlm.paths import what_is_at
 
 _MOST_BYTES = 2**20
@@ -31,24 +31,26 @@ class Counts:
 
 def read_counts(folder: str) -> Counts | None:
     """The counts of the config.json in a folder; None where it takes transformers to tell."""
-    file = Path(folder) / "config.json"
     try:
-        if what_is_at(file) != "a file" or file.stat().st_size > _MOST_BYTES:
+        if what_is_at(Path(folder) / "config.json") == "nothing":
             return None
-        config = json.loads(file.read_bytes())
-    except OSError:
+    except (OSError, ValueError):
         return None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"model.path={folder!r}: its config.json is not JSON: {error}; give a folder of a "
-            "Qwen3-VL checkpoint"
-        ) from error
-    if not isinstance(config, dict):
-        return None
+    config = read_fields(folder).value
     check_model_type(config.get("model_type"), folder)
     if problems := list(_problems(config)):
         raise other_model(folder, problems)
     return _counts(_part(config, "text_config"), _part(config, "vision_config"))
+
+
+def read_fields(folder: str | Path) -> Field:
+    """The config.json in a folder, which is an object."""
+    file = Outside(
+        str(Path(folder) / "config.json"), ConfigError, "give a folder of a Qwen3-VL checkpoint"
+    )
+    found = file.json(_MOST_BYTES)
+    found.object()
+    return found
 
 
 def no_config_json(folder: str | Path) -> ConfigError:
@@ -81,9 +83,11 @@ def _problems(config: dict[str, Any]) -> Iterator[str]:
 
 def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Iterator[str]:
     """Fields that have one meaning here and another value in the file. transformers names the
-    models of the parts itself."""
-    names = known.fixed.keys() - {"model_type"}
-    yield from refused(part, {name: given[name] for name in names & given.keys()}, known)
+    models of the parts itself, and takes its own value for null."""
+    names = (known.fixed.keys() | known.carried_out.keys()) - {"model_type"}
+    said = {name: given[name] for name in names & given.keys()}
+    null = {name for name, value in said.items() if value is None and name in known.carried_out}
+    yield from refused(part, {name: said[name] for name in said.keys() - null}, known)
 
 
 def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:

@@ -1,8 +1,9 @@
 """What is known of the fields of a config.json. A field that is not known may change what the model
 computes, and training would go on with another model: so it is refused."""
 
+import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,47 @@ from megatron_vlm.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What a value of a field must be."""
+
+    what: str
+    fits: Callable[[Any], bool]
+
+
+def whole(least: int, most: int) -> Rule:
+    """The bounds are far beyond any model: they keep nonsense from taking hours and memory."""
+    return Rule(
+        f"a whole number from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def or_null(rule: Rule) -> Rule:
+    return Rule(f"{rule.what} or null", lambda value: value is None or rule.fits(value))
+
+
+def list_of(rule: Rule) -> Rule:
+    return Rule(
+        f"a list, each of it {rule.what}",
+        lambda value: isinstance(value, list | tuple) and all(map(rule.fits, value)),
+    )
+
+
+POSITIVE = Rule(
+    "a finite number above 0",
+    lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e300,
+)
+SWITCH = Rule("true or false", lambda value: type(value) is bool)
+OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
+TEXT = Rule("text", lambda value: isinstance(value, str))
+LIST = Rule("a list", lambda value: isinstance(value, list | tuple))
+
+
+@dataclass(frozen=True)
 class KnownFields:
     """The fields of one part of a config.json, by what this version does with them."""
 
-    carried_out: Set[str]  # any value that fits the others
+    carried_out: Mapping[str, Rule]  # any such value that fits the others
     idle: Set[str]  # any value: nothing that is trained depends on it
     fixed: Mapping[str, tuple[Any, ...]]  # the values with which it computes
 
@@ -30,10 +68,13 @@ def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
 def refused(part: str, given: Mapping[str, Any], known: KnownFields) -> Iterator[str]:
     """The fields that cannot be carried out, with the reason. `part` goes before their names."""
     for field, value in sorted(given.items()):
-        if field in known.carried_out | known.idle:
+        if field in known.idle:
             continue
         said = f"{part}{field.removeprefix('_')}={reprlib.repr(value)}"
-        if field not in known.fixed:
+        if rule := known.carried_out.get(field):
+            if not rule.fits(value):
+                yield f"{said}, not {rule.what}"
+        elif field not in known.fixed:
             yield f"{said}, a field that this version does not know"
         elif value not in known.fixed[field]:
             yield f"{said}, and it computes only {' or '.join(map(repr, known.fixed[field]))}"

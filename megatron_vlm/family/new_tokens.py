@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hub import folder_of
-from megatron_vlm.paths import require_files_in
+from megatron_vlm.outside import Outside
+from megatron_vlm.paths import what_is_at
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+MOST_BYTES = 2**27  # of tokenizer.json, the largest of its files; Qwen's has 11 MB
 _TOKENIZER, _SETTINGS, _OLDER = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 # As Qwen's own ordinary tokens are added, such as <tool_call>: found in the text as it was written.
 _KIND = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -74,16 +76,15 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
     from tokenizers import Tokenizer
 
     file = folder_of(model) / _TOKENIZER
-    if not file.is_file():
+    if what_is_at(file) == "nothing":
         raise ConfigError(
             f"data.add_tokens: {file.parent} has no {_TOKENIZER}; load its tokenizer in "
             "transformers and save it with save_pretrained, which writes one"
         )
-    require_files_in(file.parent)
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ConfigError(f"data.add_tokens: {file} cannot be read: {error}") from error
+    outside = Outside(str(file), ConfigError, "data.add_tokens needs the checkpoint's own file")
+    text = outside.text(MOST_BYTES)
+    with outside.border("cannot be read"):
+        tokenizer = Tokenizer.from_str(text)
     known = tokenizer.get_added_tokens_decoder().values()
     special = [token.content for token in known if token.special]
     for name in names:
@@ -108,19 +109,12 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
     return NewTokens(tuple(names), first)
 
 
-def load_tokenizer(model: str | Path, names: Sequence[str] = ()) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint, with the tokens of data.add_tokens."""
-    from transformers import AutoTokenizer
-
-    new = find_new_tokens(model, names)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder_of(model), trust_remote_code=False
-    )
-    if new is not None:
+def add_to(tokenizer: "PreTrainedTokenizerBase", model: str | Path, names: Sequence[str]) -> None:
+    """Give the tokenizer of a checkpoint the tokens of data.add_tokens."""
+    if (new := find_new_tokens(model, names)) is not None:
         _add(tokenizer, names)
         ids = tokenizer.convert_tokens_to_ids(list(names))
         assert ids == list(range(new.first, new.first + len(names))), (new.first, ids)
-    return tokenizer
 
 
 def _add(tokenizer: Any, names: Sequence[str]) -> None:

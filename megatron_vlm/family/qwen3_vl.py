@@ -13,8 +13,9 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family, HFNames, VisionMarks
-from megatron_vlm.family.fields import other_model, refused
+from megatron_vlm.family.fields import OBJECT, KnownFields, other_model, refused
 from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
 from megatron_vlm.family.sizes import (
     ModelSizes,
@@ -25,6 +26,7 @@ from megatron_vlm.family.sizes import (
     VisionSizes,
     VisionTokens,
 )
+from megatron_vlm.outside import Outside
 
 NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
@@ -42,14 +44,20 @@ def check_fields(config: PretrainedConfig) -> None:
 def _unknown(config: PretrainedConfig) -> Iterator[str]:
     """Fields that are not known, or not with their value."""
     top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
+    top |= {"text_config": text, "vision_config": vision}
     # Some tools repeat a field of the text at the top, where nothing reads it.
     repeated = {name for name in top if name in text and top[name] == text[name]}
     read = top.keys() - (repeated - TOP.fixed.keys())
     yield from refused("", {name: top[name] for name in read}, TOP)
     yield from refused("text_config.", text, TEXT)
-    yield from refused("text_config.rope_parameters.", text["rope_parameters"], TEXT_ROPE)
+    yield from _unknown_of("text_config.rope_parameters.", text["rope_parameters"], TEXT_ROPE)
     yield from refused("vision_config.", vision, VISION)
-    yield from refused("vision_config.rope_parameters.", vision["rope_parameters"], VISION_ROPE)
+    rope = vision["rope_parameters"]
+    yield from _unknown_of("vision_config.rope_parameters.", rope, VISION_ROPE)
+
+
+def _unknown_of(part: str, given: Any, known: KnownFields) -> Iterator[str]:
+    yield from refused(part, given, known) if OBJECT.fits(given) else ()  # it is refused whole
 
 
 def _fields(part: PretrainedConfig) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     yield text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"
     section = text.rope_parameters.get("mrope_section", _MROPE_SECTION)
     yield (
-        len(section) == 3 and all(isinstance(part, int) and part >= 0 for part in section),
+        len(section) == 3,
         f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
     )
     ids, images, videos = range(text.vocab_size), config.image_token_id, config.video_token_id
@@ -105,9 +113,6 @@ def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
         f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
         f"depth={vision.depth}",
     )
-    for name in ("patch_size", "temporal_patch_size"):
-        size = getattr(vision, name)
-        yield isinstance(size, int), f"vision_config.{name}={size}, not a whole number"
 
 
 def sizes_of(config: PretrainedConfig) -> ModelSizes:
@@ -190,7 +195,9 @@ class LinearPatchEmbed(nn.Module):
 
 def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
     config.vision_config._attn_implementation = "sdpa"  # whatever config.json asks for
-    with no_init_weights(), device:
+    file = Outside(f"the config.json of {config.name_or_path}", ConfigError)
+    border = file.border("transformers cannot make its vision tower")
+    with border, no_init_weights(), device:
         return Qwen3VLVisionModel(config.vision_config)
 
 

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from megatron_vlm.family.fields import KnownFields
+from megatron_vlm.family.fields import (
+    LIST,
+    OBJECT,
+    POSITIVE,
+    SWITCH,
+    KnownFields,
+    list_of,
+    or_null,
+    whole,
+)
+from megatron_vlm.family.fields import TEXT as STRING
 
 # Fields of every part, as transformers holds them: the names with an underscore are its own.
 _IDLE = {
@@ -14,17 +24,37 @@ _IDLE = {
 _OUTPUTS = {"output_hidden_states", "_output_attentions"}
 _FIXED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "return_dict": (True,)}
 
+_WIDTH = whole(1, 2**20)
+_COUNT = whole(1, 2**10)
+_ID = whole(0, 2**31 - 1)
+
 TOP = KnownFields(
-    {"text_config", "vision_config", "image_token_id", "video_token_id", "tie_word_embeddings"},
+    {
+        "text_config": OBJECT,
+        "vision_config": OBJECT,
+        "image_token_id": _ID,
+        "video_token_id": _ID,
+        "tie_word_embeddings": SWITCH,
+    },
     {*_IDLE, *_OUTPUTS, "vision_start_token_id", "vision_end_token_id", "pad_token_id"},
     {**_FIXED, "model_type": ("qwen3_vl",), "quantization_config": (None,)},
 )
 TEXT = KnownFields(
     {
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-        *("rms_norm_eps", "rope_parameters", "pad_token_id"),
-        *("tie_word_embeddings", "layer_types"),  # as far as they say the same as the others
+        "vocab_size": whole(1, 2**26),
+        "hidden_size": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "num_hidden_layers": _COUNT,
+        "head_dim": _COUNT,
+        "num_attention_heads": _COUNT,
+        "num_key_value_heads": or_null(_COUNT),
+        "max_position_embeddings": whole(1, 2**31 - 1),
+        "rms_norm_eps": POSITIVE,
+        "rope_parameters": OBJECT,
+        "pad_token_id": or_null(_ID),
+        # As far as they say the same as the others.
+        "tie_word_embeddings": SWITCH,
+        "layer_types": or_null(LIST),
     },
     {*_IDLE, *_OUTPUTS, "max_window_layers"},
     {
@@ -39,7 +69,7 @@ TEXT = KnownFields(
     },
 )
 TEXT_ROPE = KnownFields(
-    {"rope_theta", "mrope_section"},
+    {"rope_theta": POSITIVE, "mrope_section": list_of(whole(0, 2**10))},
     set(),
     {
         "rope_type": ("default",),
@@ -51,9 +81,19 @@ TEXT_ROPE = KnownFields(
 # The tower is transformers' own module, made from this part of the config.
 VISION = KnownFields(
     {
-        *("depth", "hidden_size", "hidden_act", "intermediate_size", "num_heads", "in_channels"),
-        *("patch_size", "spatial_merge_size", "temporal_patch_size", "out_hidden_size"),
-        *("num_position_embeddings", "deepstack_visual_indexes", "rope_parameters"),
+        "depth": _COUNT,
+        "hidden_size": _WIDTH,
+        "hidden_act": STRING,
+        "intermediate_size": _WIDTH,
+        "num_heads": _COUNT,
+        "in_channels": _COUNT,
+        "patch_size": _COUNT,
+        "spatial_merge_size": _COUNT,
+        "temporal_patch_size": _COUNT,
+        "out_hidden_size": _WIDTH,
+        "num_position_embeddings": _WIDTH,
+        "deepstack_visual_indexes": list_of(whole(0, 2**10)),
+        "rope_parameters": OBJECT,
     },
     _IDLE,
     {
@@ -63,4 +103,4 @@ VISION = KnownFields(
         "_output_attentions": (False,),
     },
 )
-VISION_ROPE = KnownFields({"rope_theta"}, set(), {"rope_type": ("axial",)})
+VISION_ROPE = KnownFields({"rope_theta": POSITIVE}, set(), {"rope_type": ("axial",)})

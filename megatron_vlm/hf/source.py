@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint, a folder or a name on the Hub, opened for reading: config, tensor
 names, slices. With tokens to add it reads as if they, and their rows, were in it."""
 
-import json
+import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,9 +16,12 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.hub import folder_of, pin
+from megatron_vlm.outside import Field, Outside
+from megatron_vlm.paths import what_is_at
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MOST_HEADER = 2**28  # bytes; safetensors itself takes 100 MB
 # The types of weights that are trained, by safetensors' names.
 FLOATS = {
     "F64": torch.float64,
@@ -75,12 +79,13 @@ class HFCheckpoint:
 
     def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         file = self.tensors[name].file
-        if file not in self._open_files:
-            self._open_files[file] = safe_open(file, framework="pt")
-        piece = self._open_files[file].get_slice(name)
-        if not spans:
-            return piece[:]
-        return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
+        with _outside(file).border(f"{name} cannot be read"):
+            if file not in self._open_files:
+                self._open_files[file] = safe_open(file, framework="pt")
+            piece = self._open_files[file].get_slice(name)
+            if not spans:
+                return piece[:]
+            return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
 
     def _has_rows_of_tokens(self, name: str) -> bool:
         return name in (self.family.names.embedding, self.family.names.head)
@@ -117,14 +122,14 @@ class HFCheckpoint:
 def weight_files(folder: Path) -> list[Path]:
     """The files that transformers reads: model.safetensors, or else those that the index names,
     in the order of their names. Any others are no part of the checkpoint."""
-    if (folder / "adapter_config.json").is_file():
+    if os.path.lexists(folder / "adapter_config.json"):
         raise CheckpointError(
             f"{folder} has an adapter_config.json: an adapter is no whole model; merge it into its "
             "base model and give that folder"
         )
-    if (folder / WEIGHTS).is_file():
+    if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
+    if not os.path.lexists(folder / INDEX):
         found = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
         raise CheckpointError(
             f"{folder} has no {WEIGHTS} and no {INDEX}; it has {', '.join(found) or 'no weights'}; "
@@ -135,42 +140,53 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> Iterator[str]:
     """The files that an index names, which are files of its own folder."""
-    try:
-        names = list(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} cannot be read ({type(error).__name__}: {error}); download it again"
-        ) from error
-    for name in names:
-        path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
+    for field in _outside(index).json()["weight_map"].object().values():
+        path = PurePosixPath(field.value) if isinstance(field.value, str) else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(
-                f"{index} names {name!r}, which is not a file inside its folder; download the "
-                "checkpoint again, or move the file there and name it so"
+                f"{index} names {reprlib.repr(field.value)}, which is not a file inside its "
+                "folder; download the checkpoint again, or move the file there and name it so"
             )
-        if not (index.parent / path).is_file():
-            raise CheckpointError(f"{index.parent / path} is missing, but {index.name} names it")
-        yield name
+        file = index.parent / path
+        with _outside(index).border(f"it names {reprlib.repr(field.value)}"):
+            found = what_is_at(file)
+        if found != "a file":
+            instead = "missing" if found == "nothing" else found
+            raise CheckpointError(f"{file} is {instead}, but {index.name} names it")
+        yield field.value
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, without its metadata."""
-    with open(file, "rb") as stream:
+    """The JSON header of a safetensors file, without its metadata: of each tensor its dtype, shape
+    and data_offsets, which are inside the file."""
+    with _outside(file).border("cannot be read"):
+        found = what_is_at(file)
+    if found != "a file":
+        raise _outside(file).error(f"there is {found} in its place")
+    with _outside(file).border("cannot be read"), open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        size = file.stat().st_size
-        if not 0 < length <= size - 8:
+        size = os.fstat(stream.fileno()).st_size
+        if not 0 < length <= min(size - 8, _MOST_HEADER):
             raise CheckpointError(f"{file}: header of {length} bytes in a file of {size}")
         text = stream.read(length)
-    try:
-        header: dict[str, Any] = json.loads(text)
-        header.pop("__metadata__", None)
-        end = max((info["data_offsets"][1] for info in header.values()), default=0)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file}: its header is damaged ({type(error).__name__}: {error}); download it again"
-        ) from error
+    outside = _outside(f"{file}: its header is damaged")
+    tensors = Field(outside.parsed(text), "", outside).object()
+    tensors.pop("__metadata__", None)
+    end = 0
+    for tensor in tensors.values():
+        tensor["dtype"].string()
+        for side in tensor["shape"].items():
+            side.whole()
+        offsets = [place.whole() for place in tensor["data_offsets"].items()]
+        if len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise tensor["data_offsets"].error("where the tensor begins and ends")
+        end = max(end, offsets[1])
     if size < 8 + length + end:
         raise CheckpointError(
             f"{file} is cut short: {size} bytes, its header asks for {8 + length + end}"
         )
-    return header
+    return {name: tensor.value for name, tensor in tensors.items()}
+
+
+def _outside(file: Path | str) -> Outside:
+    return Outside(str(file), CheckpointError, "download it again")

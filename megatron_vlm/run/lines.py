@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_vlm.outside import Outside
+
 
 @dataclass(frozen=True)
 class StartLine:
@@ -93,13 +95,14 @@ def to_json(line: Line) -> str:
 
 
 def from_json(text: str) -> Line | None:
-    """None for a kind that is not known; ValueError, TypeError, KeyError or AttributeError for what
-    is no line."""
-    raw = json.loads(text)
-    if (kind := _KINDS.get(raw["kind"])) is None:
-        return None
-    readers = _READERS[kind]
-    return kind(**{key: readers[key](value) for key, value in raw.items() if key in readers})
+    """None for a kind that is not known; a DataError for what is no line."""
+    line = Outside("a line of metrics.jsonl")
+    raw = line.parsed(text)
+    with line.border("not as it was written"):
+        if (kind := _KINDS.get(raw["kind"])) is None:
+            return None
+        readers = _READERS[kind]
+        return kind(**{key: readers[key](value) for key, value in raw.items() if key in readers})
 
 
 def _finite(value: Any) -> Any:
@@ -112,7 +115,7 @@ def _figure(value: float | None) -> float:
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
-    int: int,
+    int: lambda value: min(max(int(value), -(2**53)), 2**53),  # beyond, no float holds it
     str: str,
     bool: bool,
     dict[str, int]: dict,

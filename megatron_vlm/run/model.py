@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vlm.config import from_yaml
+from megatron_vlm.config import read_saved
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hub import HubName, hub_name, pin
@@ -36,6 +36,6 @@ def with_commit(arguments: Sequence[str], cfg: Config) -> list[str]:
 def _of_run(folder: Path) -> HubName | None:
     """The model that a run began with, if it is one of the Hub."""
     try:
-        return hub_name(from_yaml((folder / "config.yaml").read_text()).model.path)
-    except (OSError, ValueError, ConfigError):  # there is no run, or not one of this version
+        return hub_name(read_saved(folder).model.path)
+    except ConfigError:  # there is no run, or not one of this version
         return None

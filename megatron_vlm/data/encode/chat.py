@@ -14,12 +14,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.data.encode.spans import Message, choose_trained, take_turns, weight_of
 from megatron_vlm.data.read.records import Chat, Image, Turn
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.family import VisionMarks
+from megatron_vlm.outside import Outside, reason
 
 START, END = "<|im_start|>", "<|im_end|>"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
@@ -49,7 +51,12 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
     ):
         """`variables` are data.template_kwargs."""
-        if not tokenizer.chat_template:
+        self.outside = Outside(
+            f"the tokenizer of {tokenizer.name_or_path}",
+            ConfigError,
+            "give a Qwen3-VL tokenizer as the checkpoint has it",
+        )
+        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
             raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
         self.tokenizer = tokenizer
         self.variables = dict(variables or {})
@@ -61,9 +68,11 @@ class ChatRenderer:
                 )
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
-        ids = tokenizer.convert_tokens_to_ids(list(names))
-        for name, token in zip(names, ids, strict=True):
-            if token is None or tokenizer.convert_ids_to_tokens(token) != name:
+        with self.outside.border("cannot look up its tokens"):
+            ids = tokenizer.convert_tokens_to_ids(list(names))
+            known = [None if id is None else tokenizer.convert_ids_to_tokens(id) for id in ids]
+        for name, found in zip(names, known, strict=True):
+            if found != name:
                 raise ConfigError(
                     f"the tokenizer has no token {name}; it is not a Qwen-VL tokenizer"
                 )
@@ -88,6 +97,8 @@ class ChatRenderer:
             text = self._apply(messages, tools=tools)
             thinks = any(turn.reasoning for turn in chat.turns)
             hidden = thinks and not self._shows_reasoning
+        except TemplateSyntaxError as error:
+            raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
         except Exception as error:  # a template is a program, and refuses what it does not expect
             raise DataError(
                 f"{chat.where}: the chat template cannot show the record: {error}"
@@ -164,19 +175,23 @@ class ChatRenderer:
     def _opening(self) -> np.ndarray:
         """The tokens that the template adds when an answer is to follow."""
         chat = [{"role": "user", "content": ""}]
-        closed, opened = (self._apply(chat, add_generation_prompt=opens) for opens in (False, True))
+        with self.outside.border("its chat template cannot open an answer"):
+            closed, opened = (
+                self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
+            )
         return self._tokenize([opened.removeprefix(closed)])[0]
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids, and the character that each token starts at. Pieces are tokenized separately: a
         special token that was cut in two is plain text in both."""
-        encoded = self.tokenizer(
-            pieces,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        with self.outside.border("cannot encode text"):
+            encoded = self.tokenizer(
+                pieces,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
         starts: list[int] = []
         base = 0
         for piece, offsets in zip(pieces, encoded["offset_mapping"], strict=True):
@@ -203,7 +218,12 @@ class ChatRenderer:
                 "image; data.special_tokens=escape takes it as plain text"
             )
         whole = "".join(texts)
-        cut = next(chr(code) for code in _PRIVATE_USE if chr(code) not in whole)
+        cut = next((chr(code) for code in _PRIVATE_USE if chr(code) not in whole), None)
+        if cut is None:
+            raise DataError(
+                f"{chat.where}: the text contains {found[0]} and every character from U+E000 to "
+                "U+F8FF, so that none is left to escape it with; drop the record"
+            )
 
         def escape(text: str) -> str:
             return self.special.sub(lambda match: match[0][0] + cut + match[0][1:], text)

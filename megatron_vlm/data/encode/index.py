@@ -27,10 +27,21 @@ from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample, uneven
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import Outside
+from megatron_vlm.paths import require_file
 
 _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
+_COLUMNS = ("records", "supervised", "patches", "patch_pairs", "images")
+_SIZES = (*_COLUMNS, "token_ends", "image_ends", "video_ends")
+_TABLES = ("ids", "trained", "image_grids", "video_grids")
+_PARTS = {
+    "token": ("ids", "trained", "weights"),
+    "image": ("image_grids",),
+    "video": ("video_grids",),
+}
+_FAULTS = ("dropped", "errors")
 _VERSION = 4  # of the files; raise it when the meaning of their content changes
 # The settings that decide what a sample is.
 _DECIDING = [
@@ -89,7 +100,8 @@ class Index:
             return slice(int(ends[place - 1]) if place else 0, int(ends[place]))
 
         tokens, images, videos = span("token_ends"), span("image_ends"), span("video_ends")
-        with safe_open(self.files[chunk], "np") as file:
+        outside = Outside(str(self.files[chunk]), remedy="delete data.cache_dir and start again")
+        with outside.border("the cache is damaged"), safe_open(self.files[chunk], "np") as file:
             ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
             grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
             weighted = self.ends[chunk]["weighted"]
@@ -113,7 +125,7 @@ def build_index(
     first = len(names) * share[0] // share[1]
     turn = [*range(first, len(names)), *range(first)]
     # Drawn late, chunk by chunk, so that chunks others have done by then are skipped.
-    missing = (chunk for chunk in turn if not os.path.exists(folder / names[chunk]))
+    missing = (chunk for chunk in turn if not _is_kept(folder / names[chunk]))
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
     elsewhere: dict[int, Path] = {}
     for chunk, content in in_processes(_Chunks(source, reader, cfg), missing, workers, 2):
@@ -127,6 +139,20 @@ def build_index(
     index = Index(source, files)
     check_errors(index.faults.errors, cfg)
     return index
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether the cache has a chunk; one that is damaged goes."""
+    if not os.path.lexists(path):
+        return False
+    try:
+        _read_sizes(path)
+    except DataError as error:
+        _log.warning("%s; it is made again", error)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return False
+    return True
 
 
 def _keep(content: "Chunk", path: Path, quiet: bool) -> bool:
@@ -241,11 +267,34 @@ class _Chunks:
 
 
 def _read_sizes(path: Path) -> dict[str, Any]:
-    with safe_open(path, "np") as file:
-        names = set(file.keys()) - {"ids", "trained", "weights", "image_grids", "video_grids"}
-        faults = {name: json.loads(text) for name, text in file.metadata().items()}
-        sizes = {name: file.get_tensor(name) for name in names}
-        return {**faults, **sizes, "weighted": "weights" in set(file.keys())}
+    """What is kept in memory of a chunk; a DataError where it is not as `Chunk.save` wrote it."""
+    outside = Outside(str(path), remedy="delete data.cache_dir and start again")
+    require_file(path)
+    with outside.border("the cache is damaged"), safe_open(path, "np") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        sizes = {name: file.get_tensor(name) for name in _SIZES}
+        faults = {name: outside.parsed(file.metadata()[name]) for name in _FAULTS}
+        _check_chunk(shapes, sizes, faults)
+    return {**faults, **sizes, "weighted": "weights" in shapes}
+
+
+def _check_chunk(
+    shapes: dict[str, tuple[int, ...]], sizes: dict[str, np.ndarray], faults: dict[str, Any]
+) -> None:
+    """ValueError where the parts of a chunk contradict each other."""
+    count = len(sizes["records"])
+    if any(values.shape != (count,) or (values < 0).any() for values in sizes.values()):
+        raise ValueError("its columns differ in length, or have numbers below 0")
+    for kind, table in _PARTS.items():
+        ends = sizes[f"{kind}_ends"]
+        last = int(ends[-1]) if count else 0
+        if (np.diff(ends) < 0).any() or any(shapes.get(n, (last,))[0] != last for n in table):
+            raise ValueError(f"its {kind}_ends are not those of its {' and '.join(table)}")
+    if not set(_TABLES) <= shapes.keys() or (sizes["records"] >= CHUNK).any():
+        raise ValueError("it lacks a part, or is of more records than a chunk has")
+    pairs = [*faults["dropped"], *((0, text) for text in faults["errors"])]
+    if not all(type(place) is int and isinstance(text, str) for place, text in pairs):
+        raise ValueError("what was left out is not said as a place and a text")
 
 
 def _column(values: Iterable[int]) -> np.ndarray:

@@ -14,6 +14,7 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chat import ChatRenderer
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, place_row
 from megatron_vlm.data.encode.sample import Encoder, Grid, Sample
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import CHOSEN, VideoSettings, video_patches
@@ -22,7 +23,6 @@ from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
-from megatron_vlm.family.new_tokens import load_tokenizer
 from megatron_vlm.family.sizes import ModelSizes, VisionTokens
 from megatron_vlm.hub import folder_of
 
@@ -74,7 +74,7 @@ class Reader:
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     """The checkpoint's tokenizer and processors, with the configuration's rules."""
     folder = folder_of(model_path)
-    tokenizer = load_tokenizer(folder, cfg.add_tokens)
+    tokenizer = read_tokenizer(model_path, cfg.add_tokens)
     marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)

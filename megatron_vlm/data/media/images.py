@@ -7,18 +7,18 @@ eighth, since a still image repeats its frame in time).
 Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 """
 
-import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
 from torch import Tensor
 
+from megatron_vlm.data.media.processor import read_settings
 from megatron_vlm.errors import ConfigError, DataError
 
 # Fields that must be true, or patches would not be a table look-up of resized RGB bytes.
@@ -46,23 +46,24 @@ class ImageSettings:
     ) -> "ImageSettings":
         """The checkpoint's own settings; the two bounds, if given, replace its own."""
         path = Path(folder) / "preprocessor_config.json"
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ConfigError(f"no {path}: the checkpoint's image processor settings are needed")
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw = {key: value for key, value in read_settings(path).items() if value is not None}
         for key in _NEEDED:
             if raw.get(key, True) is not True:
                 raise ConfigError(f"{path}: {key} is {raw[key]}; only true is supported")
-        size = raw.get("size") or {}
+        size = raw.get("size", {})
         found = ImageSettings(
             **{key: raw[key] for key in _OWN_NAMES if key in raw},
-            min_pixels=min_pixels or raw.get("min_pixels") or size.get("shortest_edge", 65536),
-            max_pixels=max_pixels or raw.get("max_pixels") or size.get("longest_edge", 16777216),
+            min_pixels=min_pixels or raw.get("min_pixels") or size.get("shortest_edge") or 65536,
+            max_pixels=max_pixels or raw.get("max_pixels") or size.get("longest_edge") or 2**24,
             mean=tuple(raw.get("image_mean", (0.5, 0.5, 0.5))),
             std=tuple(raw.get("image_std", (0.5, 0.5, 0.5))),
         )
         if found.min_pixels > found.max_pixels:
             raise ConfigError(
-                f"data.min_pixels={found.min_pixels} is above data.max_pixels={found.max_pixels}"
+                f"data.min_pixels={found.min_pixels} is above data.max_pixels={found.max_pixels}; "
+                f"one that is not set has the value in {path}"
             )
         return found
 

@@ -50,10 +50,10 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
             f"{where}: {source[:120]!r} is a local file, and no folder is open to records; give "
             "the file's content (bytes or a data URI), or set image_root"
         )
-    if source.startswith("file://"):
-        source = urllib.parse.unquote(urllib.parse.urlsplit(source).path)
     root = Path(policy.root).resolve()
     try:
+        if source.startswith("file://"):
+            source = urllib.parse.unquote(urllib.parse.urlsplit(source).path)
         path = (root / source).resolve()
         found = what_is_at(path)
     except (OSError, ValueError) as error:  # too long, with a NUL byte, a loop of links
@@ -74,9 +74,15 @@ def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]
     with _opened(image, policy, where) as opened:
         width, height = opened.size
         # Pillow would decode a PNG to look for EXIF after its pixels: only EXIF before them counts.
-        known = opened.format != "PNG" or "exif" in opened.info
-        turned = policy.exif_orientation and known and opened.getexif().get(_ORIENTATION, 1) >= 5
+        # A TIFF it always turns, and has said so in its size.
+        known = opened.format != "TIFF" and (opened.format != "PNG" or "exif" in opened.info)
+        turned = policy.exif_orientation and known and _is_turned(opened.getexif())
     return (width, height) if turned else (height, width)
+
+
+def _is_turned(exif: PIL.Image.Exif) -> bool:
+    """Whether width and height are swapped; text and the like are no orientation."""
+    return exif.get(_ORIENTATION) in (5, 6, 7, 8)
 
 
 def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:

@@ -6,8 +6,8 @@ makes the pixels. Patches stay bytes, as those of images do.
 Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 """
 
-import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_vlm.data.media.images import smart_resize
 from megatron_vlm.data.media.media import check_aspect
+from megatron_vlm.data.media.processor import read_part, read_settings
 from megatron_vlm.data.read.records import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.family import VisionMarks
@@ -62,7 +63,7 @@ class VideoSettings:
                 raise ConfigError(f"{path}: {key} is {raw[key]}; only {needed} is supported")
         found = {item.name: raw[item.name] for item in fields(cls) if item.name in raw}
         # Hugging Face reads the two bounds from size alone, whatever else is in the file.
-        size = raw.get("size", {"shortest_edge": cls.min_pixels, "longest_edge": cls.max_pixels})
+        size = raw.get("size") or {"shortest_edge": cls.min_pixels, "longest_edge": cls.max_pixels}
         found |= {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         found["cap_pixels_per_frame"] = bool(raw.get("cap_pixels_per_frame"))
         for key, value in found.items():
@@ -89,12 +90,12 @@ class VideoSettings:
 def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
     """transformers 5 saves the settings in processor_config.json, and reads that file first."""
     nested = folder / "processor_config.json"
-    if nested.is_file() and (found := json.loads(nested.read_text()).get("video_processor")):
+    if os.path.lexists(nested) and (found := read_part(nested, "video_processor")):
         return nested, found
     path = folder / "video_preprocessor_config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ConfigError(f"no {path}: the checkpoint's video processor settings are needed")
-    return path, json.loads(path.read_text())
+    return path, read_settings(path)
 
 
 @dataclass(frozen=True)

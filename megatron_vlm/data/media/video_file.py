@@ -10,6 +10,8 @@ import numpy as np
 
 from megatron_vlm.data.media.video import VideoInfo
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import reason
+from megatron_vlm.paths import require_file
 
 # A decoder holds up to 17 frames, and a file of 1 MB can ask for that many of any size.
 MAX_FRAME_PIXELS = 4096 * 4096  # more than 4K, or the 5312 x 2988 of action cameras
@@ -85,10 +87,15 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
             f"{path}: reading videos needs PyAV; pip install 'megatron_vlm[video]'"
         ) from error
     try:
-        with av.open(str(path), options=_OPEN_OPTIONS) as container:
+        # Titles and the like are not read: some are not UTF-8.
+        with av.open(
+            str(require_file(path)), options=_OPEN_OPTIONS, metadata_errors="ignore"
+        ) as container:
             stream = container.streams.best("video")
             if stream is None:
                 raise DataError(f"{path} has no video stream; drop it")
+            if stream.codec_context is None:
+                raise DataError(f"{path}: its video has a codec that is not known; {_REMEDY}")
             stream.codec_context.options = {"max_pixels": _OPEN_OPTIONS["max_pixels"]}
             yield container, stream
     except av.FFmpegError as error:
@@ -97,3 +104,8 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
             f"{path} cannot be read as a video ({kinds}, up to {MAX_FRAME_PIXELS} pixels a frame): "
             f"{error.strerror}; {_REMEDY}"
         ) from error
+    except (UnicodeError, AttributeError, ValueError, ArithmeticError) as error:
+        # What PyAV makes of headers that contradict themselves.
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read as a video: {reason(error)}; {_REMEDY}") from error

@@ -16,6 +16,7 @@ from megatron_vlm.data.read.records import Chat, Chunks, Turn
 from megatron_vlm.data.read.values import dicts, is_list, kind_of, text_of
 from megatron_vlm.data.read.visuals import column, image_of, video_of
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import Outside, is_too_deep
 
 # What names a format, and what else it has beside the keys that all have.
 _FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -36,6 +37,8 @@ def parse_record(raw: Any, where: str, ignore_keys: Collection[str] = ()) -> Cha
     that are neither read nor in `ignore_keys` are wrong, too."""
     if not isinstance(raw, Mapping):
         raise DataError(f"{where}: a record is a JSON object, but this is {kind_of(raw)}")
+    if is_too_deep(raw):
+        raise Outside(where, remedy="mend the record or drop it").too_deep()
     keys = Keys(where, ignore_keys)
     raw = keys.record(raw)
     encoded = "chunks" in raw or "model_input" in raw

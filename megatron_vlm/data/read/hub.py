@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.sources import HUB, SourceSpec
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.outside import Outside
 
 _README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # its YAML stands first
 
@@ -52,13 +53,11 @@ def root_cause(error: BaseException) -> str:
 def _refuse_addresses(folder: Path) -> None:
     """Refuse them before `datasets` asks them whether the files are there."""
     for path in (folder / "README.md", folder / ".huggingface.yaml"):
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        file = Outside(str(path), remedy="mend it")
+        text = file.content().decode(errors="replace") if os.path.lexists(path) else ""
         head = _README.match(text) if path.suffix == ".md" else None
-        try:
+        with file.border("its YAML cannot be read"):
             said = yaml.safe_load(head[1] if head else "" if path.suffix == ".md" else text)
-        except yaml.YAMLError as error:
-            reason = str(error).splitlines()[0]
-            raise DataError(f"{path}: its YAML cannot be read: {reason}; mend it") from error
         configs = said.get("configs") if isinstance(said, dict) else None
         if found := re.search(r"[\w+.]+://[^'\"\s]*|::", str(configs or "")):
             raise DataError(

@@ -1,17 +1,16 @@
 """Lines of JSON: where each lies in a file, and its record, within bounds of memory."""
 
 import codecs
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import Outside
 
 # One record, with the images that it may hold as base64. A few KB can unpack to gigabytes.
 MAX_RECORD = 256 * 2**20  # bytes
-MAX_VALUES = 2**22  # of JSON: each takes up to 200 bytes of memory, and may take 3 of the file
 _BLOCK = 2**22
 _SHORT = 8  # bytes; longer lines are not looked through for something that is not blank
 _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
@@ -20,18 +19,7 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
     """The value of a JSON text; a DataError that starts with `where` if it is none, or too much."""
     check_size(len(text), where)
-    raw = text.encode() if isinstance(text, str) else text
-    values = sum(map(raw.count, (b"[", b"{", b",")))
-    if values > MAX_VALUES:
-        raise DataError(
-            f"{where}: about {values} values in one record, above {MAX_VALUES}; split it or drop it"
-        )
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where}: not {what}: {error}") from error
-    except RecursionError:
-        raise DataError(f"{where}: the JSON is nested too deeply") from None
+    return Outside(where, remedy="mend the record or drop it").parsed(text, what)
 
 
 def check_size(size: int, where: str) -> None:

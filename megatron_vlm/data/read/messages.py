@@ -106,7 +106,8 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
         raise DataError(f"{where}: content must be a string or a list, not {kind_of(content)}")
     for number, part in enumerate(content or ()):
         place = f"{where}, part {number}"
-        if isinstance(part, Mapping) and _kind_of_part(part) in keys.ignored:
+        kind = _kind_of_part(part) if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind in keys.ignored:
             continue
         kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
         if kind == "tool_call":

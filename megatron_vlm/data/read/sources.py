@@ -23,8 +23,10 @@ from megatron_vlm.data.read.lines import check_size, parse_json, scan_lines
 from megatron_vlm.data.read.table import TableSource
 from megatron_vlm.data.read.tar import TarSource
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.outside import Outside
 from megatron_vlm.paths import require_file, require_files_in
 
+_MOST_LIST = 2**36  # bytes
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub
 
 
@@ -44,7 +46,7 @@ class Source(Protocol):
 def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
     """The source of a spec, with its records located but not read."""
     root = spec.image_root or image_root
-    paths = sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
+    paths = paths_of(spec)
     if not paths:
         is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
         if is_name or spec.path.startswith(HUB):
@@ -74,6 +76,11 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         f"{spec.path}: cannot tell the format; known are .jsonl, .jsonl.gz, .jsonl.zst, .json, "
         ".parquet, .arrow, .tar, a folder of save_to_disk, or the name of a Hugging Face data set"
     )
+
+
+def paths_of(spec: SourceSpec) -> list[str]:
+    """The files or folders that a spec names, in the order of their names."""
+    return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
 
 
 def folder_of(path: str) -> str:
@@ -116,10 +123,9 @@ class ListSource:
         self.name, self.root = name, root
         self.records: list[tuple[str, Any]] = []  # where each is, and its content
         for path in paths:
-            try:
-                content = json.loads(Path(path).read_bytes())
-            except (ValueError, RecursionError) as e:
-                raise DataError(f"{path}: not JSON: {e}; JSON lines are named .jsonl") from e
+            file = Outside(path, remedy="JSON lines are named .jsonl")
+            # As large as memory: whoever has more gives JSON lines.
+            content = file.parsed(file.content(_MOST_LIST), most_values=_MOST_LIST)
             if not isinstance(content, list):
                 raise DataError(f"{path}: a .json file must hold one list of records")
             self.records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]

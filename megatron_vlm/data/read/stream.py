@@ -7,7 +7,6 @@ that it had already taken.
 
 import codecs
 import copy
-import glob
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,11 @@ from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.read.files import content_of
 from megatron_vlm.data.read.hub import load_by_name, root_cause
 from megatron_vlm.data.read.lines import iter_lines, parse_json, too_large
-from megatron_vlm.data.read.sources import folder_of
+from megatron_vlm.data.read.sources import folder_of, paths_of
 from megatron_vlm.data.read.table import table_row
 from megatron_vlm.data.read.tar import TarSource, join_members
 from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.outside import Outside
 from megatron_vlm.paths import require_file, require_files_in
 
 _LINES = (".jsonl", ".ndjson", ".gz", ".zst")
@@ -75,7 +75,7 @@ class Stream:
         if read is not None:
             dataset.load_state_dict(read)
         records = iter(dataset)
-        while tables := list(itertools.islice(records, self.window)):
+        while tables := self._window(records):
             generator = np.random.default_rng([self.seed, epoch, window])
             order = generator.permutation(len(tables)) if self.shuffle else np.arange(len(tables))
             for count, index in enumerate(order.tolist()):
@@ -86,6 +86,12 @@ class Stream:
                     yield StreamRecord(tables[index], where, after)
             # A copy: the data set keeps changing its own.
             window, used, read = window + 1, 0, copy.deepcopy(dataset.state_dict())
+
+    def _window(self, records: Iterator[Any]) -> list[Any]:
+        """The next records, fewer at the end."""
+        # What is damaged in a Parquet or Arrow file shows as it is read.
+        with Outside(self.name, remedy="download it again").border("cannot be read on"):
+            return list(itertools.islice(records, self.window))
 
 
 def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> Stream:
@@ -113,19 +119,15 @@ def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
     these lie in several, none: a record says nothing of where it comes from."""
     if given := specs[0].image_root or cfg.image_root:
         return given
-    firsts = [next(iter(_paths(spec)), None) for spec in specs]
+    firsts = [next(iter(paths_of(spec)), None) for spec in specs]
     roots = {os.getcwd() if first is None else folder_of(first) for first in firsts}
     return roots.pop() if len(roots) == 1 else None
-
-
-def _paths(spec: SourceSpec) -> list[str]:
-    return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
 
 
 def _open(spec: SourceSpec) -> Any:
     import datasets
 
-    paths = _paths(spec)
+    paths = paths_of(spec)
     if not paths or os.path.isdir(paths[0]):
         for folder in paths:
             require_files_in(folder)

@@ -4,7 +4,7 @@ Arrow trusts what a file says of its own offsets and lengths: a single flipped b
 look outside its memory and die. So a row is checked before it is read.
 """
 
-import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import Outside
 
 
 class TableSource:
@@ -22,6 +23,8 @@ class TableSource:
             # Arrow's own values: `datasets` would decode images, and without our limits.
             self.dataset = dataset.with_format("arrow")
         self.name, self.root = name, root
+        files = [each["filename"] for each in dataset.cache_files]
+        self.sizes = {path: os.path.getsize(path) for path in files}
 
     @property
     def digest(self) -> str:
@@ -32,9 +35,20 @@ class TableSource:
 
     def __getitem__(self, index: int) -> Any:
         where = self.where(index)
+        self._check_sizes()
         with _named(f"{where}: the record"):
             table = self.dataset[int(index)]
         return table_row(table, where)
+
+    def _check_sizes(self) -> None:
+        """The files are mapped: whoever reads past the end of one that has shrunk is killed."""
+        for path, size in self.sizes.items():
+            found = os.path.getsize(path) if os.path.exists(path) else 0
+            if found < size:
+                raise DataError(
+                    f"{path} has {found:,} bytes now, and had {size:,} when it was opened; leave "
+                    "data files alone while they are read, and start again"
+                )
 
     def where(self, index: int) -> str:
         return f"{self.name}: row {index}"
@@ -54,11 +68,8 @@ def table_row(table: Any, where: str) -> dict[str, Any]:
 @contextmanager
 def _named(what: str) -> Iterator[None]:
     """Errors of Arrow, with the name of what is damaged."""
-    try:
+    with Outside(what, remedy="download the file again, or make it again").border("is damaged"):
         yield
-    except (pyarrow.ArrowException, ValueError, RecursionError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"{what} is damaged: {reason}") from error
 
 
 def _check(array: Any) -> None:
@@ -85,7 +96,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
-        return json.loads(value)
+        return Outside("a column of JSON").parsed(value)
     if pyarrow.types.is_struct(kind):
         present = (field for field in kind if value[field.name] is not None)
         return {field.name: _plain(value[field.name], field.type) for field in present}

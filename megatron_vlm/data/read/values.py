@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import Outside
 
 _LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their losses
 
@@ -24,10 +25,7 @@ def dicts(value: Any, where: str) -> list[dict[str, Any]]:
 
 def parse_text(text: str, where: str) -> Any:
     """What JSON text holds."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where} is a string that is not JSON: {error}") from error
+    return Outside(f"{where} is a string that is not JSON").parsed(text)
 
 
 def text_of(value: Any, name: str, where: str) -> str:

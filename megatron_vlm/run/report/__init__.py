@@ -1,14 +1,18 @@
 """`megatron-vlm report RUN ...`: what one run logged, or several, as one page."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.display.charts import chart_css, chart_scripts
 from megatron_vlm.display.html import document
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.outside import Outside
 from megatron_vlm.run.report.comparison import comparison_page
 from megatron_vlm.run.report.metrics import LoggedRun, read_metrics
 from megatron_vlm.run.report.page import run_page
+
+_MOST_CONFIG = 2**20
 
 
 def write_report(*folders: Path, out: Path | None = None) -> Path:
@@ -44,5 +48,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _read(folder: Path, name: str) -> LoggedRun:
     config = folder / "config.yaml"
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    text = ""
+    if os.path.lexists(config):
+        text = Outside(str(config)).content(_MOST_CONFIG).decode(errors="replace")
     return LoggedRun(name, read_metrics(folder / "metrics.jsonl"), text)

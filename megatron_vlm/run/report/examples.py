@@ -1,10 +1,12 @@
 """What the model answered to a few records of an evaluation set, with their pictures."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.display.html import Html, tag
+from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.examples import Example, Examples
 
 _MOST_TEXT = 1500  # characters of a prompt or an answer
@@ -15,13 +17,13 @@ _PICTURE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+")
 
 def example_section(path: Path) -> Iterator[Html]:
     """A card for each example, right or wrong; nothing where the run has none."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     yield tag("h2", "Examples", id="examples")
     try:
         found = Examples.read(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        problem = f"{path.name} cannot be read: {type(error).__name__}: {error}"
+    except DataError as error:
+        problem = f"{path.name} cannot be read: {error}"
         yield tag("p", problem, class_="alarm")
         return
     right = sum(example.right for example in found.examples)

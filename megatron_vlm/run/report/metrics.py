@@ -15,8 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import Outside
+from megatron_vlm.paths import require_file
 from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, from_json
 
+_LONGEST = 2**20  # characters of a line
 _ROW = tuple(field.name for field in fields(StepLine))
 # What an evaluation measures, and which end of it is the best.
 SCORES = {"loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
@@ -91,12 +94,10 @@ def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
 def read_metrics(path: Path) -> RunMetrics:
     """All lines of the file. Lines of an unknown kind are skipped."""
     reading = _Reading()
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                reading.take(line)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the folder of a run") from error
+    file = Outside(str(require_file(path)), remedy="give the folder of a run")
+    with file.border("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
+        while line := lines.readline(_LONGEST):
+            reading.take(line)
     return reading.metrics()
 
 
@@ -115,7 +116,7 @@ class _Reading:
             return
         try:
             line = from_json(text)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except DataError:
             self.unreadable += 1
             return
         if isinstance(line, StepLine):

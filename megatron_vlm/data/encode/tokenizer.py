@@ -1,0 +1,32 @@
+"""The tokenizer of a checkpoint, with the chat template that belongs to it."""
+
+import os
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.new_tokens import MOST_BYTES, add_to
+from megatron_vlm.hub import folder_of
+from megatron_vlm.outside import Outside
+from megatron_vlm.paths import require_files_in
+
+_REMEDY = "give the tokenizer's files as the checkpoint has them"
+_JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
+_TEXT = ("chat_template.jinja", "merges.txt")
+
+
+def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, or of a name on the Hub, with the tokens of data.add_tokens."""
+    folder = folder_of(model_path)
+    require_files_in(folder)
+    for name in (*_JSON, *_TEXT):
+        if os.path.lexists(folder / name):
+            file = Outside(str(folder / name), ConfigError, _REMEDY)
+            _ = file.json(MOST_BYTES).object() if name in _JSON else file.text(MOST_BYTES)
+    with Outside(f"the tokenizer in {folder}", ConfigError, _REMEDY).border("cannot be read"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False
+        )
+    add_to(tokenizer, folder, add_tokens)
+    return tokenizer

@@ -1,0 +1,87 @@
+# .venv/bin/python -m pytest tests/test_fuzz.py
+"""About 20,000 mutated files of every kind (see fuzz.py): none ends in a traceback, a hang or
+gigabytes of memory."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import fuzz
+from tests.alone import alone
+
+# Inputs of each kind in the slow tests; those that take long to read are fewer.
+SLOW = {
+    "tokenizer.json": 500,
+    "tokenizer_config.json": 500,
+    "chat_template.jinja": 500,
+    "checkpoint texts": 300,
+    "cache": 600,
+    "safetensors index": 500,
+    "safetensors header": 600,
+    "config.json": 600,
+    "mp4": 600,
+    "parquet": 500,
+    "arrow": 500,
+    "save_to_disk": 400,
+    "metrics.jsonl": 500,
+    "gz": 400,
+    "zst": 400,
+    "records": 1500,
+    "lines of JSON": 1100,
+}
+COUNT = 720  # of the others
+MOST_GROWN = 700  # MiB
+# In the quick tests, a process for each of these.
+GROUPS = {
+    "model": list(fuzz.KINDS)[:10],
+    "own": ["complete.json", "checkpoint texts", "cache", "metrics.jsonl"],
+    "data": ["records", "lines of JSON", "jsonl", "json", "gz", "zst", "tar"],
+    "tables": ["parquet", "arrow", "save_to_disk"],
+    "media": [*fuzz.PICTURES, "mp4"],
+}
+QUICK = 12
+
+
+def check(found: dict[str, Any], count: int) -> None:
+    assert not found["failed"], "\n\n".join(found["failures"])
+    assert sum(found["outcomes"].values()) == count
+    assert found["grown"] < MOST_GROWN, found
+
+
+def some(kinds: list[str], folder: str) -> list[dict[str, Any]]:
+    found = []
+    for number, kind in enumerate(kinds):
+        place = Path(folder) / str(number)
+        place.mkdir()
+        found.append(fuzz.run(kind, str(place), 0, QUICK))
+    return found
+
+
+def test_every_kind_is_in_a_group():
+    assert sorted(kind for kinds in GROUPS.values() for kind in kinds) == sorted(fuzz.KINDS)
+    assert sum(SLOW.get(kind, COUNT) for kind in fuzz.KINDS) >= 19_900
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_some_mutated_files(group, tmp_path):
+    for found in alone(some, GROUPS[group], str(tmp_path)).result:
+        check(found, QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_mutated_files(kind, tmp_path):
+    """Half of them in each of two processes."""
+    half = SLOW.get(kind, COUNT) // 2
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        halves = [
+            pool.submit(alone, fuzz.run, kind, str(folder), place * half, half)
+            for place, folder in enumerate(folders)
+        ]
+    for each in halves:
+        check(each.result().result, half)

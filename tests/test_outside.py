@@ -1,0 +1,188 @@
+# .venv/bin/python -m pytest tests/test_outside.py
+"""Whatever is in the place of a file, and whatever is in it, is refused in one sentence."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_vlm.chat.conversation import _stop_ids
+from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, write_file, write_manifest
+from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.config.sources import SourceSpec
+from megatron_vlm.data.encode.reader import make_encoder
+from megatron_vlm.data.media.media import MediaPolicy, resolve_path
+from megatron_vlm.data.read.formats import parse_record
+from megatron_vlm.data.read.lines import parse_json
+from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.outside import MOST_DEPTH, Field, Outside, is_too_deep
+from megatron_vlm.run.report import write_report
+from tests.mutation import nested
+
+FILE = Outside("a.json", ConfigError, "mend it")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+# What may stand in the place of a file. Whoever opened the first two would wait for ever.
+PLACES: dict[str, Callable[[Path], None]] = {
+    "a named pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "symbolic links": loop,
+    "a link that leads nowhere": lambda path: path.symlink_to("nowhere"),
+}
+
+
+def load_weights(folder: Path) -> None:
+    source = HFCheckpoint(folder)
+    source.read_headers()
+
+
+def encoder(folder: Path) -> None:
+    make_encoder(str(folder), DataConfig())
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "config.json": read_sizes,
+    "generation_config.json": lambda folder: _stop_ids(folder, 1),
+    "preprocessor_config.json": encoder,
+    "video_preprocessor_config.json": encoder,
+    "processor_config.json": encoder,
+    "tokenizer.json": encoder,
+    "tokenizer_config.json": encoder,
+    "chat_template.jinja": encoder,
+    "model.safetensors": load_weights,
+    "metrics.jsonl": write_report,
+    "config.yaml": write_report,
+    "examples.json": write_report,
+    "complete.json": read_manifest,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", READERS)
+def test_only_regular_files_are_opened(name, place, tiny, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny(), folder)
+    (folder / "metrics.jsonl").write_text("")
+    (folder / name).unlink(missing_ok=True)
+    PLACES[place](folder / name)
+    if name == "examples.json":  # the rest of the page is shown
+        write_report(folder)
+        assert "examples.json cannot be read" in (folder / "report.html").read_text()
+        return
+    with pytest.raises(MegatronVLMError) as caught:
+        READERS[name](folder)
+    assert str(folder) in str(caught.value)
+    assert name in str(caught.value) or place in str(caught.value), caught.value
+
+
+def field(value: Any) -> Field:
+    return Field({"a": {"b": [value]}}, "", FILE)
+
+
+@pytest.mark.parametrize(
+    ("value", "read", "said"),
+    [
+        (True, lambda f: f.whole(), "a.b[0] is True, not a whole number from 0 to"),
+        (1.0, lambda f: f.whole(), "a.b[0] is 1.0, not a whole number"),
+        (7, lambda f: f.whole(1, 6), "a.b[0] is 7, not a whole number from 1 to 6"),
+        (float("nan"), lambda f: f.number(), "a.b[0] is nan, not a finite number"),
+        (10**400, lambda f: f.number(), "not a finite number"),
+        (0.5, lambda f: f.number(1, 2), "a.b[0] is 0.5, not a finite number from 1 to 2"),
+        (None, lambda f: f.string(), "a.b[0] is None, not text"),
+        ("c", lambda f: f.items(), "a.b[0] is 'c', not a list"),
+        ([], lambda f: f.object(), "a.b[0] is [], not an object"),
+        ({}, lambda f: f["c"], "it has no 'c' in a.b[0]"),
+    ],
+)
+def test_a_value_of_another_type_is_named_by_its_path(value, read, said):
+    with pytest.raises(ConfigError) as caught:
+        read(field(value)["a"]["b"].items()[0])
+    assert str(caught.value).startswith("a.json: ") and str(caught.value).endswith("; mend it")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1, "b": {"c": 2, "c": 3}}', "not JSON: 'c' stands twice in an object"),
+        ("[" * 10**5, "nested too deeply"),
+        ("[" * 101 + "]" * 101, "nested too deeply"),
+        ("[" + "{}," * 2**23, "about"),
+        (b'"\xff"', "not JSON: 'utf-8' codec"),
+        ("9" * 5000, "not JSON: Exceeds the limit"),
+    ],
+)
+def test_json_that_is_refused(text, said):
+    with pytest.raises(ConfigError) as caught:
+        FILE.parsed(text)
+    assert said in str(caught.value) and "a.json: " in str(caught.value)
+
+
+def test_depth_is_counted():
+    assert not is_too_deep(nested(MOST_DEPTH)) and is_too_deep(nested(MOST_DEPTH + 1))
+    twice: list[Any] = []
+    twice += [twice, twice]  # 2**100 paths lead through it
+    assert is_too_deep(twice)
+    with pytest.raises(DataError, match="a:1: the JSON is nested too deeply"):
+        parse_record({"messages": nested(MOST_DEPTH + 1)}, "a:1")
+    with pytest.raises(DataError, match=r"a:1: not a line of JSON: 'a' stands twice"):
+        parse_json('{"a": 1, "a": 2}', "a:1")
+
+
+def test_errors_of_libraries_become_ours_and_ours_stay():
+    message = r"^a\.json: cannot be read: KeyError: 'x'; mend it$"
+    with pytest.raises(ConfigError, match=message), FILE.border("cannot be read"):
+        raise KeyError("x")
+    with pytest.raises(DataError, match=r"^mine$"), FILE.border("cannot be read"):
+        raise DataError("mine")
+    with pytest.raises(KeyboardInterrupt), FILE.border("cannot be read"):
+        raise KeyboardInterrupt
+
+
+def test_a_manifest_that_is_nested_too_deeply(tmp_path):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    write_manifest(folder, Manifest((write_file(folder / "state.json", [b"{}"]),)))
+    assert find_checkpoint(folder) == folder
+    (folder / "complete.json").write_text('{"files": ' + "[" * 10**5)
+    with pytest.raises(CheckpointError, match=r"complete\.json has changed since it was written"):
+        read_manifest(folder)
+
+
+def test_a_data_file_that_shrinks_is_not_read_on(tmp_path):
+    """It is mapped: reading past its end kills the process."""
+    import datasets
+
+    datasets.Dataset.from_list([{"a": "b" * 10_000}] * 9).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    source = open_source(SourceSpec(str(file)), None, None)
+    assert source[8]["a"] == "b" * 10_000
+    os.truncate(file, 4096)
+    with pytest.raises(DataError, match=r"has 4,096 bytes now, and had .* when it was opened"):
+        source[8]
+
+
+def test_an_address_that_is_none(tmp_path):
+    with pytest.raises(DataError, match=r"a:1: 'file://\[x' is not a path"):
+        resolve_path("file://[x", MediaPolicy(str(tmp_path)), "a:1")
+
+
+def test_json_files_are_read_by_their_size(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"a": 1}]))
+    assert Outside(str(tmp_path / "a.json")).content(2**40) == b'[{"a": 1}]'
+    with pytest.raises(DataError, match="has more than 9 bytes"):
+        Outside(str(tmp_path / "a.json")).content(9)
