@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import DataError, MegatronVLMError
@@ -54,17 +55,19 @@ class Outside:
                 raise
             raise self.error(f"{doing}: {reason(error)}" if doing else reason(error)) from error
 
+    def regular(self) -> Path:
+        """The path of the regular file with this name."""
+        try:
+            return require_file(self.name)
+        except DataError as error:
+            raise self.kind(f"{error}" + (f"; {self.remedy}" if self.remedy else "")) from error
+
     def content(self, most: int = MOST_BYTES) -> bytes:
         """The content of the regular file with this name."""
-        try:
-            path = require_file(self.name)
-            with self.border("cannot be read"), path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                found = file.read(min(size, most) + 1)  # as much as is asked for is allocated
-        except DataError as error:
-            if self.kind is DataError:
-                raise
-            raise self.kind(f"{error}" + (f"; {self.remedy}" if self.remedy else "")) from error
+        path = self.regular()
+        with self.border("cannot be read"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found = file.read(min(size, most) + 1)  # as much as is asked for is allocated
         if len(found) > most:
             raise self.error(f"has more than {most:,} bytes, which cannot be right")
         return found

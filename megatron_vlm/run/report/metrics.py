@@ -16,7 +16,6 @@ import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.outside import Outside
-from megatron_vlm.paths import require_file
 from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, from_json
 
 _LONGEST = 2**20  # characters of a line
@@ -94,7 +93,8 @@ def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
 def read_metrics(path: Path) -> RunMetrics:
     """All lines of the file. Lines of an unknown kind are skipped."""
     reading = _Reading()
-    file = Outside(str(require_file(path)), remedy="give the folder of a run")
+    file = Outside(str(path), remedy="give the folder of a run")
+    file.regular()
     with file.border("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
         while line := lines.readline(_LONGEST):
             reading.take(line)
