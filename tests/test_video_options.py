@@ -23,12 +23,11 @@ from transformers.video_utils import VideoMetadata, read_video_pyav
 
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.encode.row_maker import RowMaker
-from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.media.video import VideoInfo, VideoSettings, plan_video
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
-from tests.chats import hf_encode, hf_processor, say
+from tests.chats import hf_processor, say
 from tests.videos import (
     PAD,
     SETTINGS,
@@ -40,7 +39,9 @@ from tests.videos import (
     random_frames,
 )
 
+IMAGE = "<|image_pad|>"
 COUNT, SIZE = 31, (96, 64)  # frames, 10 a second
+SIZE_NAMES = ("shortest_edge", "longest_edge")
 LEAST, MOST = 1024, 65536  # pixels of all frames, in tiny checkpoints
 
 
@@ -155,9 +156,6 @@ def test_pixels_of_a_record_are_of_each_frame(given, size, tiny, folder, tmp_pat
     oracle = Oracle.from_pretrained(model, size=dict(zip(SIZE_NAMES, size, strict=True)))
     row = row_of(model, folder, record(video="clip.mp4", **given))
     assert_equal(row, model, hf_file(folder / "clip.mp4", oracle), oracle)
-
-
-SIZE_NAMES = ("shortest_edge", "longest_edge")
 
 
 @pytest.mark.parametrize(
@@ -293,25 +291,25 @@ def test_pixels_of_an_image_are_those_of_transformers(given, size, tiny, folder)
     plain = {"type": "image", "image": f"data:image/png;base64,{data}"}
     raw = {"messages": [say("user", plain | given, plain), say("assistant", "Red.")]}
     bounds = dict(zip(SIZE_NAMES, size, strict=True))
-    picture = PIL.Image.open(folder / "0.png")
     theirs = [
-        Qwen2VLImageProcessorPil.from_pretrained(tiny(), **sizes)(picture, return_tensors="pt")
+        Qwen2VLImageProcessorPil.from_pretrained(tiny(), **sizes)(
+            PIL.Image.open(folder / "0.png"), return_tensors="pt"
+        )
         for sizes in ({"size": bounds}, {})
     ]
+    grids = [found["image_grid_thw"][0].tolist() for found in theirs]
+    tokenizer = hf_processor(tiny()).tokenizer
+    messages = [say("user", {"type": "image"}, {"type": "image"}), say("assistant", "Red.")]
+    first, second, rest = tokenizer.apply_chat_template(messages, tokenize=False).split(IMAGE)
+    text = first + IMAGE * (math.prod(grids[0]) // 4) + second
+    text += IMAGE * (math.prod(grids[1]) // 4) + rest
     row = row_of(tiny(), folder, raw)
-    assert row.image_grid_I3.tolist() == [t["image_grid_thw"][0].tolist() for t in theirs]
-    bare = {"messages": [say("user", plain), say("assistant", "Red.")]}
-    usual = hf_encode(hf_processor(tiny()), bare)["input_ids"].shape[1]
-    tokens = [int(t["image_grid_thw"].prod()) // 4 for t in theirs]
-    assert len(row.ids_S) == usual + tokens[0] + 2 and tokens[0] != tokens[1]
-    resized = PIL.Image.fromarray(np.asarray(picture))
-    ours = ImageSettings.from_checkpoint(tiny(), *size)
-    assert ours.grid(resized.height, resized.width) == tuple(row.image_grid_I3[0].tolist())
-    side = 3 * 16 * 16
-    bytes_PC = torch.cat([t["pixel_values"][:, :].view(-1, 3, 2, 256)[:, :, 0] for t in theirs])
-    found = row.pixel_values_PC.view(-1, 3, 256).float() / 127.5 - 1
-    assert row.pixel_values_PC.shape[1] == side
-    torch.testing.assert_close(found, bytes_PC, atol=1e-6, rtol=0)
+    assert grids[0] != grids[1] and row.image_grid_I3.tolist() == grids
+    assert row.ids_S.tolist() == tokenizer(text)["input_ids"]
+    # Bytes of one frame; theirs are normalised by 0.5 and 0.5, and repeat the frame.
+    values = torch.cat([found["pixel_values"].view(-1, 3, 2, 256)[:, :, 0] for found in theirs])
+    ours = row.pixel_values_PC.view(-1, 3, 256).float() / 127.5 - 1
+    torch.testing.assert_close(ours, values, atol=1e-6, rtol=0)
 
 
 # What is refused
