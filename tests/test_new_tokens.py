@@ -235,7 +235,7 @@ def test_limits_and_damaged_files(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"has 475 tokens already, and the vocab_size .* is 474"):
         HFCheckpoint(folder, ["<p>"])
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"tokenizer.json: cannot be read"):
         find_new_tokens(folder, ["<p>"])
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json; load its tokenizer in"):
