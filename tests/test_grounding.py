@@ -291,7 +291,7 @@ def test_a_box_of_a_turned_picture_is_around_its_object(orientation, reader):
     ours = reader()
     shown = show_sample(ours, raw, "x:1", ours.encode(raw, "x:1"), pictures=True)
     view = next(piece.view for turn in shown.turns for piece in turn.pieces if piece.view)
-    x1, y1, x2, y2 = view.shapes[0].numbers
+    x1, y1, x2, y2 = view.outlines[0].numbers
     seen = view.pictures[0]
     height, width = seen.shape[:2]
     red = seen[..., 0] > 125
@@ -676,7 +676,7 @@ def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
     shown = show_sample(ours, raw, "x:1", ours.encode(raw, "x:1"), pictures=True)
     views = [piece.view for turn in shown.turns for piece in turn.pieces if piece.view]
     assert [view.label for view in views][:2] == ["image 0", "video 0, frame 0"]
-    assert not any(view.shapes for view in views)
+    assert not any(view.outlines for view in views)
 
 
 def test_a_picture_that_has_gone_is_told(reader):

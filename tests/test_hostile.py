@@ -185,7 +185,7 @@ def test_a_record_is_bounded_and_others_are_read(tmp_path):
     found = alone(read_large, str(path))
     assert found.result == [
         f"{path}:1: larger than 256 MiB; split it, or give its images as files",
-        f"{path}:2: about {2**24} values in one record, above {2**22}; split it or drop it",
+        f"{path}:2: about {2**24} values in one record, above {2**22}; mend the record or drop it",
         '{"right": 1}',
     ]
     assert found.grown < 400

@@ -207,7 +207,7 @@ def test_tensorboards_file_that_cannot_be_written_is_a_sentence(tmp_path):
     log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10, tensorboard=True)), True, 20)
     _, tensorboard = log.sinks
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(TrainError, match=r"events.out.tfevents.* cannot be written: File too"):
             tensorboard.write(figures(0))

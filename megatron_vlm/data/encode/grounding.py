@@ -21,7 +21,7 @@ _FLAT_JSON = re.compile(r"\{[^{}]*_2d[^{}]*\}")
 
 
 @dataclass(frozen=True)
-class Shape:
+class Outline:
     """A box, or with two numbers a point, to be drawn on a picture: thousandths of its sides."""
 
     label: str
@@ -80,10 +80,10 @@ def thousandths(box: Box, size: Size, where: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def shapes_of(record: Record, sizes: Sequence[Size], images: int) -> list[list[Shape]]:
+def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list[Outline]]:
     """What to draw on each of the record's images: the boxes of its `objects`, or else those that
     its texts hold as JSON, in the form of Qwen's cookbook, if it has a single image."""
-    found: list[list[Shape]] = [[] for _ in range(images)]
+    found: list[list[Outline]] = [[] for _ in range(images)]
     if not isinstance(record, Chat):
         return found
     written = list(_written(grounded(record, sizes)))
@@ -92,11 +92,11 @@ def shapes_of(record: Record, sizes: Sequence[Size], images: int) -> list[list[S
             found[0] += written
         return found
     refs, boxes = record.objects.refs, record.objects.boxes
-    labels = {shape.numbers: shape.label for shape in written}
+    labels = {outline.numbers: outline.label for outline in written}
     for place, (box, numbers) in enumerate(zip(boxes, _placed(record, sizes), strict=True)):
         # References and boxes are separate lists; as many of both are pairs.
         named = refs[place] if len(refs) == len(boxes) else refs[0] if len(refs) == 1 else ""
-        found[box.image].append(Shape(labels.get(numbers) or named, numbers))
+        found[box.image].append(Outline(labels.get(numbers) or named, numbers))
     return found
 
 
@@ -108,7 +108,7 @@ def _placed(chat: Chat, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     ]
 
 
-def _written(chat: Chat) -> Iterator[Shape]:
+def _written(chat: Chat) -> Iterator[Outline]:
     """Boxes and points that the texts hold: {"bbox_2d": [...], "label": ...}, "point_2d"."""
     for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
         for match in _FLAT_JSON.finditer(part) if isinstance(part, str) else ():
@@ -122,4 +122,4 @@ def _written(chat: Chat) -> Iterator[Shape]:
                 if not isinstance(numbers, list) or len(numbers) != count:
                     continue
                 if all(type(n) in (int, float) and -_MOST <= n <= _MOST for n in numbers):
-                    yield Shape(label if isinstance(label, str) else "", tuple(numbers))
+                    yield Outline(label if isinstance(label, str) else "", tuple(numbers))

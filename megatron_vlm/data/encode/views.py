@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_vlm.data.encode.chat import START
-from megatron_vlm.data.encode.grounding import Shape, shapes_of
+from megatron_vlm.data.encode.grounding import Outline, outlines_of
 from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.data.encode.row import Row
@@ -37,7 +37,7 @@ class View:
     width: int
     num_tokens: int
     pictures: tuple[np.ndarray, ...] = ()  # [H, W, 3] bytes; empty if none was decoded
-    shapes: tuple[Shape, ...] = ()  # what the record marks on it
+    outlines: tuple[Outline, ...] = ()  # what the record marks on it
 
     @property
     def text(self) -> str:
@@ -96,7 +96,7 @@ def show_sample(
 ) -> ShownSample:
     """The sample of a raw record, its views with pictures if they are wanted."""
     record = reader.parse(raw, where)
-    views, problem = _with_shapes(_views(sample, record, reader), sample, record, reader)
+    views, problem = _with_outlines(_views(sample, record, reader), sample, record, reader)
     if pictures and views:
         try:
             row = reader.row(raw, where, sample).row
@@ -132,7 +132,7 @@ def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
     return found
 
 
-def _with_shapes(
+def _with_outlines(
     views: list[View], sample: Sample, record: Record, reader: Reader
 ) -> tuple[list[View], str | None]:
     """The views of images with their boxes and points, and what is wrong with those."""
@@ -140,12 +140,14 @@ def _with_shapes(
     try:
         boxes = isinstance(record, Chat) and record.objects is not None
         sizes = image_sizes(record, reader.policy) if boxes else []
-        found = shapes_of(record, sizes, len(record.media(Image)))
+        found = outlines_of(record, sizes, len(record.media(Image)))
     except DataError as error:  # a picture has gone since the text was encoded
         return views, str(error)
     marked = zip(views[:kept], found, strict=False)
-    views = [replace(view, shapes=tuple(shapes)) for view, shapes in marked] + views[kept:]
-    if (far := max((n for shapes in found for s in shapes for n in s.numbers), default=0)) <= 1000:
+    views = [replace(view, outlines=tuple(outlines)) for view, outlines in marked] + views[kept:]
+    if (
+        far := max((n for outlines in found for s in outlines for n in s.numbers), default=0)
+    ) <= 1000:
         return views, None
     return views, (
         f"{record.where}: a box in the text has {far:g}, above 1000: Qwen3-VL's coordinates are "

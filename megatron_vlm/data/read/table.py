@@ -19,7 +19,7 @@ class TableSource:
     """A table of Hugging Face `datasets`: Parquet, Arrow, save_to_disk, or from the Hub."""
 
     def __init__(self, dataset: Any, name: str, root: str):
-        with _named(f"{name}: the schema"):
+        with _named(name, "the schema is damaged"):
             # Arrow's own values: `datasets` would decode images, and without our limits.
             self.dataset = dataset.with_format("arrow")
         self.name, self.root = name, root
@@ -36,7 +36,7 @@ class TableSource:
     def __getitem__(self, index: int) -> Any:
         where = self.where(index)
         self._check_sizes()
-        with _named(f"{where}: the record"):
+        with _named(where, "the record is damaged"):
             table = self.dataset[int(index)]
         return table_row(table, where)
 
@@ -56,7 +56,7 @@ class TableSource:
 
 def table_row(table: Any, where: str) -> dict[str, Any]:
     """The only row of an Arrow table, as plain values."""
-    with _named(f"{where}: the record"):
+    with _named(where, "the record is damaged"):
         for column in table.columns:
             for chunk in column.chunks:
                 _check(chunk)
@@ -66,9 +66,9 @@ def table_row(table: Any, where: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(where: str, damaged: str) -> Iterator[None]:
     """Errors of Arrow, with the name of what is damaged."""
-    with Outside(what, remedy="download the file again, or make it again").border("is damaged"):
+    with Outside(where, remedy="download the file again, or make it again").border(damaged):
         yield
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_vlm.data.encode.grounding import Shape
+from megatron_vlm.data.encode.grounding import Outline
 from megatron_vlm.data.encode.views import ShownSample, ShownTurn, TextPiece, View
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.display.html import Html, contents, document, table, tag, tiles
@@ -18,7 +18,7 @@ from megatron_vlm.tools.inspection.collect import Column, Inspection, figure
 
 _MOST_ERRORS = 50
 _MOST_BARS = 24
-_MOST_SHAPES = 200  # on a picture
+_MOST_OUTLINES = 200  # on a picture
 _COLOURS = 6  # of boxes, in inspection.css
 
 
@@ -107,32 +107,34 @@ def _view(view: View) -> Html:
     """An image, or the frames of a temporal patch, with what each token sees as a cell."""
     merge = math.isqrt(view.height * view.width // view.num_tokens)
     cell = f"--cell:{100 * merge / view.width:.4f}% {100 * merge / view.height:.4f}%"
-    shapes = [tag("i", *map(_shape, itertools.count(), view.shapes[:_MOST_SHAPES]))]
-    drawn = shapes if view.shapes else []
+    outlines = [tag("i", *map(_outline, itertools.count(), view.outlines[:_MOST_OUTLINES]))]
+    drawn = outlines if view.outlines else []
     pictures = (tag("span", _image(pixels), *drawn, style=cell) for pixels in view.pictures)
     height, width = view.pictures[0].shape[:2]
     words = [view.label, f"{width} x {height}", view.name]
-    words += [_counted(view.shapes)] if view.shapes else []
+    words += [_counted(view.outlines)] if view.outlines else []
     caption = tag("figcaption", " \u00b7 ".join(words))
     return tag("figure", tag("div", *pictures), caption)
 
 
-def _counted(shapes: Sequence[Shape]) -> str:
-    points = sum(len(shape.numbers) == 2 for shape in shapes)
-    kinds = ((len(shapes) - points, "box", "boxes"), (points, "point", "points"))
+def _counted(outlines: Sequence[Outline]) -> str:
+    points = sum(len(outline.numbers) == 2 for outline in outlines)
+    kinds = ((len(outlines) - points, "box", "boxes"), (points, "point", "points"))
     words = [f"{count:,} {one if count == 1 else many}" for count, one, many in kinds if count]
-    return ", ".join([*words, *[f"the first {_MOST_SHAPES} drawn"] * (len(shapes) > _MOST_SHAPES)])
+    return ", ".join(
+        [*words, *[f"the first {_MOST_OUTLINES} drawn"] * (len(outlines) > _MOST_OUTLINES)]
+    )
 
 
-def _shape(place: int, shape: Shape) -> Html:
+def _outline(place: int, outline: Outline) -> Html:
     """A frame around a box, a ring around a point; its label on the side that has more room."""
-    x1, y1, x2, y2 = (shape.numbers * 2)[:4]  # a point's corners are the same
+    x1, y1, x2, y2 = (outline.numbers * 2)[:4]  # a point's corners are the same
     sides = {"left": x1, "top": y1, "width": x2 - x1, "height": y2 - y1}
     style = ";".join(f"{name}:{value / 10:.2f}%" for name, value in sides.items())
-    kind = "point" if len(shape.numbers) == 2 else "box"
+    kind = "point" if len(outline.numbers) == 2 else "box"
     turned = " right" if x1 + x2 > 1000 else ""
-    label = [tag("b", shape.label)] if shape.label else []
-    known = {"class_": f"{kind} c{place % _COLOURS}{turned}", "style": style, "title": shape.text}
+    label = [tag("b", outline.label)] if outline.label else []
+    known = {"class_": f"{kind} c{place % _COLOURS}{turned}", "style": style, "title": outline.text}
     return tag("u", *label, **known)
 
 

@@ -72,8 +72,8 @@ def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bo
         grid.add_row(Text(visible(turn.role)), turn_text(turn, coloured))
     console.print(grid)
     for view in (piece.view for turn in shown.turns for piece in turn.pieces if piece.view):
-        if view.shapes:
-            drawn = "; ".join(shape.text for shape in view.shapes)
+        if view.outlines:
+            drawn = "; ".join(outline.text for outline in view.outlines)
             console.print(Text(visible(f"{view.label}: {drawn}"), VIEW))
     if shown.problem is not None:
         console.print(Text(visible(shown.problem), "red"))
