@@ -181,6 +181,7 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow  # it starts four processes, one after the other
 def test_folders_of_killed_processes_go_at_the_next_start(short_path):
     """Nothing else does: neither what lives, nor what is not known to be ours."""
     tmp_path = short_path

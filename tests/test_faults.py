@@ -331,7 +331,8 @@ def data_workers(pid: int) -> list[int]:
     return [worker for server in servers for worker in children(server)]
 
 
-@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_a_killed_data_worker_is_named has the sentence
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
     """It says so in one sentence, and starts again where it may."""
     more = ("data.num_workers=1", f"launch.max_restarts={restarts}", "train.steps=40")

@@ -41,7 +41,7 @@ GROUPS = {
     "tables": ["parquet", "arrow", "save_to_disk"],
     "media": [*fuzz.PICTURES, "mp4"],
 }
-QUICK = 12
+QUICK = 6
 
 
 def check(found: dict[str, Any], count: int) -> None:
