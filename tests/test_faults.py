@@ -4,6 +4,7 @@ test_checkpoint.py kills at random moments, test_checkpoint_store.py during ever
 
 import contextlib
 import fcntl
+import gc
 import os
 import re
 import shutil
@@ -285,6 +286,30 @@ def test_a_killed_data_worker_is_named(number, remedy):
     assert re.match(words, str(caught.value))
     less = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
     assert less in str(caught.value)
+
+
+class Doubled:
+    def __getitem__(self, task: int) -> int:
+        return 2 * task
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_tasks_that_fail_come_after_the_results_before_them(before):
+    """However many are drawn ahead. No half-made DataLoader is left: once collected, it and a
+    thread of torch close the same pipes, and pytest reports what that thread says."""
+
+    def tasks() -> Iterator[int]:
+        yield from range(before)
+        raise DataError("no more tasks")
+
+    found = []
+    with pytest.raises(DataError, match="no more tasks"):
+        for result in in_processes(Doubled(), tasks(), 2, 4):
+            found.append(result)
+    assert found == [2 * task for task in range(before)]
+    gc.collect()
+    time.sleep(0.5)
+    assert not [thread for thread in threading.enumerate() if "Queue" in thread.name]
 
 
 def test_an_error_of_a_data_worker_stays_what_it_is():

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from megatron_vlm.data.scratch import keep_sockets_in_scratch
 from megatron_vlm.errors import LostError
 
+_END = object()
 _GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
 _LESS = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
 _SIGNALS = {
@@ -42,9 +43,10 @@ def in_processes(
     Each process has at most `prefetch` tasks in flight; tasks are drawn as there is room."""
     if processes:
         start_server()
+    drawn = None if tasks is None else _Tasks(tasks)
     loader = DataLoader(
         work,
-        sampler=tasks,  # type: ignore[arg-type]
+        sampler=drawn,  # type: ignore[arg-type]
         batch_size=None,
         # The default turns tuples into lists, and arrays into tensors.
         collate_fn=_unchanged,
@@ -53,25 +55,52 @@ def in_processes(
         multiprocessing_context="forkserver" if processes else None,
         worker_init_fn=_let_server_end,
     )
-    return _watched(iter(loader)) if processes else iter(loader)
+    return _finished(_watched(iter(loader)) if processes else iter(loader), drawn)
+
+
+class _Tasks:
+    """The tasks up to an error of theirs, which is kept until the results before it were taken.
+    While a DataLoader starts, it would leave a half-made one to the garbage collector."""
+
+    def __init__(self, tasks: Iterable[Any]):
+        self.tasks = tasks
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.tasks
+        except Exception as error:
+            self.error = error
+
+
+def _finished(results: Iterator[Any], drawn: _Tasks | None) -> Iterator[Any]:
+    yield from results
+    if drawn is not None and drawn.error is not None:
+        raise drawn.error
 
 
 def _watched(results: Any) -> Iterator[Any]:
     """The results, until a process that makes them is gone: then the error says which, and why."""
-    while True:
-        try:
-            result = next(results)
-        except StopIteration:
-            return
-        except Exception as error:
-            # torch says no more than that it ended, or what came of reading half a result.
-            until = time.monotonic() + _GONE_S
-            while (lost := _lost(results)) is None and time.monotonic() < until:
-                time.sleep(0.05)
-            if lost is None:
-                raise
-            raise LostError(lost) from error
-        yield result
+    try:
+        while (result := _next(results)) is not _END:
+            yield result
+    finally:
+        # Left to the garbage collector, the pipes of the queues would be closed twice: by it and by
+        # the threads that torch starts while it collects. Whatever has their number by then is hit.
+        results._shutdown_workers()
+
+
+def _next(results: Any) -> Any:
+    try:
+        return next(results, _END)
+    except Exception as error:
+        # torch says no more than that it ended, or what came of reading half a result.
+        until = time.monotonic() + _GONE_S
+        while (lost := _lost(results)) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if lost is None:
+            raise
+        raise LostError(lost) from error
 
 
 def _lost(results: Any) -> str | None:
