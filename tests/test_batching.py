@@ -23,11 +23,11 @@ from megatron_vlm.data.deal import deal
 from megatron_vlm.data.encode.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.qwen3_vl import mrope_positions, sizes_of
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 from tests.batches import MIXED, make_rows, token_ids
 
 IDS = token_ids()
-TOKENS = VisionTokens(IDS.image, IDS.video, 2, mrope_positions)
+TOKENS = Tokens(512, IDS.image, IDS.video, 2, mrope_positions)
 RANKS = 64
 
 

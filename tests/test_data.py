@@ -13,11 +13,11 @@ from megatron_vlm.data.encode.positions import check_placeholders
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.qwen3_vl import mrope_positions
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 
 IDS = token_ids()
-TOKENS = VisionTokens(IDS.image, IDS.video, 2, mrope_positions)
+TOKENS = Tokens(512, IDS.image, IDS.video, 2, mrope_positions)
 
 
 def collate_rows(rows: list[Row]) -> MicroBatch:
@@ -25,8 +25,9 @@ def collate_rows(rows: list[Row]) -> MicroBatch:
 
 
 def test_positions_equal_hugging_face(tiny):
+    config = AutoConfig.from_pretrained(tiny())
     with torch.device("meta"):
-        model = Qwen3VLModel(AutoConfig.from_pretrained(tiny()))
+        model = Qwen3VLModel(config)
     for row in make_rows(MIXED):
         types = (row.ids_S == IDS.image).int() + 2 * (row.ids_S == IDS.video).int()
         expected, _ = model.get_rope_index(
@@ -101,6 +102,15 @@ def broken_rows() -> dict[str, tuple[Row, str]]:
         "no image": (Row(row.ids_S, row.labels_S), "left over after 0 images"),
         "patches without grid": (replace(row, image_grid_I3=None), "28 patches but .* asks for 0"),
         "labels of another length": (replace(row, labels_S=row.labels_S[1:]), "of the same length"),
+        "an id too high": (
+            replace(row, ids_S=torch.where(row.ids_S == IDS.end, 512, row.ids_S)),
+            r"token \d+ is 512, and the model's ids are 0 to 511; give the tokenizer",
+        ),
+        "an id below 0": (replace(row, ids_S=row.ids_S - 2**40), r"token 0 is -\d{13}, and the"),
+        "a label that is none": (
+            replace(row, labels_S=torch.where(row.labels_S == IGNORE, IGNORE, -1)),
+            r"label \d+ is -1, and the model's ids are 0 to 511",
+        ),
         "frames joined": (Row(video, video, **two_frames), "video frame 0 has 2 x 2 = 4 features"),
     }
 

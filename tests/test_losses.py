@@ -18,7 +18,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.qwen3_vl import mrope_positions
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.feed.share import share_batch
 from megatron_vlm.step.losses import Objective, register
 from megatron_vlm.worker import MegatronWorker, StepMetrics
@@ -27,7 +27,7 @@ from tests.reference import load_reference, row_log_probs, row_logits
 from tests.runs import Case, call, collect_grads, my_rows
 from tests.test_parity import layout
 
-TOKENS = VisionTokens(token_ids().image, token_ids().video, 2, mrope_positions)
+TOKENS = Tokens(512, token_ids().image, token_ids().video, 2, mrope_positions)
 VOCAB = 509  # at TP2 one row of the vocabulary is padding
 # Relative, fp32 on the CPU, as in test_parity.py. Measured worst case: 1.9e-6, a gradient at TP2.
 TOLERANCE = 5e-6

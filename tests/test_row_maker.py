@@ -3,6 +3,8 @@
 
 import base64
 import io
+import json
+import shutil
 from dataclasses import fields
 
 import PIL.Image
@@ -133,3 +135,22 @@ def test_settings_are_those_of_the_configuration(tiny):
         RowMaker(tiny(), train_on="record").row(messages)
     with pytest.raises(ConfigError, match=r"data\.truncation='cut' is not one of"):
         RowMaker(tiny(), truncation="cut")
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused(tiny, tmp_path):
+    """As where transformers' add_tokens made a tokenizer larger, and nobody the model. A record
+    without such a token is none the worse."""
+    model = shutil.copytree(tiny(), tmp_path / "model")
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    last = content["added_tokens"][-1]
+    content["added_tokens"] += [
+        last | {"id": id, "content": f"<<{id}>>", "special": False}
+        for id in range(last["id"] + 1, 514)
+    ]
+    file.write_text(json.dumps(content))
+    maker = RowMaker(str(model), max_tokens=512)
+    answer = {"role": "assistant", "content": "b"}
+    maker.row({"messages": [{"role": "user", "content": "<<511>>"}, answer]})
+    with pytest.raises(DataError, match=r"token \d+ is 512, and the model's ids are 0 to 511; "):
+        maker.row({"messages": [{"role": "user", "content": "<<512>>"}, answer]})

@@ -18,7 +18,7 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.feed.feeder import SharedBatches, open_together
 from megatron_vlm.feed.share import share_bytes, share_json
 from megatron_vlm.worker import MegatronWorker
@@ -133,7 +133,7 @@ def last_answer(trained_S: np.ndarray) -> tuple[int, int]:
     return (int(untrained[-1]) + 1 if len(untrained) else 0), end
 
 
-def cut_row(row: Row, end: int, tokens: VisionTokens) -> Row:
+def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
     """The row's first tokens, with the images and videos among them."""
     ids_S = row.ids_S[:end]
 

@@ -23,8 +23,8 @@ from megatron_vlm.family.sizes import (
     PlaceholderRun,
     TensorSpec,
     TextSizes,
+    Tokens,
     VisionSizes,
-    VisionTokens,
 )
 from megatron_vlm.outside import Outside
 
@@ -142,8 +142,12 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
         merge=vision.spatial_merge_size,
         deepstack=len(vision.deepstack_visual_indexes),
     )
-    tokens = VisionTokens(
-        config.image_token_id, config.video_token_id, vision_sizes.merge, mrope_positions
+    tokens = Tokens(
+        text_sizes.vocab,
+        config.image_token_id,
+        config.video_token_id,
+        vision_sizes.merge,
+        mrope_positions,
     )
     tensors = [*_vision_tensors(config), *_text_tensors(text_sizes)]
     tied = bool(config.tie_word_embeddings)

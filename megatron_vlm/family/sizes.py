@@ -95,9 +95,11 @@ class PlaceholderRun:
 
 
 @dataclass(frozen=True)
-class VisionTokens:
-    """The token ids that stand for visual features, and where rows that have some are placed."""
+class Tokens:
+    """What the ids of a row mean: how many there are, which stand for visual features, and where
+    rows that have some are placed."""
 
+    vocab: int  # ids are below: so many rows the embedding has
     image_id: int
     video_id: int
     merge: int  # side of the square of patches that becomes one token
@@ -111,7 +113,7 @@ class ModelSizes:
 
     text: TextSizes
     vision: VisionSizes
-    tokens: VisionTokens
+    tokens: Tokens
     tied: bool  # the head shares the embedding's weight
     tensors: tuple[TensorSpec, ...]
 

@@ -24,7 +24,7 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, cut_micro_b
 from megatron_vlm.data.encode.row import IGNORE, Row, continued, place_row
 from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.step.pipeline import Stage
 
@@ -160,7 +160,7 @@ class DecodePass:
 
 
 def _sampling(
-    temperature: float, seeds: Sequence[int] | None, prompts: int, tokens: VisionTokens
+    temperature: float, seeds: Sequence[int] | None, prompts: int, tokens: Tokens
 ) -> Sampling | None:
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError(f"generate: temperature={temperature} must be 0 (greedy) or above")

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, place_row
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 
 _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 
@@ -145,7 +145,7 @@ def collate(
 def cut_micro_batches(
     rows: Sequence[Row],
     size: int,
-    tokens: VisionTokens,
+    tokens: Tokens,
     value_names: Sequence[str] = (),
     first_row: int = 0,
 ) -> list[MicroBatch]:

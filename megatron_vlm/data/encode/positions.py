@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.sizes import PlaceholderRun, VisionTokens
+from megatron_vlm.family.sizes import PlaceholderRun, Tokens
 
 
 class GridQueue:
     """The grids of the images and video frames whose tokens have yet to come, in order."""
 
-    def __init__(
-        self, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None, tokens: VisionTokens
-    ):
+    def __init__(self, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None, tokens: Tokens):
         grids = {tokens.image_id: image_grid_I3, tokens.video_id: video_grid_I3}
         self.waiting = {
             token: deque(
@@ -74,7 +72,7 @@ class GridQueue:
 
 
 def check_placeholders(
-    ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None, tokens: VisionTokens
+    ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None, tokens: Tokens
 ) -> None:
     """Check the images of a micro-batch, in order, against the placeholders of its rows."""
     queue = GridQueue(image_grid_I3, video_grid_I3, tokens)

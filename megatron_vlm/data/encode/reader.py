@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chat import ChatRenderer
-from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, place_row
+from megatron_vlm.data.encode.row import IGNORE, PlacedRow, Row, check_ids, place_row
 from megatron_vlm.data.encode.sample import Encoder, Grid, Sample
 from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.data.media.images import ImageSettings, image_patches
@@ -23,7 +23,7 @@ from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
-from megatron_vlm.family.sizes import ModelSizes, VisionTokens
+from megatron_vlm.family.sizes import ModelSizes, Tokens
 from megatron_vlm.hub import folder_of
 
 
@@ -33,11 +33,13 @@ class Reader:
 
     encoder: Encoder
     policy: MediaPolicy
-    tokens: VisionTokens
+    tokens: Tokens
 
     def encode(self, raw: object, where: str, prompt: bool = False) -> Sample:
         """Tokens and grids. Only the headers of images are read, not their pixels."""
-        return self.encoder.encode(self.parse(raw, where), self.policy, prompt)
+        sample = self.encoder.encode(self.parse(raw, where), self.policy, prompt)
+        check_ids(sample.ids_S, self.tokens, f"{where}: token")
+        return sample
 
     def parse(self, raw: object, where: str) -> Record:
         """What the raw record says."""

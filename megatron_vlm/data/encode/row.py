@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.sizes import VisionTokens
+from megatron_vlm.family.sizes import Tokens
 
 IGNORE = -100  # a label that carries no loss, as in Hugging Face
 
@@ -61,7 +61,7 @@ class PlacedRow:
     weights_S: np.ndarray | None = None  # of the loss; float32, shifted like the targets
 
 
-def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
+def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
     """Check every image against its placeholders, shift the labels and compute the positions. Of
     the row's values, those with these names are kept."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
@@ -69,6 +69,9 @@ def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] =
             f"{where}: ids {tuple(row.ids_S.shape)} and labels {tuple(row.labels_S.shape)} "
             "must be two vectors of the same length, at least 1"
         )
+    check_ids(row.ids_S.numpy(), tokens, f"{where}: token")
+    labels_S = row.labels_S.numpy()
+    check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, f"{where}: label")
     row.check_pixels(where)
     queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
     runs = queue.runs_of(row.ids_S, where)
@@ -80,6 +83,17 @@ def place_row(row: Row, tokens: VisionTokens, where: str, names: Sequence[str] =
     tokens_S5[:, 2:] = tokens.positions(len(row.ids_S), runs).T
     values_SF = _shifted_values(row, names, where) if names else None
     return PlacedRow(row, tokens_S5, values_SF, _shifted_weights(row, where))
+
+
+def check_ids(ids_S: np.ndarray, tokens: Tokens, where: str) -> None:
+    """Refuse ids that the model has no row for. A rank that holds a part of the embedding would
+    take them for those of another rank, and the sum would be zero."""
+    if (wrong := ((ids_S < 0) | (ids_S >= tokens.vocab)).nonzero()[0]).size:
+        raise DataError(
+            f"{where} {wrong[0]} is {ids_S[wrong[0]]}, and the model's ids are 0 to "
+            f"{tokens.vocab - 1}; give the tokenizer that belongs to the model, without tokens "
+            "that were added to it alone: data.add_tokens adds some to both"
+        )
 
 
 def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
