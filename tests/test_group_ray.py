@@ -178,6 +178,19 @@ def test_no_room_is_an_error(cluster, tiny, monkeypatch):
         start_ray_group(layout(tp=2).config(tiny()), processes=3)
 
 
+@pytest.mark.slow  # a cluster of its own
+def test_actors_get_a_gpu_where_there_are_some():
+    """Ray takes our word for the number of GPUs."""
+    code = (
+        "import ray; from megatron_vlm.distributed.ray_cluster import gpus_of_rank as g\n"
+        "for count in (0, 2):\n"
+        "    ray.init(num_cpus=1, num_gpus=count, include_dashboard=False, log_to_driver=False)\n"
+        "    print(g('auto'), g('cuda'), g('cpu')); ray.shutdown()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines() == ["0.0 0.0 0.0", "1.0 1.0 0.0"], done.stderr
+
+
 def test_a_process_that_dies_ends_the_group(group, monkeypatch):
     """The last test of this group."""
     monkeypatch.setattr(ray_group, "GRACE_S", 1.0)

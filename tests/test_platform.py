@@ -1,17 +1,48 @@
 # .venv/bin/python -m pytest tests/test_platform.py
 """The platform, and the stand-in for CUDA on the CPU."""
 
+import os
+
 import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.device import peak_of, pick_platform
 from megatron_vlm.errors import ConfigError
 
 
 def test_unknown_name():
     with pytest.raises(ConfigError, match="platform='tpu' is not one of auto, cuda, cpu"):
         pick_platform("tpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H20-3e", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H800 PCIe", 756),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 5090", 210),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_the_peak_of_a_device_goes_by_its_whole_name(name, tera):
+    peak = peak_of(name)
+    assert (None if peak is None else peak / 1e12) == tera
 
 
 # The stand-in changes a process for good: each looks at it in one of its own.
@@ -39,6 +70,22 @@ def use_it() -> None:
     del block
     print(0.9 * with_block < p.memory_peak() < p.memory_total())
     print(0 < p.memory_allocated() < with_block - 90_000_000)
+
+
+def set_variables(given: dict[str, str]) -> None:
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(given)
+    pick_platform("cpu")
+    print(*[os.environ[name] for name in VARIABLES])
+
+
+VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_CUDNN_SDPA_DEPRIORITIZED")
+
+
+def test_what_the_user_chose_of_cuda_stays(nursery):
+    assert nursery.printed(set_variables, {}) == "1 1\n"
+    assert nursery.printed(set_variables, dict(zip(VARIABLES, "80", strict=True))) == "8 0\n"
 
 
 def test_cpu(nursery):

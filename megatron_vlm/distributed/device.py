@@ -5,6 +5,7 @@ Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cpu_stand_in.py answ
 """
 
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -12,17 +13,25 @@ import torch
 from megatron_vlm.distributed.cpu_stand_in import install_cpu_stand_in, stand_in_installed
 from megatron_vlm.errors import ConfigError
 
-# Dense bf16 peak of one device, FLOP/s, from the vendor's data sheets, without sparsity.
+# Dense bf16 peak of one device, FLOP/s, from the vendor's data sheets: accumulated in fp32, without
+# sparsity. Of two names that fit, the first counts.
 PEAK_FLOPS_BF16 = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "RTX PRO 6000 Blackwell": 504e12,
+    "RTX 5090": 210e12,
     "RTX 4090": 165e12,
     "RTX A6000": 155e12,
 }
@@ -68,8 +77,16 @@ class Platform:
         """Dense bf16 FLOP/s of the device; None where the table does not know it."""
         if not self.is_cuda:
             return None
-        name = torch.cuda.get_device_name(self.device)
-        return next((peak for key, peak in PEAK_FLOPS_BF16.items() if key in name), None)
+        return peak_of(torch.cuda.get_device_name(self.device))
+
+
+def peak_of(name: str) -> float | None:
+    """Of a device with this name, in whole words: an H200 is no H20, and a GB200 no B200. Variants
+    with another limit of power, such as Max-Q or Laptop, are other devices."""
+    if re.search(r"\b(Max-Q|Laptop|MIG)\b", name):
+        return None
+    words = {key: rf"\b{key}\b" for key in PEAK_FLOPS_BF16}
+    return next((PEAK_FLOPS_BF16[key] for key in words if re.search(words[key], name)), None)
 
 
 def pick_platform(name: str = "auto") -> Platform:
@@ -79,6 +96,9 @@ def pick_platform(name: str = "auto") -> Platform:
     # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued: one
     # queue keeps it. Must be set before CUDA starts; what the user set stays.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # torch prefers cuDNN's attention on Hopper and Blackwell, which builds a plan for each shape:
+    # every micro-batch, picture and generated token has a new one.
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     has_cuda = torch.cuda.is_available() and not stand_in_installed()
     if name == "cuda" and not has_cuda:
         raise ConfigError(

@@ -45,6 +45,11 @@ def place_ranks(
     return place, options
 
 
+def gpus_of_rank(platform: str) -> float:
+    """One where the cluster has any: without it, an actor sees none and would take the CPU."""
+    return float(platform != "cpu" and ray.cluster_resources().get("GPU", 0) > 0)
+
+
 def room_for(cpus: float, gpus: float) -> int:
     """How many ranks fit on the nodes that are alive."""
     count = 0

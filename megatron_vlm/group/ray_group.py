@@ -19,7 +19,7 @@ from ray.util.placement_group import remove_placement_group  # type: ignore
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.ray_cluster import RankActor, place_ranks
+from megatron_vlm.distributed.ray_cluster import RankActor, gpus_of_rank, place_ranks
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.group.group import Join, Parts, T, WorkerGroup
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
@@ -34,11 +34,13 @@ def start_ray_group(
     cfg: Config,
     processes: int,
     cpus: float = 1.0,
-    gpus: float = 0.0,
+    gpus: float | None = None,
     training: bool = True,
 ) -> WorkerGroup:
     """Start this many actors, each with these resources and a worker. Ray must be initialised. The
-    TP ranks of one stage share a node."""
+    TP ranks of one stage share a node. Without `gpus` each has one where the cluster has any, and
+    cfg.platform is not cpu."""
+    gpus = gpus_of_rank(cfg.platform) if gpus is None else gpus
     place, options = place_ranks(processes, cfg.parallel.tp, cpus, gpus)
     make = ray.remote(WorkerActor)
     actors: list[Any] = [

@@ -19,6 +19,7 @@ from megatron_vlm.distributed.process import FAILED, RESTART, STUCK, guarded, sa
 from megatron_vlm.distributed.ray_cluster import (
     RankActor,
     StoreAddress,
+    gpus_of_rank,
     place_ranks,
     room_for,
 )
@@ -133,8 +134,7 @@ def world_size(cfg: Config, room: int, restart: int) -> int:
 
 def _resources_of_rank(cfg: Config) -> tuple[float, float]:
     """CPUs and GPUs."""
-    gpus = 0.0 if cfg.platform == "cpu" else float(ray.cluster_resources().get("GPU", 0) > 0)
-    return cfg.launch.cpus_per_rank, gpus
+    return cfg.launch.cpus_per_rank, gpus_of_rank(cfg.platform)
 
 
 def _status(ref: Any, rank: int) -> int:

@@ -176,7 +176,7 @@ def loss_of(
     values_N = batch.values_N(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
     loss_sum = (loss_N if batch.weights_N is None else loss_N * batch.weights_N).sum()
-    count = torch.tensor(log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
+    count = torch.full((), log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
     return loss_sum, count, report
