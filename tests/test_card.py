@@ -4,7 +4,9 @@ whatever names are in it."""
 
 import json
 import shutil
+import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
+from megatron_vlm import __version__
 from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, OptimConfig
 from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.hf.card import Training, model_card
+from megatron_vlm.hf.card import Training, model_card, versions
 from megatron_vlm.hf.source import HFCheckpoint
 from tests.sets import write_set
 from tests.test_run_folder import Folder
@@ -153,3 +156,16 @@ def lines_of(folder: Folder) -> list[dict]:
 
 def steps(folder: Folder) -> list[dict]:
     return [line for line in lines_of(folder) if line["kind"] == "step"]
+
+
+def test_versions_where_only_the_checkout_is(tmp_path, monkeypatch):
+    """Nothing is installed but what is beneath."""
+    before = versions()
+    for name in ("torch", "megatron-core", "transformers"):
+        found = Path(str(metadata.distribution(name).locate_file("")))
+        folder = next(found.glob(f"{name.replace('-', '_')}-*.dist-info"))
+        (tmp_path / folder.name).symlink_to(folder)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("megatron_vlm")
+    assert versions() == before and before["megatron_vlm"] == __version__

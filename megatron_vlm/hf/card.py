@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+import megatron_vlm
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import HUB, SourceSpec
 from megatron_vlm.display.numbers import number
@@ -29,7 +30,7 @@ _DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of t
 _READ = 2**16  # characters of a base's card, which begins with its YAML
 _LICENSE = ("license", "license_name", "license_link")
 _LONGEST = 300  # characters of a licence's name or address
-_VERSIONS = ("megatron_vlm", "megatron-core", "torch", "transformers")
+_BENEATH = ("megatron-core", "torch", "transformers")
 _FROZEN = {
     "freeze_vision": "vision tower",
     "freeze_merger": "mergers",
@@ -105,7 +106,13 @@ def _body(base: str, done: Training | None) -> Iterator[str]:
         yield from _scores(done)
         yield from _settings(done.cfg)
     yield from ("", "## Versions", "")
-    yield from (f"- {name} {importlib.metadata.version(name)}" for name in _VERSIONS)
+    yield from (f"- {name} {version}" for name, version in versions().items())
+
+
+def versions() -> dict[str, str]:
+    """Of this package, which may run from a checkout not installed, and of those beneath."""
+    beneath = {name: importlib.metadata.version(name) for name in _BENEATH}
+    return {"megatron_vlm": megatron_vlm.__version__, **beneath}
 
 
 def _data(done: Training) -> Iterator[str]:

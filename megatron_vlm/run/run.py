@@ -1,6 +1,5 @@
 """All that a training run holds on one rank, opened in order and closed in order."""
 
-import importlib.metadata
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
+from megatron_vlm.hf.card import versions
 from megatron_vlm.hf.export_mark import read_export_mark
 from megatron_vlm.hf.push import Upload
 from megatron_vlm.hf.stages import layout_table, stage_reports
@@ -82,10 +82,7 @@ class Run:
             model=self.cfg.model.path,
             samples=self.feeder.length,
             total_steps=self.total_steps,
-            versions={
-                name: importlib.metadata.version(name)
-                for name in ("torch", "megatron-core", "transformers", "megatron_vlm")
-            },
+            versions=versions(),
         )
 
     def at(self, step: int, phase: str, files: bool = False) -> None:
