@@ -72,18 +72,18 @@ class VideoSettings:
             found[key] = tuple(value) if isinstance(value, list) else value
         found |= {key: value for key, value in chosen.items() if value is not None}
         settings = cls(**found)
-        settings._check(chosen)
+        settings._check(chosen, path)
         return settings
 
-    def _check(self, chosen: Mapping[str, float | None]) -> None:
+    def _check(self, chosen: Mapping[str, float | None], path: Path) -> None:
         """Refuse bounds that contradict each other. Fewer frames at most than at least are no
         contradiction where the checkpoint has the least: Hugging Face takes the most."""
         for name in ("pixels", "frames"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least > most and (name == "pixels" or chosen.get("min_frames")):
                 raise ConfigError(
-                    f"data.video_min_{name}={least} is above data.video_max_{name}={most}, where "
-                    "one that is null has the value of the checkpoint; set both"
+                    f"data.video_min_{name}={least} is above data.video_max_{name}={most}; one "
+                    f"that is null has the value in {path}; set both"
                 )
 
 
