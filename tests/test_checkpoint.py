@@ -5,7 +5,6 @@ within rounding at another. Checkpoints of the tensors; test_checkpoint_store.py
 import contextlib
 import json
 import random
-import resource
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.folders import partial_of
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
+from tests.limits import files_of_at_most
 from tests.nursery import Nursery
 from tests.runs import Case, my_rows
 from tests.test_parity import layout
@@ -247,14 +247,10 @@ def full_disk(path: str, case: Case, run: Path, async_save: bool) -> tuple[str, 
     """Rank 1 can write no file of more than 100 kB."""
     worker = MegatronWorker(case.config(path))
     save(worker, step_folder(run, 1), progress(1))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if torch.distributed.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            save(worker, step_folder(run, 2), progress(2), async_save).finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    is_full = torch.distributed.get_rank() == 1
+    disk = files_of_at_most(100_000) if is_full else contextlib.nullcontext()
+    with disk, pytest.raises(CheckpointError) as caught:
+        save(worker, step_folder(run, 2), progress(2), async_save).finish()
     return str(caught.value), find_latest(run)
 
 

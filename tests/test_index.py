@@ -4,7 +4,6 @@
 import gzip
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import time
@@ -18,6 +17,7 @@ from megatron_vlm.data.encode import index as indexing
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.errors import DataError
 from tests.chats import CHATS, say
+from tests.limits import files_of_at_most
 from tests.sets import open_set, write_set
 
 
@@ -308,10 +308,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 def test_a_full_disk_for_what_is_not_cached_is_a_sentence(tiny, tmp_path):
     path, model = write_set(tmp_path), tiny()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # bytes of any file
-    try:
-        with pytest.raises(DataError, match=r"cannot be written: .*; free space there, or set"):
-            open_set(path, model, None)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    failed = r"cannot be written: .*; free space there, or set"
+    with files_of_at_most(64), pytest.raises(DataError, match=failed):
+        open_set(path, model, None)

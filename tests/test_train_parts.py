@@ -3,7 +3,6 @@
 
 import json
 import math
-import resource
 from dataclasses import replace
 
 import pytest
@@ -22,6 +21,7 @@ from megatron_vlm.run.meter import Guard
 from megatron_vlm.step.schedule import lr_at
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
+from tests.limits import files_of_at_most
 from tests.runs import call
 from tests.test_parity import layout
 
@@ -206,13 +206,9 @@ def test_tensorboards_file_that_cannot_be_written_is_a_sentence(tmp_path):
     """At once, in the step that could not be written."""
     log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10, tensorboard=True)), True, 20)
     _, tensorboard = log.sinks
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(TrainError, match=r"events.out.tfevents.* cannot be written: File too"):
-            tensorboard.write(figures(0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    failed = r"events.out.tfevents.* cannot be written: File too"
+    with files_of_at_most(100), pytest.raises(TrainError, match=failed):
+        tensorboard.write(figures(0))
     log.close()
 
 
@@ -225,13 +221,8 @@ def test_metrics_that_cannot_be_written_are_a_sentence(tmp_path):
         RunLog(Config(run=str(tmp_path / "folder")), True, 20)
     log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
     log.step(figures(0))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
-    try:
-        with pytest.raises(TrainError, match=f"{failed}File too{remedy}"):
-            log.step(figures(1))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(400), pytest.raises(TrainError, match=f"{failed}File too{remedy}"):
+        log.step(figures(1))
     log.close()
     log = RunLog(Config(run=str(tmp_path), log=LogConfig(every=10)), True, 20)
     log.step(figures(1))

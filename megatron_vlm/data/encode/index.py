@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,9 @@ class Faults:
 class Index:
     """The usable samples of a source: `len`, `index[i]`, and for each its sizes and its record."""
 
-    def __init__(self, source: Source, files: list[Path]):
-        self.files = files
-        self.ends = parts = [_read_sizes(file) for file in files]
+    def __init__(self, source: Source, files: list[Path], parts: list[dict[str, Any]]):
+        """`parts`: for each chunk's file what `_read_sizes` gives."""
+        self.files, self.ends = files, parts
         places = [part["records"] for part in parts]  # of the samples' records in their chunks
         self.records = np.concatenate([places[i] + CHUNK * i for i in range(len(parts))])
         self.chunk_of = np.repeat(range(len(parts)), [len(part) for part in places])
@@ -124,11 +124,19 @@ def build_index(
     # Each process begins at its own share, then helps with what is left.
     first = len(names) * share[0] // share[1]
     turn = [*range(first, len(names)), *range(first)]
-    # Drawn late, chunk by chunk, so that chunks others have done by then are skipped.
-    missing = (chunk for chunk in turn if not _is_kept(folder / names[chunk]))
+    kept: dict[int, dict[str, Any]] = {}  # what was read of chunks that the cache has
+
+    def missing() -> Iterator[int]:
+        """Drawn late, chunk by chunk, so that chunks others have done by then are skipped."""
+        for chunk in turn:
+            if (sizes := _kept_sizes(folder / names[chunk])) is None:
+                yield chunk
+            else:
+                kept[chunk] = sizes
+
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
     elsewhere: dict[int, Path] = {}
-    for chunk, content in in_processes(_Chunks(source, reader, cfg), missing, workers, 2):
+    for chunk, content in in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
         if isinstance(content, DataError):
             raise content
         # Somebody may fix what is faulty, so such a chunk is never cached.
@@ -136,23 +144,23 @@ def build_index(
             elsewhere[chunk] = scratch / f"{folder.name}-{names[chunk]}"
             _write(content, elsewhere[chunk])
     files = [elsewhere.get(chunk, folder / name) for chunk, name in enumerate(names)]
-    index = Index(source, files)
+    parts = [kept[i] if i in kept else _read_sizes(file) for i, file in enumerate(files)]
+    index = Index(source, files, parts)
     check_errors(index.faults.errors, cfg)
     return index
 
 
-def _is_kept(path: Path) -> bool:
-    """Whether the cache has a chunk; one that is damaged goes."""
+def _kept_sizes(path: Path) -> dict[str, Any] | None:
+    """Those of a chunk that the cache has; one that is damaged goes."""
     if not os.path.lexists(path):
-        return False
+        return None
     try:
-        _read_sizes(path)
+        return _read_sizes(path)
     except DataError as error:
         _log.warning("%s; it is made again", error)
         with contextlib.suppress(OSError):
             path.unlink()
-        return False
-    return True
+        return None
 
 
 def _keep(content: "Chunk", path: Path, quiet: bool) -> bool:
