@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -207,12 +207,8 @@ class MegatronWorker:
         self.watchdog.busy()  # a step of many micro-batches may take long
         grid = self.grid
         batch = next(data).for_stage(grid.first, self.platform.device, grid.last)
-        asked = {"labels": batch.targets_BS} if grid.last else {}
-        if grid.last and objective.entropy_coef is not None:  # the log-probs do not tell it
-            asked = {"loss_mask": batch.targets_BS != IGNORE}
-        output = self.stage.call(chunk, batch, **asked)
-        vocab = self.source.sizes.text.vocab
-        return output, partial(loss_of, objective, batch, vocab, grid.tp.group)
+        asked = {"labels": batch.targets_BS, "also": objective.also} if grid.last else {}
+        return self.stage.call(chunk, batch, **asked), partial(loss_of, objective, batch)
 
 
 def _compared(cfg: Config) -> dict[str, str]:

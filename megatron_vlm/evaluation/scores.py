@@ -19,11 +19,9 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.encode.tokenizer import read_tokenizer
-from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question
-from megatron_vlm.model.log_probs import target_log_probs
-from megatron_vlm.step.decode import candidate_log_probs, generate, pick_ids
+from megatron_vlm.step.decode import candidate_log_probs, generate
 from megatron_vlm.step.pipeline import Stage
 
 BLOCK = 64  # questions held in memory together
@@ -155,24 +153,14 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
 
 def _forward_step(stage: Stage, data: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
     batch = next(data).for_stage(stage.grid.first, stage.device, stage.grid.last)
-    picked_BS = batch.targets_BS != IGNORE
-    logits_NV = stage.call(chunk, batch, loss_mask=picked_BS)
-    vocab, tp = stage.sizes.text.vocab, stage.grid.tp
-    return logits_NV, partial(_score, vocab, tp, batch.targets_BS[picked_BS], batch.weights_N)
+    asked = {"labels": batch.targets_BS, "also": "hits"} if stage.grid.last else {}
+    return stage.call(chunk, batch, **asked), partial(_score, batch.weights_N)
 
 
-def _score(
-    vocab: int,
-    tp: Axis,
-    targets_N: Tensor,
-    weights_N: Tensor | None,
-    logits_NV: Tensor,
-    non_loss_data: bool = True,
-) -> Tensor:
-    right_N = pick_ids(vocab, tp, logits_NV) == targets_N
-    log_probs_N = target_log_probs(logits_NV, targets_N, vocab, tp.group).double()
-    count = log_probs_N.new_tensor(len(targets_N))
+def _score(weights_N: Tensor | None, output_2N: Tensor, non_loss_data: bool = True) -> Tensor:
+    log_probs_N, hits_N = output_2N.double()
+    count = torch.full_like(log_probs_N.sum(), log_probs_N.numel())
     weight = count
     if weights_N is not None:
         log_probs_N, weight = log_probs_N * weights_N, weights_N.double().sum()
-    return torch.stack([log_probs_N.sum(), right_N.sum().double(), count, weight])
+    return torch.stack([log_probs_N.sum(), hits_N.sum(), count, weight])

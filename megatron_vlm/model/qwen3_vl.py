@@ -18,7 +18,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.model.attention import attending_to
 from megatron_vlm.model.cache import KVCache
-from megatron_vlm.model.log_probs import target_log_probs
+from megatron_vlm.model.head import Also, predict
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.vision import encode, touch
 
@@ -80,11 +80,11 @@ class Qwen3VLGPTModel(GPTModel):
         video_grid_thw: Tensor | None = None,
         cache: KVCache | None = None,
         packed_seq_params: Any = None,
-        **kwargs: Any,
+        **head: Any,
     ) -> Tensor:
-        """A stage's output: for the next stage; on the last stage log-probs [N] of the supervised
-        positions (labels given; labels[b, s] is what position s predicts), or logits: of all
-        positions [B, S, V], or of those that a loss_mask [B, S] picks [N, V].
+        """A stage's output: for the next stage; on the last stage what `predict` gives for the
+        supervised positions (labels given; labels[b, s] is what position s predicts), or logits: of
+        all positions [B, S, V], or of those that a loss_mask [B, S] picks [N, V].
 
         Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
         attention_mask [B, S] is taken, and refused where it says anything else.
@@ -114,11 +114,11 @@ class Qwen3VLGPTModel(GPTModel):
                 position_ids,
                 None,
                 decoder_input=hidden_SBH if self.pre_process else None,
-                labels=labels,
                 extra_block_kwargs={"context": features_KSBH},
-                **kwargs,
             )
-        return output if self.post_process else self._join_stages(output, features_KSBH)
+        if self.post_process:
+            return self._head(output, labels, **head)
+        return self._join_stages(output, features_KSBH)
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
         """The tokens' embeddings; that of the padding token is used but does not learn here, as in
@@ -161,31 +161,32 @@ class Qwen3VLGPTModel(GPTModel):
         features = features.index_copy(1, places_V, visual[1:])
         return flat.view_as(hidden_SBH), features.unflatten(1, hidden_SBH.shape[:2])
 
-    def _postprocess(  # type: ignore[override]
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        """Megatron's forward ends with the hidden states: what is wanted of the head, it cannot
+        pass on."""
+        return hidden_states
+
+    def _head(
         self,
-        hidden_states: Tensor,
-        *,
-        labels: Tensor | None,
+        hidden_SBH: Tensor,
+        labels_BS: Tensor | None,
         loss_mask: Tensor | None = None,
-        **_: Any,
+        also: Also | None = None,
     ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
-        if not self.post_process:
-            return hidden_states
-        weight = None
+        weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        picked_BS = loss_mask if labels is None else labels != IGNORE
+        picked_BS = loss_mask if labels_BS is None else labels_BS != IGNORE
         if picked_BS is None:
-            logits_SBV, _ = self.output_layer(hidden_states, weight=weight)
+            logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight)
             return logits_SBV.transpose(0, 1)
-        hidden_NH = hidden_states.transpose(0, 1)[picked_BS]
-        logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
-        if labels is None:
+        hidden_NH = hidden_SBH.transpose(0, 1)[picked_BS]
+        if labels_BS is None:
+            logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
-        return target_log_probs(
-            logits_N1V[:, 0], labels[picked_BS], self.sizes.text.vocab, self.pg_collection.tp
-        )
+        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
+        return predict(hidden_NH, weight, labels_BS[picked_BS], vocab, tp_group, also)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
         """What the next stage gets: the hidden states, then the features its layers will add."""

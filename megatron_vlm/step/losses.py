@@ -25,12 +25,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_vlm.data.batch.micro_batch import MicroBatch
-from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.log_probs import log_probs_and_entropy
+from megatron_vlm.model.head import Also
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
@@ -138,6 +136,11 @@ class Objective:
         return replace(made, metrics=tuple(report))
 
     @property
+    def also(self) -> Also | None:
+        """What the model gives beside the log-probs."""
+        return None if self.entropy_coef is None else "entropy"
+
+    @property
     def value_names(self) -> tuple[str, ...]:
         """The per-token values that are needed."""
         more = [REFERENCE] if self.kl_coef is not None else []
@@ -161,18 +164,15 @@ class Objective:
 
 
 def loss_of(
-    objective: Objective, batch: MicroBatch, vocab: int, tp_group: ProcessGroup, output: Tensor
+    objective: Objective, batch: MicroBatch, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The triple that Megatron's schedules take: summed loss, token count, what to report.
-    `output` is what the model gives: log-probs [N], or for an entropy the logits [N, V].
+    `output` is what the model gives: log-probs [N], or [2, N] with the entropies.
 
     Summed, not averaged: the gradient is divided once, by the count of the global batch, in
     Megatron's finalize_model_grads; worker.py makes of that the sum of weights, if there are any.
     """
-    log_probs_N, entropy_N = output, None
-    if objective.entropy_coef is not None:
-        targets_N = batch.targets_BS[batch.targets_BS != IGNORE]
-        log_probs_N, entropy_N = log_probs_and_entropy(output, targets_N, vocab, tp_group)
+    log_probs_N, entropy_N = (output, None) if objective.also is None else output
     values_N = batch.values_N(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
     loss_sum = (loss_N if batch.weights_N is None else loss_N * batch.weights_N).sum()

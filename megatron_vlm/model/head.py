@@ -1,0 +1,202 @@
+"""The head at the supervised positions: log-probs of the targets, without the logits of all of them
+at once.
+
+Where the logits of all positions would be too many, they are made for one slice of the vocabulary
+after the other, and once more in the backward pass. Slices of the vocabulary, unlike chunks of
+tokens, leave the gradient of each weight a single matrix product.
+
+Shapes: N supervised tokens, H width of the decoder, V this rank's part of the padded vocabulary,
+v a slice of it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# On each rank: 256 MiB in fp32.
+LOGITS_AT_ONCE = 2**26
+
+Also = Literal["entropy", "hits"]
+
+
+def predict(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    vocab: int,
+    tp_group: dist.ProcessGroup,
+    also: Also | None = None,
+) -> Tensor:
+    """Log-prob of each target [N], in fp32; the rows of the weight past the real vocabulary get no
+    probability. `also` makes it [2, N]: beside it the entropy of each distribution in nats, or 1
+    where the target is the likeliest token ("hits")."""
+    first = dist.get_rank(tp_group) * len(weight_VH)
+    valid = min(max(vocab - first, 0), len(weight_VH))
+    found: Tensor = _Predict.apply(hidden_NH, weight_VH, targets_N - first, valid, tp_group, also)
+    return found
+
+
+def _slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
+    """Ranges of the vocabulary, as even as they come."""
+    width = max(LOGITS_AT_ONCE // max(tokens, 1), 1)
+    count = -(-valid // width)
+    return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
+
+
+class _Softmax:
+    """What is known of each token's distribution after some slices: the largest logit, its column,
+    the target's logit, and the sums of e^(logit - largest) and of that times its exponent."""
+
+    def __init__(self, column_N: Tensor, also: Also | None):
+        self.column_N, self.also = column_N, also
+        zeros_N = torch.zeros(column_N.shape, dtype=torch.float, device=column_N.device)
+        self.highest_N = torch.full_like(zeros_N, torch.finfo(torch.float).min)
+        self.best_N = torch.full_like(column_N, -1)
+        self.picked_N, self.total_N, self.weighted_N = zeros_N, zeros_N, zeros_N
+
+    def add(self, logits_Nv: Tensor, start: int) -> Tensor:
+        """Take a slice in, in place: what is left of it is e^(logit - largest so far)."""
+        place_N = self.column_N - start
+        inside_N = (place_N >= 0) & (place_N < logits_Nv.shape[1])
+        place_N1 = place_N.clamp(0, logits_Nv.shape[1] - 1)[:, None]
+        logit_N = logits_Nv.gather(1, place_N1)[:, 0]
+        self.picked_N = torch.where(inside_N, logit_N, self.picked_N)
+        if self.also == "hits":
+            highest_N, best_N = logits_Nv.max(dim=1)
+            self.best_N = torch.where(highest_N > self.highest_N, best_N + start, self.best_N)
+        else:
+            highest_N = logits_Nv.amax(dim=1)
+        self.rescale(torch.maximum(self.highest_N, highest_N))
+        shifted_Nv = logits_Nv.sub_(self.highest_N[:, None])
+        if self.also != "entropy":
+            exp_Nv = shifted_Nv.exp_()
+        else:
+            exp_Nv = shifted_Nv.exp()
+            self.weighted_N = self.weighted_N + shifted_Nv.mul_(exp_Nv).sum(dim=1)
+        self.total_N = self.total_N + exp_Nv.sum(dim=1)
+        return exp_Nv
+
+    def rescale(self, highest_N: Tensor) -> Tensor:
+        """Count from another largest logit; returns the factor of what was summed so far."""
+        change_N = self.highest_N - highest_N
+        factor_N = change_N.exp()
+        self.weighted_N = factor_N * (self.weighted_N + change_N * self.total_N)
+        self.total_N = factor_N * self.total_N
+        self.highest_N = highest_N
+        return factor_N
+
+    def gather(self, group: dist.ProcessGroup) -> Tensor:
+        """The same of the whole vocabulary, on every rank; returns the factor of `rescale`."""
+        mine_N = self.highest_N
+        highest_N = mine_N.clone()
+        dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
+        factor_N = self.rescale(highest_N)
+        if self.also == "hits":
+            self.hits_N = self._hits(mine_N == highest_N, group)
+        sums_3N = torch.stack([self.picked_N, self.total_N, self.weighted_N])
+        dist.all_reduce(sums_3N, group=group)
+        self.picked_N, self.total_N, self.weighted_N = sums_3N
+        return factor_N
+
+    def _hits(self, has_largest_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """1 where the target is the likeliest token; of several equal ones the lowest is."""
+        rank = dist.get_rank(group)
+        owner_N = torch.where(has_largest_N, rank, dist.get_world_size(group))
+        dist.all_reduce(owner_N, dist.ReduceOp.MIN, group=group)
+        hits_N = ((self.best_N == self.column_N) & (owner_N == rank)).float()
+        dist.all_reduce(hits_N, group=group)
+        return hits_N
+
+
+class _Predict(torch.autograd.Function):
+    """Autograd through collectives would need a rule for each: here the gradient is written out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        column_N: Tensor,
+        valid: int,
+        group: dist.ProcessGroup,
+        also: Also | None,
+    ) -> Tensor:
+        softmax = _Softmax(column_N, also)
+        ctx.slices = list(_slices(len(hidden_NH), valid))
+        ctx.group, ctx.also = group, also
+        exp_Nv = None
+        for start, end in ctx.slices:
+            exp_Nv = softmax.add((hidden_NH @ weight_VH[start:end].T).float(), start)
+        factor_N = softmax.gather(group)
+        log_total_N = softmax.total_N.log()
+        log_probs_N = softmax.picked_N - softmax.highest_N - log_total_N
+        entropy_N = log_total_N - softmax.weighted_N / softmax.total_N
+        probs_Nv = None  # kept where they are all, else made again
+        if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
+            probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
+        log_sum_N = softmax.highest_N + log_total_N
+        ctx.save_for_backward(hidden_NH, weight_VH, column_N, log_sum_N, entropy_N, probs_Nv)
+        if also is None:
+            return log_probs_N
+        return torch.stack([log_probs_N, entropy_N if also == "entropy" else softmax.hits_N])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log p_v + H)."""
+        hidden_NH, weight_VH, column_N, log_sum_N, entropy_N, probs_Nv = ctx.saved_tensors
+        of_log_prob_N = grads[0] if ctx.also is None else grads[0][0]
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_NH = torch.zeros_like(hidden_NH, dtype=torch.float) if needs_hidden else None
+        grad_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        for start, end in ctx.slices:
+            part_vH = weight_VH[start:end]
+            if probs_Nv is None:
+                logits_Nv = (hidden_NH @ part_vH.T).float()
+                probs = logits_Nv.sub_(log_sum_N[:, None]).exp_()
+            else:
+                probs = probs_Nv
+            slope_Nv = _slope(
+                probs,
+                column_N - start,
+                of_log_prob_N,
+                entropy_N,
+                grads[0][1] if ctx.also == "entropy" else None,
+            ).to(weight_VH.dtype)
+            if grad_NH is not None:
+                _add_product(grad_NH, slope_Nv, part_vH)
+            if grad_VH is not None:
+                torch.mm(slope_Nv.T, hidden_NH, out=grad_VH[start:end])
+        if grad_NH is not None:
+            dist.all_reduce(grad_NH, group=ctx.group)  # each rank has seen its part of the weight
+            grad_NH = grad_NH.to(hidden_NH.dtype)
+        return grad_NH, grad_VH, None, None, None, None
+
+
+def _slope(
+    probs_Nv: Tensor,
+    place_N: Tensor,
+    of_log_prob_N: Tensor,
+    entropy_N: Tensor,
+    of_entropy_N: Tensor | None,
+) -> Tensor:
+    """The gradient of the logits of a slice. It takes the place of the probabilities: a backward
+    pass goes through them once."""
+    inside_N = (place_N >= 0) & (place_N < probs_Nv.shape[1])
+    place_N1 = place_N.clamp(0, probs_Nv.shape[1] - 1)[:, None]
+    if of_entropy_N is None:
+        slope_Nv = probs_Nv.mul_(-of_log_prob_N[:, None])
+    else:
+        slope_Nv = torch.xlogy(probs_Nv, probs_Nv).add_(probs_Nv * entropy_N[:, None])
+        slope_Nv.mul_(-of_entropy_N[:, None]).sub_(probs_Nv.mul_(of_log_prob_N[:, None]))
+    return slope_Nv.scatter_add_(1, place_N1, (of_log_prob_N * inside_N)[:, None])
+
+
+def _add_product(sum_NH: Tensor, slope_Nv: Tensor, weight_vH: Tensor) -> None:
+    """sum += slope @ weight, summed in fp32 whatever the dtype of the two."""
+    if weight_vH.dtype is torch.float:
+        sum_NH.addmm_(slope_Nv, weight_vH)
+    else:
+        sum_NH.add_(slope_Nv @ weight_vH)
