@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup wheels gpu gpu-dry demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -71,8 +71,25 @@ bench: setup
 	$(BIN)/python benchmarks/hf_ratio.py
 	$(BIN)/python benchmarks/head_memory.py
 
+# What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
+PY ?= $(BIN)/python
+gpu:
+	$(PY) benchmarks/gpu/run.py
+
+gpu-dry: setup
+	$(BIN)/python benchmarks/gpu/run.py --dry --out .gpu
+
+# For `make gpu` where nothing can be installed: what such a machine lacks, for its Python.
+GPU_PYTHON ?= 3.12
+wheels: setup
+	$(BIN)/pip wheel --quiet --no-deps --constraint constraints.txt --wheel-dir .wheels 'antlr4-python3-runtime==4.9.*'
+	$(BIN)/pip download --quiet --no-deps --constraint constraints.txt --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+	  --platform manylinux_2_17_x86_64 --dest .wheels $(WHEELS)
+WHEELS := megatron-core hydra-core omegaconf datasets dill multiprocess
+
 scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs site .demo .reinforce .bench
+	rm -rf .venv .venv-newest .venv-docs site .demo .reinforce .bench .gpu .wheels

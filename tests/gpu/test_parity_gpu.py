@@ -22,9 +22,14 @@ pytestmark = [
 ]
 
 # Provisional: no GPU has run these yet. The same comparison on the CPU gives 1.3e-6 in fp32 and
-# 4.7e-2 in bf16 (against the fp32 reference). The first run on a GPU records its worst case in
-# docs/parity.md and sets these to at most ten times that.
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-1}
+# 4.7e-2 in bf16 (against the fp32 reference). Transformer Engine multiplies fp32 as TF32. The first
+# run on a GPU records its worst case in docs/parity.md and sets these to at most ten times that.
+TOLERANCE = {
+    ("torch", "fp32"): 1e-4,
+    ("te", "fp32"): 5e-3,
+    ("torch", "bf16"): 1e-1,
+    ("te", "bf16"): 1e-1,
+}
 
 CASES: dict[str, Case] = {
     "1x1x1": layout(),
@@ -88,4 +93,4 @@ def test_equals_hugging_face_on_gpu(name, backend, precision, gpu_pool, tiny, re
     found = errors(outcomes, run_reference(path, rows), case)
     worst = max(found, key=lambda key: found[key])
     record_property("worst", f"{worst} {found[worst]}")
-    assert found[worst] <= TOLERANCE[precision], f"{worst}: {found[worst]:.2e}"
+    assert found[worst] <= TOLERANCE[backend, precision], f"{worst}: {found[worst]:.2e}"

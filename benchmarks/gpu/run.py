@@ -1,0 +1,132 @@
+"""All that is to be known of a GPU, in one call: what is right there, and how fast.
+
+    make gpu          on a machine with CUDA; PY=python3 for another interpreter
+    make gpu-dry      the same script at tiny sizes on the CPU
+
+Nothing is installed. Packages that the interpreter lacks are unpacked from wheels in a folder
+(`make wheels` fills .wheels). Each step is a process of its own with a deadline; each figure is a
+line in OUT/figures.jsonl as soon as it is known, so a run that is cut keeps what it had. It ends
+with OUT/tables.md, for docs/parity.md and docs/benchmarks.md. The status is 0 if every step
+finished and every comparison held.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+FIGURES, LOG = "figures.jsonl", "log.txt"
+LEAST = 10  # seconds that are worth beginning a step
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function of a module in this folder, and the seconds it may take."""
+
+    module: str
+    name: str
+    seconds: int
+
+
+# In the order of what is missed most if the time ends: first whether it is right, then how fast.
+STEPS = (
+    Step("machine", "ceilings", 60),
+    Step("correct", "command_line", 120),
+    Step("correct", "parity", 120),
+    Step("correct", "generation", 60),
+    Step("correct", "syncs", 60),
+    Step("speed", "stack", 180),
+    Step("speed", "whole", 180),
+    Step("machine", "attention", 60),
+)
+
+
+def unpack(wheels: Path, site: Path) -> None:
+    """What the interpreter lacks, from wheels, without a package manager."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+
+
+def run_step(step: Step, arguments: list[str], log: Path, left: float, env: dict[str, str]) -> str:
+    """What became of it."""
+    seconds = min(step.seconds, left)
+    if seconds < LEAST:
+        return "not begun: no time left"
+    command = [sys.executable, "-m", "gpu.step", step.module, step.name, *arguments]
+    with log.open("w") as said:
+        # A session of its own, so that what it has started is stopped with it.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"stopped after {seconds:.0f} s"
+    return "done" if status == 0 else f"failed with status {status}"
+
+
+def main() -> int:
+    """Run the steps; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".gpu")))
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--seconds", type=float, default=540, help="for all steps together")
+    parser.add_argument("--only", nargs="*", default=[step.name for step in STEPS])
+    args = parser.parse_args()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        statuses = run_steps(args, out, Path(scratch))
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from gpu.tables import write_tables
+
+    right = write_tables(out / FIGURES, out / "tables.md")
+    print((out / "tables.md").read_text())
+    return int(not right or any(said != "done" for said in statuses))
+
+
+def run_steps(args: argparse.Namespace, out: Path, scratch: Path) -> list[str]:
+    """What became of each."""
+    start = time.monotonic()
+    for name in (FIGURES, LOG):
+        (out / name).unlink(missing_ok=True)
+    if args.wheels.is_dir():
+        unpack(args.wheels, scratch / "site")
+    paths = (ROOT, ROOT / "benchmarks", scratch / "site")
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    if args.dry:
+        env["OMP_NUM_THREADS"] = "1"  # of a small machine that others use, too
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    arguments = [str(out), str(scratch), *(["--dry"] if args.dry else [])]
+    statuses = []
+    for step in (step for step in STEPS if step.name in args.only):
+        begun = time.monotonic()
+        log = scratch / f"{step.name}.log"
+        said = run_step(step, arguments, log, args.seconds - (begun - start), env)
+        statuses.append(said)
+        took = f"{said}, {time.monotonic() - begun:.0f} s"
+        with (out / FIGURES).open("a") as lines:
+            lines.write(json.dumps({"step": step.name, "key": "status", "value": took}) + "\n")
+        print(f"{step.name:14} {took}", flush=True)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        with (out / LOG).open("a") as logs:
+            logs.write(f"==== {step.name}: {took}\n{text}\n")
+        if said != "done":
+            print("\n".join(f"    {line}" for line in text.splitlines()[-12:]), flush=True)
+    return statuses
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""How fast it is: a stack of Qwen3-VL 8B's layers, and the whole of 4B beside an ordinary Hugging
+Face loop, on rows of one length with a photograph each."""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu.correct import leave
+from gpu.machine import wait
+from gpu.step import Figures
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3VLForConditionalGeneration
+
+from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
+from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.worker import MegatronWorker
+
+SHARD = 2**31  # values of a file
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, and the rows of a step: all in one micro-batch."""
+
+    spec: TinySpec
+    rows: int = 4
+    tokens: int = 2048
+    side: int = 64  # patches of a picture's side
+    supervised: int = 512
+    steps: int = 4
+
+
+STACK = Work(
+    TinySpec(
+        layers=12,
+        hidden=4096,
+        intermediate=12288,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151_936,
+        vision_depth=27,
+        vision_hidden=1152,
+        vision_heads=16,
+        vision_intermediate=4304,
+    )
+)
+WHOLE = Work(
+    TinySpec(
+        layers=36,
+        hidden=2560,
+        intermediate=9728,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151_936,
+        tied=True,
+        vision_depth=24,
+        vision_hidden=1024,
+        vision_heads=16,
+        vision_intermediate=4096,
+    )
+)
+DRY = Work(TinySpec(), rows=2, tokens=64, side=8, supervised=16, steps=2)
+
+
+def write_random(folder: Path, spec: TinySpec, device: str) -> None:
+    """A checkpoint of these sizes in bf16, drawn on the device: the host would take minutes."""
+    folder.mkdir(parents=True)
+    tokenizer = train_tokenizer(min(spec.vocab, 512))
+    config = tiny_config(spec, tokenizer)
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_processor(folder, spec)
+    shards: list[dict[str, Tensor]] = [{}]
+    for tensor in sizes_of(config).tensors:
+        if sum(value.numel() for value in shards[-1].values()) > SHARD:
+            shards.append({})
+        made = 0.02 * torch.randn(tensor.shape, device=device)
+        if len(tensor.shape) == 1 and tensor.name.endswith("weight"):
+            made += 1  # a norm
+        shards[-1][tensor.name] = made.bfloat16().cpu()
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def make_rows(work: Work, path: Path) -> list[Row]:
+    """Text around a picture, whose patches are bytes as the loader's are."""
+    config = json.loads((path / "config.json").read_text())
+    picture = work.side**2 // 4
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(work.rows):
+        ids = torch.randint(0, 250, (work.tokens,), generator=generator)
+        ids[8] = config["vision_start_token_id"]
+        ids[9 : 9 + picture] = config["image_token_id"]
+        labels = torch.full_like(ids, IGNORE)
+        labels[-work.supervised :] = ids[-work.supervised :]
+        values = 3 * work.spec.patch_size**2
+        patches = torch.randint(
+            0, 256, (work.side**2, values), generator=generator, dtype=torch.uint8
+        )
+        grid = torch.tensor([[1, work.side, work.side]])
+        rows.append(Row(ids, labels, patches, grid))
+    return rows
+
+
+def flops(work: Work, path: Path) -> float:
+    """Of a step: three times the forward of decoder, head on supervised tokens and tower. What is
+    recomputed and padding are not counted."""
+    from transformers import AutoConfig
+
+    model = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path)))
+    patches = work.side**2
+    return 3.0 * work.rows * model.row(work.tokens, work.supervised, patches, patches**2)
+
+
+def timed(step: Callable[[], Any], count: int) -> float:
+    """Seconds of a step: the median, after one that is not counted."""
+    times = []
+    for _ in range(count + 1):
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+@contextmanager
+def recompute(worker: MegatronWorker, kind: str | None) -> Iterator[None]:
+    """As model.recompute would have built it."""
+    config = worker.chunks[0].config
+    layers = [module for module in worker.chunks[0].modules() if hasattr(module, "core_attention")]
+    config.recompute_granularity = kind
+    config.recompute_method, config.recompute_num_layers = (
+        ("uniform", 1) if kind == "full" else (None, None)
+    )
+    for layer in layers:
+        layer.checkpoint_core_attention = kind == "selective"
+    try:
+        yield
+    finally:
+        config.recompute_granularity = None
+        for layer in layers:
+            layer.checkpoint_core_attention = False
+
+
+def variants(worker: MegatronWorker, dry: bool) -> dict[str, AbstractContextManager[Any]]:
+    """What is tried: as it is by default, then with one thing changed."""
+    found: dict[str, AbstractContextManager[Any]] = {
+        "default": nullcontext(),
+        "recompute selective": recompute(worker, "selective"),
+        "recompute full": recompute(worker, "full"),
+    }
+    if not dry:
+        found["cuDNN attention"] = sdpa_kernel(
+            [
+                SDPBackend.CUDNN_ATTENTION,
+                SDPBackend.FLASH_ATTENTION,
+                SDPBackend.EFFICIENT_ATTENTION,
+            ],
+            set_priority=True,
+        )
+    return found
+
+
+def measure_ours(figures: Figures, work: Work, path: Path) -> None:
+    """Each variant's step, and a profile of the first."""
+    worker = MegatronWorker(
+        Config(
+            model=ModelConfig(path=str(path)),
+            train=TrainConfig(micro_batch_size=work.rows),
+            platform=figures.platform,
+        )
+    )
+    rows, peak = make_rows(work, path), worker.platform.peak_flops()
+    total = flops(work, path)
+    figures.say("tflop_of_a_step", total / 1e12)
+    batches = worker.micro_batches(rows)
+
+    def step() -> None:
+        worker.forward_backward(batches)
+        worker.optim_step(0.0)
+
+    for name, variant in variants(worker, figures.dry).items():
+        with variant:
+            took = timed(step, work.steps)
+            alone = timed(lambda: worker.forward_backward(batches), work.steps)
+        _say_speed(figures, f"ours, {name}", work, total, took, alone, peak)
+    figures.say("memory_peak_gb", worker.platform.memory_peak() / 2**30)
+    activities = [ProfilerActivity.CPU]
+    if not figures.dry:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiled:
+        step()
+        wait()
+    key = "self_cpu_time_total" if figures.dry else "self_device_time_total"
+    table = profiled.key_averages().table(sort_by=key, row_limit=40)
+    (figures.out / f"profile_{figures.step}.txt").write_text(table)
+    leave()
+
+
+def _say_speed(
+    figures: Figures,
+    name: str,
+    work: Work,
+    total: float,
+    took: float,
+    alone: float,
+    peak: float | None,
+) -> None:
+    figures.say(
+        name,
+        {
+            "step_ms": 1e3 * took,
+            "forward_backward_ms": 1e3 * alone,
+            "tokens_per_s": work.rows * work.tokens / took,
+            "mfu": None if peak is None else total / took / peak,
+            "mfu_forward_backward": None if peak is None else total / alone / peak,
+        },
+    )
+
+
+def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None) -> None:
+    """What a user would write with transformers: fp32 weights under bf16 autocast, AdamW, clipping,
+    the model's own loss."""
+    device = figures.platform
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa"
+    ).to(device)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=not figures.dry)
+    rows = make_rows(work, path)
+    ids = torch.stack([row.ids_S for row in rows]).to(device)
+    labels = torch.stack([row.labels_S for row in rows]).to(device)
+    patches = torch.cat([row.pixel_values_PC for row in rows]).to(device)  # type: ignore[misc]
+    pixels = patches.view(len(patches), 3, 1, -1).expand(-1, -1, 2, -1).flatten(1) / 127.5 - 1
+    grids = torch.cat([row.image_grid_I3 for row in rows]).to(device)  # type: ignore[misc]
+    types = (ids == model.config.image_token_id).int()
+
+    def forward_backward() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(
+                input_ids=ids,
+                labels=labels,
+                mm_token_type_ids=types,
+                pixel_values=pixels,
+                image_grid_thw=grids,
+            ).loss
+        loss.backward()
+
+    def step() -> None:
+        forward_backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    took = timed(step, work.steps)
+    alone = timed(forward_backward, work.steps)
+    _say_speed(figures, "Hugging Face", work, flops(work, path), took, alone, peak)
+
+
+def _folder(figures: Figures, work: Work) -> Path:
+    path = figures.scratch / f"random_{figures.step}"
+    start = time.perf_counter()
+    write_random(path, work.spec, figures.platform)
+    figures.say("seconds_to_write_the_weights", time.perf_counter() - start)
+    return path
+
+
+def stack(figures: Figures) -> None:
+    """Twelve of the 36 layers of 8B, with its tower, embedding and head: all that one GPU holds."""
+    work = DRY if figures.dry else STACK
+    measure_ours(figures, work, _folder(figures, work))
+
+
+def whole(figures: Figures) -> None:
+    """4B from end to end, ours and Hugging Face's."""
+    from megatron_vlm.distributed.device import pick_platform
+
+    work = DRY if figures.dry else WHOLE
+    path = _folder(figures, work)
+    measure_ours(figures, work, path)
+    gc.collect()
+    if not figures.dry:
+        torch.cuda.empty_cache()
+    measure_theirs(figures, work, path, pick_platform(figures.platform).peak_flops())

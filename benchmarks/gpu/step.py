@@ -1,0 +1,48 @@
+"""One step of run.py: `python -m gpu.step MODULE FUNCTION OUT SCRATCH [--dry]`."""
+
+import importlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Where a step says what it found, line by line; `scratch` is for what steps leave each
+    other."""
+
+    step: str
+    out: Path
+    scratch: Path
+    dry: bool
+    start: float = field(default_factory=time.monotonic)
+
+    def say(self, key: str, value: Any) -> None:
+        """Write it down at once: a step may be cut."""
+        line = {"step": self.step, "key": key, "value": value}
+        with (self.out / "figures.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+        print(f"[{time.monotonic() - self.start:6.1f} s] {key}: {value}", flush=True)
+
+    def check(self, key: str, value: float, bound: float) -> None:
+        """A comparison that has to hold."""
+        self.say(key, {"found": value, "bound": bound, "holds": bool(value <= bound)})
+
+    @property
+    def platform(self) -> Literal["cpu", "cuda"]:
+        """Where a worker is to compute."""
+        return "cpu" if self.dry else "cuda"
+
+
+def main() -> None:
+    """Find the function and call it."""
+    module, name, out, scratch = sys.argv[1:5]
+    step = getattr(importlib.import_module(f"gpu.{module}"), name)
+    step(Figures(name, Path(out), Path(scratch), "--dry" in sys.argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+# .venv/bin/python -m pytest tests/test_gpu_script.py
+"""What `make gpu` keeps and says. That its steps work, `make gpu-dry` shows in CI."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.run import STEPS, unpack
+from benchmarks.gpu.tables import write_tables
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "run.py"), "--dry", "--out"]
+
+
+def run(out: Path, *options: str) -> tuple[int, str, dict[tuple[str, str], Any]]:
+    command = [*SCRIPT, str(out), "--wheels", str(out / "none"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    found = {(line["step"], line["key"]): line["value"] for line in lines}
+    return done.returncode, done.stdout, found
+
+
+def test_what_is_found_is_kept(tmp_path):
+    status, said, found = run(tmp_path, "--only", "ceilings")
+    assert status == 0
+    assert found["ceilings", "status"].startswith("done, ")
+    assert found["ceilings", "copy_gb_per_s"] > 0 < found["ceilings", "gemm_bf16_tflops"]
+    table = (tmp_path / "tables.md").read_text()
+    assert "## ceilings" in table and table in said
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["figures.jsonl", "log.txt", "tables.md"]
+
+
+def test_a_run_without_time_is_no_success(tmp_path):
+    status, said, found = run(tmp_path, "--seconds", "5", "--only", "parity")
+    assert status == 1
+    assert found["parity", "status"] == "not begun: no time left, 0 s"
+    assert "| status | not begun: no time left, 0 s |" in said
+
+
+def test_what_does_not_hold_is_said(tmp_path):
+    figures = tmp_path / "figures.jsonl"
+    held = {"step": "parity", "key": "tp1", "value": {"found": 0.5, "bound": 1, "holds": True}}
+    broken = {**held, "key": "tp2", "value": {"found": 3.0, "bound": 1, "holds": False}}
+    figures.write_text(json.dumps(held) + "\n")
+    assert write_tables(figures, tmp_path / "tables.md")
+    figures.write_text(f"{json.dumps(held)}\n{json.dumps(broken)}\n")
+    assert not write_tables(figures, tmp_path / "tables.md")
+    text = (tmp_path / "tables.md").read_text()
+    assert "| tp1 | 0.5 of at most 1 |" in text
+    assert "| tp2 | 3 of at most 1 **does not hold** |" in text
+
+
+def test_the_steps_fit_one_call():
+    assert sum(step.seconds for step in STEPS) <= 840  # deadlines; all together have 540
+    assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_wheels_are_unpacked(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "a-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a/__init__.py", "x = 1")
+    unpack(tmp_path / "wheels", tmp_path / "site")
+    assert (tmp_path / "site" / "a" / "__init__.py").read_text() == "x = 1"
