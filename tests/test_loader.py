@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from megatron_vlm.data.batch import loader as loading
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.data.batch.position import Position
@@ -78,6 +79,20 @@ def test_the_order_does_not_depend_on_the_data_parallel_degree(ranks, dataset, e
 
 def test_the_order_does_not_depend_on_worker_processes(dataset, expected, tiny):
     assert load(dataset[0], tiny(), dataset[1], num_workers=2) == expected
+
+
+def test_a_large_batch_is_planned_in_another_process(dataset, expected, tiny, monkeypatch):
+    """The same steps, of which none was planned here."""
+
+    def planned_here(*_):
+        raise AssertionError("planned in the process that trains")
+
+    monkeypatch.setattr(loading, "PLANNED_APART", 8)
+    monkeypatch.setattr(loading, "plan_batch", planned_here)
+    start = expected[1][1]
+    assert load(dataset[0], tiny(), dataset[1], 2, start, num_workers=1) == expected[2:]
+    with pytest.raises(AssertionError, match="planned in the process that trains"):
+        load(dataset[0], tiny(), dataset[1], batch=7, num_workers=1)
 
 
 @pytest.mark.parametrize("done", range(1, 6))

@@ -40,6 +40,7 @@ class DataSet:
     indexes: tuple[Index, ...]
     order: Order
     work: WorkModel
+    known_ahead = True
 
     def size(self, source: int, sample: int) -> RowSize:
         """What planning needs to know of a sample."""

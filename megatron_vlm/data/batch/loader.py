@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batch.batching import Limits, Plan, RowSize, padded_tokens, plan_batch
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
@@ -20,6 +22,11 @@ from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError
 
 log = logging.getLogger("megatron_vlm.data")
+
+# Planning takes about 20 us a row, whatever the number of replicas: of a large global batch, which
+# every replica plans whole, that is more than a step should wait for.
+PLANNED_APART = 256  # rows
+_TASKS_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,16 @@ class _Decoded:
 
 
 @dataclass
+class _Planned(IterableDataset[_Task]):
+    """The tasks of a loader, for a process of their own."""
+
+    loader: "Loader"
+
+    def __iter__(self) -> Iterator[_Task]:
+        return self.loader.tasks()
+
+
+@dataclass
 class Loader:
     """The steps of a replica, starting at a position; `epochs` may be infinite."""
 
@@ -109,9 +126,10 @@ class Loader:
         decoded, cfg = _Decoded(self.data, self.cfg), self.cfg
         micro_batches: list[MicroBatch] = []
         skipped: tuple[str, ...] = ()
-        for task, outcome, errors in in_processes(
-            decoded, self._tasks(), cfg.num_workers, cfg.prefetch
-        ):
+        tasks = self.tasks()
+        if cfg.num_workers and self.batch_size >= PLANNED_APART and self.data.known_ahead:
+            tasks = in_processes(_Planned(self), None, 1, _TASKS_AHEAD)
+        for task, outcome, errors in in_processes(decoded, tasks, cfg.num_workers, cfg.prefetch):
             if isinstance(outcome, DataError):
                 raise outcome
             self.errors += errors
@@ -124,7 +142,7 @@ class Loader:
                 yield StepBatch(micro_batches, task.after, task.figures, skipped)
                 micro_batches, skipped = [], ()
 
-    def _tasks(self) -> Iterator[_Task]:
+    def tasks(self) -> Iterator[_Task]:
         """The tasks of this replica, epoch after epoch."""
         position = self.start
         while position.epoch < self.epochs:

@@ -49,6 +49,7 @@ class StreamSet:
     work: WorkModel
     dropped: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    known_ahead = False
 
     @property
     def name(self) -> str:
