@@ -177,7 +177,7 @@ class MegatronWorker:
         if not self.has_gradients:
             return 0.0, self.lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
-        return apply_gradients(self.optimizer), self.lr
+        return apply_gradients(self.optimizer, self.platform.device), self.lr
 
     def export_hf(
         self, path: str, mark: ExportMark | None = None, done: Training | None = None

@@ -83,6 +83,38 @@ def test_a_bad_row_is_an_error_on_every_rank_not_a_hang(pool, tiny):
         pool.run(call, 4, tiny(), layout(tp=2, pp=2), _bad_row)
 
 
+def _norms(worker: MegatronWorker) -> list[tuple[float, float]]:
+    """Of two steps: ours, and Megatron's, which asks the device for each tensor's."""
+    found = []
+    for seed in range(2):
+        worker.forward_backward(my_rows(make_rows(MIXED, seed=seed)))
+        worker.optimizer.prepare_grads()
+        theirs = float(worker.optimizer.get_grad_norm())
+        found.append((worker.optim_step()[0], theirs))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}])
+def test_the_gradient_norm_is_megatrons(options, pool, tiny):
+    for case in (layout(**options), layout(tp=2, dp=2, **options), layout(pp=2)):
+        for found in pool.run(call, case.world, tiny(), case, _norms):
+            assert all(ours == theirs > 0 for ours, theirs in found)
+
+
+def _infinite(worker: MegatronWorker) -> tuple[float, bool]:
+    worker.forward_backward(my_rows(make_rows(MIXED)))
+    before = [param.detach().clone() for param in worker.chunks[0].parameters()]
+    if worker.grid.rank == 0:
+        worker.stage.wrapped[0].buffers[0].grad_data[0] = torch.inf
+    norm, _ = worker.optim_step()
+    after = worker.chunks[0].parameters()
+    return norm, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_norm_that_is_not_finite_moves_nothing_on_any_rank(pool, tiny):
+    assert set(pool.run(call, 4, tiny(), layout(tp=2, pp=2), _infinite)) == {(torch.inf, True)}
+
+
 def _from_batch(worker: MegatronWorker) -> tuple[bool, float, float]:
     """Rows, and the same rows as a TensorBatch that went through bytes."""
     rows = make_rows(MIXED)

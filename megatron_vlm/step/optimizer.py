@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
@@ -143,11 +144,38 @@ def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
         group["lr"] = lr if own == base else lr * (own / base)
 
 
-def apply_gradients(optimizer: MegatronOptimizer) -> float:
+def apply_gradients(optimizer: MegatronOptimizer, device: torch.device) -> float:
     """Clip and apply the gradients; return their norm before clipping. Nothing is applied if it is
     not finite: Megatron checks that only with a loss scaler, which bf16 and fp32 do not use."""
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
+    norm = gradient_norm(optimizer, device)
     if math.isfinite(norm):
-        optimizer.step()
+        _clip(optimizer, norm)
+        optimizer.step_with_ready_grads()
     return norm
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+    """The norm of all gradients, the same on every rank. A collective.
+
+    Megatron's own asks the device for the norm of each tensor, one after the other, where neither
+    Transformer Engine nor Apex is installed; here the host waits once."""
+    parts = optimizer.chained_optimizers
+    grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+    squared = torch.zeros((), device=device)
+    if grads:
+        squared = torch.stack(torch._foreach_norm(grads)).norm() ** 2
+    dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    return float(squared) ** 0.5
+
+
+@torch.no_grad()
+def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
+    """Scale the gradients to a norm of at most clip_grad."""
+    limit = optimizer.config.clip_grad
+    factor = limit / (norm + 1e-6)  # as Megatron and torch have it
+    params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and limit > 0 and factor < 1:
+        torch._foreach_mul_(grads, factor)
