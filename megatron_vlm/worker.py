@@ -23,7 +23,7 @@ from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agree import fail_together, job_store
-from megatron_vlm.distributed.device import Platform, pick_platform
+from megatron_vlm.distributed.device import Platform, pick_platform, to_device
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
@@ -40,6 +40,7 @@ from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
+from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
 from megatron_vlm.step.optimizer import apply_gradients, build_optimizer, set_lr, wrap_data_parallel
 from megatron_vlm.step.pipeline import Stage
@@ -138,7 +139,12 @@ class MegatronWorker:
         for chunk in self.stage.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self.stage.run(batches, partial(self._loss_step, objective), forward_only=False)
+        outputs = self.stage.run(
+            partial(self.stage.arrivals, batches),
+            len(batches),
+            partial(self._loss_step, objective),
+            forward_only=False,
+        )
         mean, count, weight, means = self._totals(objective, batches, outputs)
         self.has_gradients = count > 0
         if weight != count:  # Megatron has divided by the count
@@ -154,11 +160,11 @@ class MegatronWorker:
     ) -> tuple[float, int, float, dict[str, float]]:
         """Over the global batch: the mean loss, the supervised tokens, the sum of their weights,
         the means of what the loss reports."""
-        names = ("loss_sum", *objective.metrics)
-        total = torch.zeros(2 + len(names), dtype=torch.float64, device=self.platform.device)
+        names, device = ("loss_sum", *objective.metrics), self.platform.device
+        total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
         if self.grid.last:
-            total[0] = sum(batch.num_supervised for batch in batches)
-            total[1] = sum(batch.weight for batch in batches)
+            known = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
+            total[:2] = to_device(torch.tensor(known, dtype=torch.float64), device)
             for place, name in enumerate(names, start=2):
                 total[place] = sum(output[name].double() for output in outputs)
             dist.all_reduce(total, group=self.grid.dp.group)
@@ -202,13 +208,14 @@ class MegatronWorker:
         return cut_micro_batches(rows, size, self.source.sizes.tokens, value_names, first_row)
 
     def _loss_step(
-        self, objective: Objective, data: Iterator[MicroBatch], chunk: Any
+        self, objective: Objective, data: Iterator[StageInput], chunk: Any
     ) -> tuple[Tensor, Any]:
         self.watchdog.busy()  # a step of many micro-batches may take long
-        grid = self.grid
-        batch = next(data).for_stage(grid.first, self.platform.device, grid.last)
-        asked = {"labels": batch.targets_BS, "also": objective.also} if grid.last else {}
-        return self.stage.call(chunk, batch, **asked), partial(loss_of, objective, batch)
+        batch = next(data)
+        output = self.stage.call(
+            chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also=objective.also
+        )
+        return output, partial(loss_of, objective, batch)
 
 
 def _compared(cfg: Config) -> dict[str, str]:

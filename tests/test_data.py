@@ -63,14 +63,6 @@ def test_collate_pads_right_and_shifts():
     assert [row.tolist() for row in rows] == [[0, -1, -2], [0, -3]]
 
 
-def test_each_stage_gets_its_part():
-    batch = collate_rows(make_rows(MIXED[:1]))
-    cpu = torch.device("cpu")
-    assert batch.for_stage(True, cpu).pixel_values_PC is not None
-    assert batch.for_stage(False, cpu).pixel_values_PC is None
-    assert batch.for_stage(False, cpu).image_grid_I3 is None
-
-
 def test_micro_batches_keep_order_and_length():
     parts = cut_micro_batches(make_rows(MIXED), 3, TOKENS)
     assert [len(part.lengths) for part in parts] == [3, 3, 2]

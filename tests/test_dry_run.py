@@ -43,10 +43,9 @@ def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive: no address comes twice
         return tensor
 
-    [batch] = worker.micro_batches(make_rows(ROWS))
-    batch = batch.for_stage(True, worker.platform.device)
+    [batch] = worker.stage.arrivals(worker.micro_batches(make_rows(ROWS)), worker.chunks[0])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        worker.stage.call(worker.chunks[0], batch, labels=batch.targets_BS)
+        worker.stage.call(worker.chunks[0], batch, labels=batch.targets_N, loss_mask=batch.places_N)
     weights = sum(param.nbytes for param in worker.chunks[0].parameters())
     return weights, sum(size for size, _ in kept.values())
 

@@ -20,6 +20,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.qwen3_vl import mrope_positions
 from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.feed.share import share_batch
+from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.losses import Objective, register
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
@@ -334,9 +335,6 @@ def test_weights_stand_under_their_own_token():
     batch = cut_micro_batches([plain, row], 2, TOKENS)[0]
     assert batch.weights_N is not None and batch.weights_N.tolist() == [1, 0.5]
     assert batch.weight == 1.5 and batch.num_supervised == 2
-    cpu = torch.device("cpu")
-    assert batch.for_stage(True, cpu).weights_BS is None
-    assert batch.for_stage(False, cpu, last=True).weights_BS is not None
     unweighted = cut_micro_batches([plain, plain], 2, TOKENS)[0]
     assert unweighted.weights_BS is None and unweighted.weight == 2
 
@@ -362,11 +360,9 @@ def test_values_stand_under_their_own_token():
     assert batch.values_BSF is not None and batch.values_BSF.dtype == torch.float32
     # [row, position, value]: of the token that the position predicts
     assert batch.values_BSF.tolist() == [[[0, 0]] * 3, [[4, 1], [5, 2], [0, 0]]]
-    found = batch.values_N(("a", "b"))
+    assert batch.values_NF is not None
+    found = StageInput(batch, batch.tokens_BS5, values_NF=batch.values_NF).values_N(("a", "b"))
     assert found["a"].tolist() == [1, 2] and found["b"].tolist() == [4, 5]
-    cpu = torch.device("cpu")
-    assert batch.for_stage(True, cpu).values_BSF is None
-    assert batch.for_stage(False, cpu, last=True).values_BSF is not None
     assert cut_micro_batches([row], 1, TOKENS)[0].values_BSF is None  # no loss reads them
 
 

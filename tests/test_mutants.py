@@ -22,9 +22,9 @@ def reentrant_list_of_features() -> Iterator[None]:
     """The tower under one reentrant checkpoint that returns the DeepStack features in a list."""
     import megatron_vlm.model.vision as vision
 
-    def run(tower, patches, grid):
+    def run(tower, patches, inputs):
         def body(x):
-            out = tower(x, grid_thw=grid)
+            out = tower(x, **inputs)
             return out.pooler_output, out.deepstack_features
 
         main, deepstack = checkpoint(body, patches.requires_grad_(), use_reentrant=True)

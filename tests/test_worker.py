@@ -1,11 +1,12 @@
 # .venv/bin/python -m pytest tests/test_worker.py
 """The worker's surface: what it returns, on which ranks, and its start-up report."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.errors import DataError
@@ -113,6 +114,51 @@ def _infinite(worker: MegatronWorker) -> tuple[float, bool]:
 
 def test_a_norm_that_is_not_finite_moves_nothing_on_any_rank(pool, tiny):
     assert set(pool.run(call, 4, tiny(), layout(tp=2, pp=2), _infinite)) == {(torch.inf, True)}
+
+
+def _parts(worker: MegatronWorker) -> set[str]:
+    [batch] = worker.stage.arrivals(worker.micro_batches(make_rows(MIXED[:1])), worker.chunks[0])
+    return {item.name for item in fields(batch) if getattr(batch, item.name) is not None}
+
+
+def test_each_stage_gets_its_part(pool, tiny):
+    first, last = pool.run(call, 2, tiny(), layout(pp=2), _parts)
+    assert first == {"host", "tokens_BS5", "pixel_values_PC", "visuals"}
+    assert last == {"host", "tokens_BS5", "places_N", "targets_N"}
+
+
+def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:
+    """Plain tensors, from which the model finds out itself what a stage's input has made ready."""
+    equal, chunk, rows = [], worker.chunks[0], make_rows(MIXED)
+    with worker.stage.evaluating():
+        for batch in worker.micro_batches(rows):
+            plain = dict(
+                input_ids=batch.ids_BS,
+                position_ids=batch.position_ids_3BS,
+                pixel_values=batch.pixel_values_PC,
+                image_grid_thw=batch.image_grid_I3,
+                pixel_values_videos=batch.pixel_values_videos_PC,
+                video_grid_thw=batch.video_grid_I3,
+            )
+            [ready] = worker.stage.arrivals([batch], chunk)
+            made = worker.stage.call(chunk, ready, labels=ready.targets_N, loss_mask=ready.places_N)
+            logits = worker.stage.call(chunk, ready, loss_mask=ready.places_N)
+            mask = batch.targets_BS != IGNORE
+            equal.append(
+                torch.equal(chunk(**plain, labels=batch.targets_BS), made)
+                and torch.equal(chunk(**plain, loss_mask=mask), logits)
+            )
+        grid = plain["image_grid_thw"]
+        with pytest.raises(DataError) as refused:
+            chunk(**plain | {"image_grid_thw": grid * torch.tensor([1, 2, 1])})
+    return all(equal), str(refused.value)
+
+
+def test_the_model_takes_what_hugging_face_takes(pool, tiny):
+    for case in (layout(), layout(tp=2)):
+        for equal, refused in pool.run(call, case.world, tiny(), case, _as_hugging_face_calls):
+            assert equal
+            assert "row 1 of the micro-batch: image 0 has 8 x 1 = 8 features but 4" in refused
 
 
 def _from_batch(worker: MegatronWorker) -> tuple[bool, float, float]:

@@ -6,12 +6,17 @@ Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cpu_stand_in.py answ
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from megatron_vlm.distributed.cpu_stand_in import install_cpu_stand_in, stand_in_installed
 from megatron_vlm.errors import ConfigError
+
+T = TypeVar("T")
 
 # Dense bf16 peak of one device, FLOP/s, from the vendor's data sheets: accumulated in fp32, without
 # sparsity. Of two names that fit, the first counts.
@@ -111,6 +116,50 @@ def pick_platform(name: str = "auto") -> Platform:
         return Platform("cuda", device, "nccl", torch.bfloat16)
     install_cpu_stand_in()
     return Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there, without waiting: from pinned memory a copy only takes its place in the
+    device's queue, which torch keeps the memory for."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class CopyStream:
+    """Copies to the device while it computes. On the CPU nothing is copied."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, take: Callable[[Callable[[Tensor], Tensor]], T]) -> Callable[[], T]:
+        """Call `take` with a function that sends a tensor to the device. What `take` makes is given
+        by calling what this returns: from then on the device, not the host, waits for the copies.
+        """
+        moved: list[Tensor] = []
+
+        def move(tensor: Tensor) -> Tensor:
+            moved.append(to_device(tensor, self.device))
+            return moved[-1]
+
+        if self.stream is None:
+            made = take(move)
+            return lambda: made
+        with torch.cuda.stream(self.stream):
+            made = take(move)
+        sent = self.stream.record_event()
+
+        def arrive() -> T:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(sent)
+            for tensor in moved:
+                # Its memory is the copying stream's, and would be that of the next copy before
+                # this stream is through with it.
+                tensor.record_stream(computing)
+            return made
+
+        return arrive
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.errors import DataError
 from megatron_vlm.evaluation.sets import EvalSet, Question
+from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.decode import candidate_log_probs, generate
 from megatron_vlm.step.pipeline import Stage
 
@@ -143,7 +144,8 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
     """[4]: summed log-prob of the supervised tokens, each times its weight; how many are the
     likeliest; their count; the sum of their weights."""
     with stage.evaluating():
-        outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
+        items = partial(stage.arrivals, batches)
+        outputs = stage.run(items, len(batches), partial(_forward_step, stage), forward_only=True)
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     if stage.grid.last:
         totals = torch.stack(outputs).sum(0)
@@ -151,10 +153,10 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
     return totals
 
 
-def _forward_step(stage: Stage, data: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
-    batch = next(data).for_stage(stage.grid.first, stage.device, stage.grid.last)
-    asked = {"labels": batch.targets_BS, "also": "hits"} if stage.grid.last else {}
-    return stage.call(chunk, batch, **asked), partial(_score, batch.weights_N)
+def _forward_step(stage: Stage, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+    batch = next(data)
+    output = stage.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also="hits")
+    return output, partial(_score, batch.weights_N)
 
 
 def _score(weights_N: Tensor | None, output_2N: Tensor, non_loss_data: bool = True) -> Tensor:

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family, HFNames, VisionMarks
@@ -24,6 +29,7 @@ from megatron_vlm.family.sizes import (
     TensorSpec,
     TextSizes,
     Tokens,
+    TowerInputs,
     VisionSizes,
 )
 from megatron_vlm.outside import Outside
@@ -141,6 +147,7 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
         patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
         merge=vision.spatial_merge_size,
         deepstack=len(vision.deepstack_visual_indexes),
+        inputs=tower_inputs,
     )
     tokens = Tokens(
         text_sizes.vocab,
@@ -216,6 +223,26 @@ def build_tower(
         # and the DeepStack mergers would silently stop learning.
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     return tower
+
+
+def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
+    """What `Qwen3VLVisionModel.forward` makes of the grids unless it is given: each number that it
+    reads of a grid on the device would make the host wait, some of them in every block."""
+    given: Any = tower
+    indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
+        grid_I3,
+        num_grid_per_side=given.num_grid_per_side,
+        mode=given.interpolation_mode,
+        align_corners=given.interpolation_align_corners,
+        spatial_merge_size=given.config.spatial_merge_size,
+    )
+    # The blocks split the patches by these lengths, which are read on the host.
+    on_host = {"grid_thw": grid_I3, "cu_seqlens": get_vision_cu_seqlens(grid_I3)}
+    return on_host, {
+        "interp_indices": indices_P4,
+        "interp_weights": weights_P4,
+        "position_ids": get_vision_position_ids(grid_I3, given.spatial_merge_size),
+    }
 
 
 def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:

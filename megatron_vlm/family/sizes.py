@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
 
-from torch import Tensor
+from torch import Tensor, nn
+
+TowerInputs = dict[str, Tensor]
 
 
 class Part(StrEnum):
@@ -78,6 +80,9 @@ class VisionSizes:
     patch_values: int  # numbers in one patch: channels x frames x side x side
     merge: int  # side of the square of patches that becomes one token
     deepstack: int  # features beside the merged ones
+    # What the tower takes beside the patches of these grids [I, 3], all of it on the host: what
+    # stays there, and what its device needs.
+    inputs: Callable[[nn.Module, Tensor], tuple[TowerInputs, TowerInputs]] = field(repr=False)
 
     @property
     def levels(self) -> int:

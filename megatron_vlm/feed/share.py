@@ -1,9 +1,11 @@
 """One rank of a replica loads data; the others get from it what they need, and no more.
 
-Tokens, targets and positions go to every rank of the replica, and the values and
-weights of the loss with them; pixels, still as bytes, only to the tensor parallel ranks of stage 0.
+Tokens, targets and positions go to every rank of the replica, and grids, the values and the
+weights of the loss with them: to its host, in one message for a step. Pixels, still as bytes, go
+only to the tensor parallel ranks of stage 0, from device to device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batch.micro_batch import LOSS_FIELDS, VISUAL_FIELDS, MicroBatch
-from megatron_vlm.data.tensors.tensor_bytes import DTYPES, dtype_name
+from megatron_vlm.data.tensors.tensor_bytes import DTYPES, Field, dtype_name, pack, unpack
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.messages import broadcast_bytes, broadcast_json
 from megatron_vlm.errors import DataError
 
-TOKEN_FIELDS = ("tokens_BS5", *LOSS_FIELDS)
+_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "image_grid_I3", "video_grid_I3")
+_PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
 _FACTS = ("lengths", "rows", "value_names")
 
 
@@ -44,55 +48,50 @@ def share_batch(
     if grid.replica.size == 1:
         assert mine is not None
         return mine
-    frames, extra = share_json(_describe(mine), grid, device)
-    source = grid.leader
-    batches = [None] * len(frames) if mine is None else mine[0]
+    packed = None if mine is None else _pack(*mine)
+    fields, meta = unpack(share_bytes(packed, grid, device))
     received = []
-    for frame, batch in zip(frames, batches, strict=True):
+    for number, frame in enumerate(meta["frames"]):
         parts: dict[str, Any] = {name: tuple(frame[name]) for name in _FACTS}
-        parts |= {
-            name: _broadcast(frame, batch, name, source, grid.replica.group, device)
-            for name in TOKEN_FIELDS
-        }
-        parts |= {
-            name: _broadcast(frame, batch, name, source, grid.tp.group, device)
-            if grid.first
-            else None
-            for name in VISUAL_FIELDS
-        }
+        for name in _ON_HOST:
+            _, tensors = fields.get(f"{number} {name}", (False, [None]))
+            parts[name] = tensors[0]
+        batch = None if mine is None else mine[0][number]
+        for name in _PATCHES if grid.first else ():
+            own = None if batch is None else getattr(batch, name)
+            parts[name] = _share_patches(frame[name], own, grid, device)
+        if not grid.first:
+            parts |= dict.fromkeys(VISUAL_FIELDS)
         received.append(MicroBatch(**parts))
-    return received, extra
+    return received, meta["extra"]
 
 
-def _describe(mine: Any) -> Any:
-    """The batches without their tensors: shapes and types instead."""
-    if mine is None:
-        return None
-    batches, extra = mine
+def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
+    """What the host of each rank needs, in one message; of the patches only shapes and types."""
+    fields: dict[str, Field] = {}
     frames = []
-    for batch in batches:
+    for number, batch in enumerate(batches):
         frame: dict[str, Any] = {name: list(getattr(batch, name)) for name in _FACTS}
-        for name in (*TOKEN_FIELDS, *VISUAL_FIELDS):
+        for name in _PATCHES:
             tensor = getattr(batch, name)
-            frame[name] = None if tensor is None else (tensor.shape, dtype_name(tensor.dtype))
+            frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))
+        for name in _ON_HOST:
+            if (tensor := getattr(batch, name)) is not None:
+                fields[f"{number} {name}"] = (False, [tensor])
         frames.append(frame)
-    return frames, extra
+    return pack(fields, {"frames": frames, "extra": extra})
 
 
-def _broadcast(
-    frame: dict[str, Any],
-    batch: MicroBatch | None,
-    name: str,
-    source: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
+def _share_patches(
+    said: tuple[list[int], str] | None, mine: Tensor | None, grid: Grid, device: torch.device
 ) -> Tensor | None:
-    if frame[name] is None:
-        return None
-    shape, dtype = frame[name]
-    given = getattr(batch, name) if batch is not None else None
-    if given is None:
-        given = torch.empty(shape, dtype=DTYPES[dtype], device=device)
-    tensor = given.to(device)
-    dist.broadcast(tensor, source, group=group)
-    return tensor
+    """Patches on all ranks of the first stage, which the loading rank belongs to."""
+    if said is None or grid.tp.size == 1:
+        return mine
+    shape, dtype = said
+    if mine is None:
+        patches = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+    else:
+        patches = to_device(mine, device)
+    dist.broadcast(patches, grid.leader, group=grid.tp.group)
+    return patches

@@ -69,8 +69,8 @@ def transformer_config(
         use_cpu_initialization=not platform.is_cuda,
         deallocate_pipeline_outputs=True,  # what was sent on is kept as a graph, without its data
         batch_p2p_comm=platform.is_cuda,  # gloo has no batched send and receive of Megatron's kind
-        # What arrives is waited for on the device. The host waits only for torch before 2.0, whose
-        # batched receives let a kernel run ahead of its data.
+        # A receive's `wait` holds up the device's queue until its data is there. Megatron stops the
+        # host besides, for versions of torch in which a batched receive's did not.
         batch_p2p_sync=False,
         # These fusions need CUDA kernels of Apex or Transformer Engine.
         gradient_accumulation_fusion=False,

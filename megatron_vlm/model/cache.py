@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_vlm.distributed.device import to_device
+
 
 class KVCache:
     """The cache of one batch, in the decoder layers of one stage.
@@ -32,13 +34,13 @@ class KVCache:
     def advance(self, rows: Sequence[int]) -> None:
         """Continue with these rows, each by one token."""
         if len(rows) < len(self.lengths):
-            kept = torch.tensor(rows, device=self.device)
+            kept = to_device(torch.tensor(rows), self.device)
             self.layers = {
                 layer: (key_BTGD[kept], value_BTGD[kept])
                 for layer, (key_BTGD, value_BTGD) in self.layers.items()
             }
         self.lengths = [self.lengths[row] + 1 for row in rows]
-        lengths_B = torch.tensor(self.lengths, device=self.device)
+        lengths_B = to_device(torch.tensor(self.lengths), self.device)
         columns_T = torch.arange(max(self.lengths), device=self.device)
         self.last_B = lengths_B - 1
         self.mask_B11T = (columns_T < lengths_B[:, None])[:, None, None]

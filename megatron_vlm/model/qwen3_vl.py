@@ -4,6 +4,7 @@ Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, V
 K DeepStack features still to be added, N supervised positions, 3 the axes time, height, width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatron_vlm.model.attention import attending_to
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.head import Also, predict
 from megatron_vlm.model.rope import InterleavedMRoPE
-from megatron_vlm.model.vision import encode, touch
+from megatron_vlm.model.vision import VisualPlan, encode, touch
 
 
 class Qwen3VLGPTModel(GPTModel):
@@ -78,18 +79,22 @@ class Qwen3VLGPTModel(GPTModel):
         image_grid_thw: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
+        visuals: VisualPlan | None = None,
         cache: KVCache | None = None,
-        packed_seq_params: Any = None,
         **head: Any,
     ) -> Tensor:
         """A stage's output: for the next stage; on the last stage what `predict` gives for the
         supervised positions (labels given; labels[b, s] is what position s predicts), or logits: of
         all positions [B, S, V], or of those that a loss_mask [B, S] picks [N, V].
 
+        Who knows these on the host gives them from there, lest the device be asked and waited for:
+        `visuals` as `plan_visuals` makes them, in place of the grids; as loss_mask the places [N]
+        that it would pick in the flattened [S * B], and labels [N] of these.
+
         Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
         attention_mask [B, S] is taken, and refused where it says anything else.
         """
-        if packed_seq_params is not None:
+        if head.pop("packed_seq_params", None) is not None:
             raise ConfigError("packed_seq_params: sequence packing is not supported; pass None")
         if attention_mask is not None:
             _check_right_padded(attention_mask)
@@ -98,12 +103,11 @@ class Qwen3VLGPTModel(GPTModel):
             features_KSBH = None
             # Past the prefill come generated tokens: a placeholder among them shows nothing.
             if cache is None or cache.in_prefill:
-                hidden_SBH, features_KSBH = self._see(
-                    hidden_SBH,
-                    input_ids,
-                    (pixel_values, image_grid_thw),
-                    (pixel_values_videos, video_grid_thw),
-                )
+                if visuals is None:
+                    visuals = self.plan_visuals(input_ids, image_grid_thw, video_grid_thw)
+                    visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
+                given = [pixel_values, pixel_values_videos]
+                hidden_SBH, features_KSBH = self._see(hidden_SBH, given, visuals)
         else:
             assert self.stage_input is not None
             hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
@@ -130,35 +134,44 @@ class Qwen3VLGPTModel(GPTModel):
         # Contiguous, whatever the strides of the mask: a stage without layers sends it on.
         return torch.where(is_pad_SB1, hidden_SBH.detach(), hidden_SBH).contiguous()
 
+    def plan_visuals(
+        self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None
+    ) -> VisualPlan:
+        """The plan of the images and videos of these rows, checked against their placeholders."""
+        ids_BS = ids_BS.cpu()
+        grids = [None if grid is None else grid.cpu() for grid in (image_grid_I3, video_grid_I3)]
+        tokens = self.sizes.tokens
+        check_placeholders(ids_BS, grids[0], grids[1], tokens)
+        present = [grid for grid in grids if grid is not None]
+        # Images first, then videos: their patches come in the same order.
+        places = [_places(ids_BS == token) for token in (tokens.image_id, tokens.video_id)]
+        return VisualPlan.create(
+            self.vision_model,
+            self.sizes.vision,
+            torch.cat(present or [torch.empty(0, 3, dtype=torch.long)]),
+            torch.cat(places),
+            self.pg_collection.tp if self.share_images else None,
+        )
+
     def _see(
-        self,
-        hidden_SBH: Tensor,
-        ids_BS: Tensor,
-        images: tuple[Tensor | None, Tensor | None],
-        videos: tuple[Tensor | None, Tensor | None],
+        self, hidden_SBH: Tensor, pixels: Sequence[Tensor | None], plan: VisualPlan
     ) -> tuple[Tensor, Tensor | None]:
         """Encode images and videos in one pass and put their features in their tokens' places."""
-        tokens = self.sizes.tokens
-        check_placeholders(ids_BS, images[1], videos[1], tokens)
-        given = [(pixels, grid) for pixels, grid in (images, videos) if pixels is not None]
+        given = [each for each in pixels if each is not None]
         if not given:
             return touch(hidden_SBH, self.vision_model), None
-        # Images first, then videos: their tokens are looked up in the same order.
-        places_V = torch.cat(
-            [_places(ids_BS == token) for token in (tokens.image_id, tokens.video_id)]
-        )
         visual = encode(
             self.vision_model,
             self.sizes.vision,
-            torch.cat([pixels for pixels, _ in given]),
-            torch.cat([grid for _, grid in given if grid is not None]),
-            self.pg_collection.tp if self.share_images else None,
+            torch.cat(given),
+            plan,
+            self.pg_collection.tp,
         ).to(hidden_SBH.dtype)
-        flat = hidden_SBH.flatten(0, 1).index_copy(0, places_V, visual[0])
+        flat = hidden_SBH.flatten(0, 1).index_copy(0, plan.places_V, visual[0])
         if len(visual) == 1:  # a tower without DeepStack
             return flat.view_as(hidden_SBH), None
         features = hidden_SBH.new_zeros(len(visual) - 1, *flat.shape)
-        features = features.index_copy(1, places_V, visual[1:])
+        features = features.index_copy(1, plan.places_V, visual[1:])
         return flat.view_as(hidden_SBH), features.unflatten(1, hidden_SBH.shape[:2])
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
@@ -169,7 +182,7 @@ class Qwen3VLGPTModel(GPTModel):
     def _head(
         self,
         hidden_SBH: Tensor,
-        labels_BS: Tensor | None,
+        labels: Tensor | None,
         loss_mask: Tensor | None = None,
         also: Also | None = None,
     ) -> Tensor:
@@ -177,16 +190,20 @@ class Qwen3VLGPTModel(GPTModel):
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        picked_BS = loss_mask if labels_BS is None else labels_BS != IGNORE
-        if picked_BS is None:
-            logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight)
-            return logits_SBV.transpose(0, 1)
-        hidden_NH = hidden_SBH.transpose(0, 1)[picked_BS]
-        if labels_BS is None:
+        places_N = loss_mask
+        if places_N is None or places_N.dim() == 2:
+            picked_BS = loss_mask if labels is None else labels != IGNORE
+            if picked_BS is None:
+                logits_SBV, _ = self.output_layer(hidden_SBH, weight=weight)
+                return logits_SBV.transpose(0, 1)
+            places_N = _places(picked_BS)
+            labels = None if labels is None else labels.T.flatten()[places_N]
+        hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, places_N)
+        if labels is None:
             logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
         vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
-        return predict(hidden_NH, weight, labels_BS[picked_BS], vocab, tp_group, also)
+        return predict(hidden_NH, weight, labels, vocab, tp_group, also)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
         """What the next stage gets: the hidden states, then the features its layers will add."""

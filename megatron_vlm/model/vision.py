@@ -4,8 +4,8 @@ Shapes: I images (or videos), P patches of all images, C values of a patch, V vi
 all images, v those of this rank's images, H width of the decoder, K DeepStack features.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_vlm.data.deal import deal
-from megatron_vlm.family.sizes import VisionSizes
+from megatron_vlm.family.sizes import TowerInputs, VisionSizes
 
 
 def image_cost(grid_thw: Sequence[int], width: int) -> float:
@@ -33,6 +33,7 @@ class ImageShare:
 
     @staticmethod
     def plan(grid_I3: Tensor, merge: int, width: int, rank: int, ranks: int) -> "ImageShare":
+        """From the grids on the host."""
         grids = grid_I3.tolist()
         shares = deal([image_cost(grid, width) for grid in grids], ranks)
         sizes = [t * h * w // merge**2 for t, h, w in grids]
@@ -48,6 +49,42 @@ class ImageShare:
         return ImageShare(shares[rank], rows, order_V)
 
 
+@dataclass(frozen=True)
+class VisualPlan:
+    """What a pass knows of its images and videos beside their patches. It is made on the host:
+    grids decide shapes, and to read one from the device the host would have to wait for it."""
+
+    places_V: Tensor  # of the visual tokens in the flattened [S * B]: of images, then of videos
+    patches: list[int]  # of each image
+    share: ImageShare | None  # where TP ranks share the images
+    of_host: TowerInputs  # for this rank's images, what the tower reads on the host
+    of_device: TowerInputs  # and on its device
+
+    @staticmethod
+    def create(
+        tower: nn.Module,
+        sizes: VisionSizes,
+        grid_I3: Tensor,
+        places_V: Tensor,
+        share_group: dist.ProcessGroup | None,
+    ) -> "VisualPlan":
+        """With `share_group` each of its ranks is to encode a share of the images."""
+        share, mine_I3 = None, grid_I3
+        ranks = 1 if share_group is None else dist.get_world_size(share_group)
+        if ranks > 1 and len(grid_I3):
+            rank = dist.get_rank(share_group)
+            share = ImageShare.plan(grid_I3, sizes.merge, sizes.hidden, rank, ranks)
+            mine_I3 = grid_I3[share.mine]
+        inputs = sizes.inputs(tower, mine_I3) if len(mine_I3) else ({}, {})
+        return VisualPlan(places_V, grid_I3.prod(-1).tolist(), share, *inputs)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "VisualPlan":
+        """As a pass takes it: `move` takes a tensor to the device."""
+        share = self.share and replace(self.share, order_V=move(self.share.order_V))
+        of_device = {name: move(value) for name, value in self.of_device.items()}
+        return replace(self, places_V=move(self.places_V), share=share, of_device=of_device)
+
+
 class _GatherFeatures(torch.autograd.Function):
     """All ranks' features, in image order. Backward takes this rank's rows and nothing else: the
     decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
@@ -60,11 +97,10 @@ class _GatherFeatures(torch.autograd.Function):
         padded[: len(local_vH)] = local_vH
         gathered = local_vH.new_empty(widest * dist.get_world_size(group), local_vH.shape[1])
         dist.all_gather_into_tensor(gathered, padded, group=group)
-        order_V = share.order_V.to(local_vH.device)
-        ctx.save_for_backward(order_V)
+        ctx.save_for_backward(share.order_V)
         ctx.span = (dist.get_rank(group) * widest, len(local_vH))
         ctx.num_gathered = len(gathered)
-        return gathered[order_V]
+        return gathered[share.order_V]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -106,37 +142,26 @@ def encode(
     tower: Any,
     sizes: VisionSizes,
     patches_PC: Tensor,
-    grid_I3: Tensor,
-    share_group: dist.ProcessGroup | None,
+    plan: VisualPlan,
+    share_group: dist.ProcessGroup,
 ) -> Tensor:
     """Features [1 + K, V, H] of all images, from the family's tower: the merged ones, then one set
-    for each DeepStack layer.
-
-    With `share_group` each of its ranks encodes a share of the images.
-    """
+    for each DeepStack layer. Where the plan shares the images, each rank encodes its own."""
     patches_PC = patches_PC.to(tower.dtype)
-    if share_group is None or dist.get_world_size(share_group) == 1:
-        return _run_tower(tower, patches_PC, grid_I3)
-    grid_I3 = grid_I3.cpu()
-    share = ImageShare.plan(
-        grid_I3,
-        sizes.merge,
-        sizes.hidden,
-        dist.get_rank(share_group),
-        dist.get_world_size(share_group),
-    )
+    inputs = plan.of_host | plan.of_device
+    if plan.share is None:
+        return _run_tower(tower, patches_PC, inputs)
     width, levels = sizes.out_hidden, sizes.levels
-    if share.mine:
-        by_image = patches_PC.split(grid_I3.prod(-1).tolist())
-        mine_PC = torch.cat([by_image[image] for image in share.mine])
-        local = _run_tower(tower, mine_PC, grid_I3[share.mine].to(patches_PC.device))
-        local_vH = local.permute(1, 0, 2).flatten(1)
+    if plan.share.mine:
+        by_image = patches_PC.split(plan.patches)
+        mine_PC = torch.cat([by_image[image] for image in plan.share.mine])
+        local_vH = _run_tower(tower, mine_PC, inputs).permute(1, 0, 2).flatten(1)
     else:
         local_vH = touch(patches_PC.new_zeros(0, levels * width), tower)
-    features_VH = _GatherFeatures.apply(local_vH, share, share_group)
+    features_VH = _GatherFeatures.apply(local_vH, plan.share, share_group)
     return features_VH.unflatten(1, (levels, width)).permute(1, 0, 2)
 
 
-def _run_tower(tower: Any, patches_PC: Tensor, grid_I3: Tensor) -> Tensor:
-    out = tower(patches_PC, grid_thw=grid_I3)
+def _run_tower(tower: Any, patches_PC: Tensor, inputs: TowerInputs) -> Tensor:
+    out = tower(patches_PC, **inputs)
     return torch.stack([out.pooler_output, *out.deepstack_features])

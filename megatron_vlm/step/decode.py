@@ -22,10 +22,13 @@ from torch import Tensor
 
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, cut_micro_batches
 from megatron_vlm.data.encode.row import IGNORE, Row, continued, place_row
+from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.model.cache import KVCache
+from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.pipeline import Stage
 
 
@@ -193,7 +196,12 @@ def _unlabelled(row: Row) -> Row:
 
 def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) -> list[list[int]]:
     """Each pass through all stages; on every rank, the id that follows each of its rows."""
-    outputs = stage.run(passes, partial(_forward_step, stage, sampling), forward_only=True)
+    outputs = stage.run(
+        partial(_arrivals, stage, passes),
+        len(passes),
+        partial(_forward_step, stage, sampling),
+        forward_only=True,
+    )
     counts = [len(one.batch.rows) for one in passes]
     ids = torch.empty(sum(counts), dtype=torch.long, device=stage.device)
     if stage.grid.last:
@@ -203,16 +211,27 @@ def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) 
     return [part.tolist() for part in ids.split(counts)]
 
 
+def _arrivals(
+    stage: Stage, passes: Sequence[DecodePass], chunk: Qwen3VLGPTModel
+) -> Iterator[tuple[DecodePass, StageInput]]:
+    # Past the prefill come generated tokens: a placeholder among them shows nothing.
+    sees = passes[0].cache.in_prefill
+    batches = [one.batch for one in passes]
+    return zip(passes, stage.arrivals(batches, chunk, sees), strict=True)
+
+
 def _forward_step(
-    stage: Stage, sampling: Sampling | None, data: Iterator[DecodePass], chunk: Any
+    stage: Stage,
+    sampling: Sampling | None,
+    data: Iterator[tuple[DecodePass, StageInput]],
+    chunk: Any,
 ) -> tuple[Tensor, Any]:
-    one = next(data)
-    batch = one.batch.for_stage(stage.grid.first, stage.device)
-    lengths_B = torch.tensor(batch.lengths, device=stage.device)
-    columns_S = torch.arange(batch.tokens_BS5.shape[1], device=stage.device)
+    one, batch = next(data)
+    rows = len(one.batch.rows)
     # The head on each row's last token only.
-    last_BS = columns_S == lengths_B[:, None] - 1
-    output = stage.call(chunk, batch, cache=one.cache, loss_mask=last_BS)
+    last_B = [(length - 1) * rows + row for row, length in enumerate(one.batch.lengths)]
+    places_B = to_device(torch.tensor(last_B), stage.device)
+    output = stage.call(chunk, batch, cache=one.cache, loss_mask=places_B)
     vocab, tp = stage.sizes.text.vocab, stage.grid.tp
     if sampling is None:
         return output, partial(pick_ids, vocab, tp)

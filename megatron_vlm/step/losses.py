@@ -26,9 +26,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.head import Also
+from megatron_vlm.step.arrival import StageInput
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
@@ -164,7 +164,7 @@ class Objective:
 
 
 def loss_of(
-    objective: Objective, batch: MicroBatch, output: Tensor
+    objective: Objective, batch: StageInput, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The triple that Megatron's schedules take: summed loss, token count, what to report.
     `output` is what the model gives: log-probs [N], or [2, N] with the entropies.

@@ -3,6 +3,7 @@ them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.media.pixels import PixelTables
+from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.step.arrival import StageInput, arrivals
 
 # Takes an iterator of items and a chunk; returns the stage's output and what reads the last
 # stage's: for a backward (scaled loss, ...), forward only whatever is wanted of it.
@@ -32,15 +35,23 @@ class Stage:
         self.chunks, self.grid = list(chunks), grid
         self.wrapped: list[Any] = list(wrapped)
         self.pixels, self.device = pixels, pixels.device
+        self.copies = CopyStream(pixels.device)
         self.sizes = chunks[0].sizes
 
-    def run(self, items: Sequence[Any], step: ForwardStep, forward_only: bool) -> list[Any]:
-        """Each item through all stages; what `step` reads of each on the last stage."""
+    def run(
+        self,
+        items: Callable[[Qwen3VLGPTModel], Iterator[Any]],
+        count: int,
+        step: ForwardStep,
+        forward_only: bool,
+    ) -> list[Any]:
+        """`count` items through all stages; what `step` reads of each on the last stage. `items`
+        gives those of a chunk, such as `arrivals`."""
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(items) for _ in self.chunks],
+            data_iterator=[items(chunk) for chunk in self.chunks],
             model=self.wrapped,
-            num_microbatches=len(items),
+            num_microbatches=count,
             # Neither is used: variable_seq_lengths sends each tensor's shape ahead of it.
             seq_length=1,
             micro_batch_size=1,
@@ -49,15 +60,20 @@ class Stage:
         )
         return outputs
 
-    def call(self, chunk: Any, batch: MicroBatch, **more: Any) -> Tensor:
-        """A chunk's output for a micro-batch that `for_stage` has brought to the device."""
+    def arrivals(
+        self, batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: bool = True
+    ) -> Iterator[StageInput]:
+        """The batches on the device; which `sees` nothing, only words."""
+        return arrivals(batches, chunk, sees, self.copies)
+
+    def call(self, chunk: Any, batch: StageInput, **more: Any) -> Tensor:
+        """A chunk's output for a micro-batch."""
         output: Tensor = chunk(
             input_ids=batch.ids_BS,
             position_ids=batch.position_ids_3BS,
             pixel_values=self.pixels.images(batch.pixel_values_PC),
-            image_grid_thw=batch.image_grid_I3,
             pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
-            video_grid_thw=batch.video_grid_I3,
+            visuals=batch.visuals,
             **more,
         )
         return output
@@ -66,7 +82,9 @@ class Stage:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
         where a token is not supervised. The same on every rank of the replica."""
         with self.evaluating():
-            outputs = self.run(batches, self._score_step, forward_only=True)
+            outputs = self.run(
+                partial(self.arrivals, batches), len(batches), self._score_step, forward_only=True
+            )
         return self.per_row(batches, outputs)
 
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -83,10 +101,10 @@ class Stage:
         }
         return [found[place] for place in sorted(found)]
 
-    def _score_step(self, data: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
-        batch = next(data).for_stage(self.grid.first, self.device)
-        labels = batch.targets_BS if self.grid.last else None
-        return self.call(chunk, batch, labels=labels), as_it_is
+    def _score_step(self, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+        batch = next(data)
+        output = self.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N)
+        return output, as_it_is
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

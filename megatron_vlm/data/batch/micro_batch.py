@@ -7,7 +7,7 @@ of a token that a loss reads, N supervised tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,11 @@ _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward. Targets are shifted: targets[b, s] is what position s predicts."""
+    """The input of one forward, on the host; patches may already be on the device. Targets are
+    shifted: targets[b, s] is what position s predicts.
+
+    What decides shapes is looked up here, on the host: asked of a tensor on the device, the host
+    would wait until the device has computed everything before it."""
 
     tokens_BS5: Tensor  # int32, in one table so that a single copy moves it
     lengths: tuple[int, ...]
@@ -38,55 +42,48 @@ class MicroBatch:
     value_names: tuple[str, ...] = ()
     weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
 
-    @cached_property
+    @property
     def ids_BS(self) -> Tensor:
         return self.tokens_BS5[..., 0].long()
 
-    @cached_property
+    @property
     def targets_BS(self) -> Tensor:
         return self.tokens_BS5[..., 1].long()
 
-    @cached_property
+    @property
     def position_ids_3BS(self) -> Tensor:
         return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
 
     @cached_property
-    def num_supervised(self) -> int:
-        return int((self.tokens_BS5[..., 1] != IGNORE).sum())
+    def supervised(self) -> tuple[Tensor, Tensor]:
+        """Row and column [N] of each supervised position, row by row."""
+        row_N, column_N = (self.tokens_BS5[..., 1] != IGNORE).nonzero(as_tuple=True)
+        return row_N, column_N
 
-    @cached_property
+    @property
+    def num_supervised(self) -> int:
+        return len(self.supervised[0])
+
+    @property
+    def targets_N(self) -> Tensor:
+        """The targets of the supervised positions."""
+        return self.targets_BS[self.supervised]
+
+    @property
     def weights_N(self) -> Tensor | None:
-        """The weights of the losses of the supervised tokens."""
-        if self.weights_BS is None:
-            return None
-        return self.weights_BS[self.targets_BS != IGNORE]
+        """The weights of their losses."""
+        return None if self.weights_BS is None else self.weights_BS[self.supervised]
+
+    @property
+    def values_NF(self) -> Tensor | None:
+        """The values that a loss reads of them."""
+        return None if self.values_BSF is None else self.values_BSF[self.supervised]
 
     @cached_property
     def weight(self) -> float:
-        """The sum of these weights: the number of supervised tokens, if each has the weight 1."""
+        """The sum of the weights: the number of supervised tokens, if each has the weight 1."""
         weights_N = self.weights_N
         return float(self.num_supervised if weights_N is None else weights_N.double().sum())
-
-    def for_stage(self, first: bool, device: torch.device, last: bool = False) -> "MicroBatch":
-        """The part that a stage needs, on its device: only the first gets pixels, and only the last
-        gets values and weights."""
-        changes: dict[str, Any] = {}
-        for name in (item.name for item in fields(self)):
-            value = getattr(self, name)
-            if (name in VISUAL_FIELDS and not first) or (name in LOSS_FIELDS and not last):
-                changes[name] = None
-            elif isinstance(value, Tensor):
-                changes[name] = value.to(device, non_blocking=True)
-        return replace(self, **changes)
-
-    def values_N(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The values of the supervised tokens, by name. A batch without such tokens needs none."""
-        if not names:
-            return {}
-        if self.values_BSF is None:
-            return dict.fromkeys(names, torch.zeros(0, device=self.tokens_BS5.device))
-        values_NF = self.values_BSF[self.targets_BS != IGNORE]
-        return {name: values_NF[:, self.value_names.index(name)] for name in names}
 
     def check_values(self, names: Sequence[str], where: str) -> None:
         """Refuse a batch that has supervised tokens but not these values."""
@@ -100,8 +97,8 @@ class MicroBatch:
 
     def log_probs_by_row(self, log_probs_N: Tensor) -> list[Tensor]:
         """The log-probs of supervised positions, by row, each in the place of its own token [S]."""
-        spread_BS = log_probs_N.new_zeros(self.targets_BS.shape)
-        spread_BS[self.targets_BS != IGNORE] = log_probs_N
+        spread_BS = log_probs_N.new_zeros(self.tokens_BS5.shape[:2])
+        spread_BS[self.supervised] = log_probs_N
         shifted_BS = torch.cat([torch.zeros_like(spread_BS[:, :1]), spread_BS[:, :-1]], dim=1)
         return [row[:length].clone() for row, length in zip(shifted_BS, self.lengths, strict=True)]
 
