@@ -44,6 +44,29 @@ def install_cpu_stand_in() -> None:
     """
     if stand_in_installed():
         return
+    answer_cuda_calls()
+    # Tensors made with device="cuda": schedules, optimizer, gradient clipping, checkpoints. Wrapped
+    # one by one: a TorchFunctionMode would do too, but it taxes every attribute of every tensor
+    # (10,600 calls in a step of 8 rows). `with torch.device(...)` looks the functions up in a set
+    # that is built at its first use: build it now, while it still finds the real ones.
+    torch.utils._device._device_constructors()
+    for name in ("tensor", "zeros", "ones", "full", "empty", "empty_like", "zeros_like"):
+        setattr(torch, name, _making_on_cpu(getattr(torch, name)))
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    # The optimizers sort parameters by the names of CUDA's tensor types.
+    real_type = tensor.type
+    tensor.type = lambda self, *args, **kwargs: (
+        real_type(self, *args, **kwargs)
+        if args or kwargs
+        else real_type(self).replace("torch.", "torch.cuda.", 1)
+    )
+    cuda._megatron_vlm_stand_in = True
+
+
+def answer_cuda_calls() -> None:
+    """Let the functions of `torch.cuda` that Megatron-Core calls answer without a device."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     cuda: Any = torch.cuda
@@ -61,21 +84,3 @@ def install_cpu_stand_in() -> None:
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-    # Tensors made with device="cuda": schedules, optimizer, gradient clipping, checkpoints. Wrapped
-    # one by one: a TorchFunctionMode would do too, but it taxes every attribute of every tensor
-    # (10,600 calls in a step of 8 rows). `with torch.device(...)` looks the functions up in a set
-    # that is built at its first use: build it now, while it still finds the real ones.
-    torch.utils._device._device_constructors()
-    for name in ("tensor", "zeros", "ones", "full", "empty", "empty_like", "zeros_like"):
-        setattr(torch, name, _making_on_cpu(getattr(torch, name)))
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *args, **kwargs: self
-    # The optimizers sort parameters by the names of CUDA's tensor types.
-    real_type = tensor.type
-    tensor.type = lambda self, *args, **kwargs: (
-        real_type(self, *args, **kwargs)
-        if args or kwargs
-        else real_type(self).replace("torch.", "torch.cuda.", 1)
-    )
-    cuda._megatron_vlm_stand_in = True

@@ -1,0 +1,165 @@
+# .venv/bin/python -m pytest tests/device
+"""The whole trainer on an emulated CUDA device: nothing mixes host and device, no collective gets
+a tensor of the host, and a step waits for the device as often as its budget says."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_vlm.worker
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.feed.share import share_batch
+from megatron_vlm.group import local_group
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.device.emulator import CUDA, Finding, Kind, Phase, emulated
+from tests.runs import Case, my_rows
+from tests.sets import write_set
+from tests.test_parity import layout
+from tests.test_train import command, run_rank
+
+# How often the host may wait for the device (docs/parity.md says the same): in the forward and
+# backward of a micro-batch, on every stage, never; between two stages thrice for each tensor, whose
+# shape Megatron sends ahead of it; in a step for the count of tokens, the metrics, and the norm.
+PER_MICRO_BATCH = {Phase.forward: 0, Phase.backward: 0, Phase.exchange: 6}
+PER_STEP = {Phase.step: 2, Phase.optimizer: 1}
+
+BF16, FP32 = {"precision": "bf16"}, {"precision": "fp32"}
+CASES: dict[str, Case] = {
+    "1": replace(layout(), train=BF16),
+    "recompute": replace(layout(recompute="full", recompute_vision=True), train=BF16),
+    "tp2": replace(layout(tp=2, recompute_vision=True), train=BF16),
+    "pp2": replace(layout(pp=2, layers_per_stage=[0, 4]), train=FP32),
+    "dp2": replace(layout(dp=2, overlap_grad_reduce=True), train=FP32),
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a step of this rank led to."""
+
+    found: list[Finding]
+    micro_batches: int
+    loss: float
+
+
+def with_cuda() -> None:
+    """Workers of this process compute on the emulated device, over gloo."""
+    platform = Platform("cuda", CUDA, "gloo", torch.bfloat16)
+    megatron_vlm.worker.pick_platform = lambda name: platform  # type: ignore[attr-defined]
+
+
+def second_step(path: str, case: Case) -> Watched:
+    """The first step makes what all later ones use."""
+    with_cuda()
+    with emulated() as findings:
+        worker = MegatronWorker(case.config(path))
+        for _ in range(2):
+            findings.all.clear()
+            mine = worker.micro_batches(my_rows(make_rows(MIXED))), None
+            leads = worker.grid.leads
+            batches, _ = share_batch(mine if leads else None, worker.grid, CUDA)
+            loss = worker.forward_backward(batches).loss
+            worker.optim_step()
+        return Watched(findings.all, len(batches), loss)
+
+
+def on_stand_in(path: str, case: Case) -> float:
+    """The loss of the same step on the CPU."""
+    worker = MegatronWorker(case.config(path))
+    for _ in range(2):
+        loss = worker.forward_backward(my_rows(make_rows(MIXED))).loss
+        worker.optim_step()
+    return loss
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
+    case, path = CASES[name], tiny()
+    [loss, *_] = pool.run(on_stand_in, case.world, path, case)
+    for rank, done in enumerate(device_pool.run(second_step, case.world, path, case)):
+        budget = {phase: count * done.micro_batches for phase, count in PER_MICRO_BATCH.items()}
+        budget |= PER_STEP
+        over = Counter(each.phase for each in done.found) - Counter(budget)
+        over.pop(Phase.other, None)  # sharing the batch, once in a step
+        said = "\n".join(map(str, done.found))
+        assert not over, f"rank {rank} waits too often:\n{said}"
+        assert {each.kind for each in done.found} <= {Kind.sync}, f"rank {rank}:\n{said}"
+        # bf16 differs where Megatron fuses for CUDA.
+        assert done.loss == pytest.approx(loss, rel=1e-6 if case.train is FP32 else 1e-3)
+
+
+def whole_run(words: list[str]) -> tuple[int, str, list[Finding]]:
+    with_cuda()
+    with emulated() as findings:
+        status, _, said = run_rank(words)
+    return status, said, findings.all
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
+    """Training, evaluation with answers, checkpoints, resuming and an export."""
+    case = CASES[name]
+    train = write_set(tmp_path, rows=9)
+    keys = {"train.global_batch_size": 3, "checkpoint.every": 1, "data.eval": f"{{held: {train}}}"}
+    keys |= {"eval.generate": "true", "eval.samples": 4, "eval.max_new_tokens": 3}
+    keys |= {f"model.{key}": value for key, value in case.model.items()}
+    keys |= {f"parallel.{key}": value for key, value in case.parallel.items()}
+    keys |= {f"train.{key}": value for key, value in case.train.items()}
+    given = [f"{key}={str(value).replace(' ', '')}" for key, value in keys.items()]
+    for steps in (1, 2):
+        words = command(tmp_path, tiny(), "run", *given, f"train.steps={steps}")[4:]
+        for status, said, found in device_pool.run(whole_run, case.world, words):
+            assert status == 0, said
+            assert [each for each in found if each.kind is not Kind.sync] == []
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
+    with_cuda()
+    with emulated() as findings:
+        group = local_group(MegatronWorker(case.config(path)))
+        rows = make_rows(MIXED)
+        group.forward(rows).result()
+        group.forward_backward(rows, True).result()
+        group.optim_step().result()
+        group.generate(rows[:3], 2, stop_ids=(), temperature=1.0).result()
+        group.save(folder).result()
+        group.load(folder).result()
+        group.export(folder + "-hf").result()
+    return findings.all
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_a_group_mixes_nothing(name, device_pool, tiny, tmp_path):
+    case = CASES[name]
+    folder = str(tmp_path / "saved")
+    for found in device_pool.run(through_a_group, case.world, tiny(), case, folder):
+        assert [each for each in found if each.kind is not Kind.sync] == []
+
+
+def careless(path: str, case: Case) -> Watched:
+    """A `tolist` put back into the model."""
+    from megatron_vlm.model.rope import InterleavedMRoPE
+
+    right = InterleavedMRoPE.forward
+
+    def wrong(self: Any, ids_3BS: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert ids_3BS.tolist()
+        return right(self, ids_3BS)
+
+    with mock.patch.object(InterleavedMRoPE, "forward", wrong):
+        return second_step(path, case)
+
+
+def test_a_wait_that_is_put_back_is_named(device_pool, tiny):
+    [done] = device_pool.run(careless, 1, tiny(), CASES["1"])
+    found = [each for each in done.found if each.phase is Phase.forward]
+    assert [each.what for each in found] == ["tolist"] * done.micro_batches
+    line = careless.__code__.co_firstlineno + 7
+    assert {each.where for each in found} == {f"tests/device/test_trainer.py:{line}"}
