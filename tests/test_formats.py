@@ -402,7 +402,7 @@ WRONG = {
 
 
 DIALOGUE = user("a")["messages"]
-PREFERENCE = "makes this preference data"
+PREFERENCE = "this is preference data, by "
 # Keys that no format has, or whose meaning is not carried out: named, with what to write so that
 # they are ignored.
 UNKNOWN = {
@@ -472,23 +472,23 @@ UNKNOWN = {
     ),
     "chosen and rejected": (
         {"conversations": DIALOGUE, "chosen": {"from": "gpt"}, "rejected": {"from": "gpt"}},
-        f"'chosen' and 'rejected' {PREFERENCE}",
+        f"{PREFERENCE}'chosen' and 'rejected':",
         ["chosen", "rejected"],
     ),
     "a disliked answer": (
         {"messages": DIALOGUE, "label": False},
-        f"'label' {PREFERENCE}",
+        f"{PREFERENCE}'label':",
         ["label"],
     ),
-    "a tag": ({"messages": DIALOGUE, "kto_tag": True}, f"'kto_tag' {PREFERENCE}", ["kto_tag"]),
+    "a tag": ({"messages": DIALOGUE, "kto_tag": True}, f"{PREFERENCE}'kto_tag':", ["kto_tag"]),
     "a rejected response": (
         {"messages": DIALOGUE, "rejected_response": "c"},
-        f"'rejected_response' {PREFERENCE}",
+        f"{PREFERENCE}'rejected_response':",
         ["rejected_response"],
     ),
     "sound": (
         {**user("<audio>What is it?"), "audios": ["a.wav"]},
-        "'audios' gives sound, and Qwen3-VL hears none",
+        "there is sound, by 'audios', and Qwen3-VL hears none",
         ["audios"],
     ),
 }

@@ -51,16 +51,16 @@ class Keys:
         marks = sorted(given & _PREFERENCE) or ["label"] * isinstance(found.get("label"), bool)
         if marks:
             raise DataError(
-                f"{self.where}: {_listed(marks)} makes this preference data, which says of answers "
-                "how good they are, as for DPO or KTO; training here is supervised and learns "
+                f"{self.where}: this is preference data, by {_listed(marks)}: it says how good "
+                "answers are, as for DPO or KTO, and training here is supervised and learns "
                 "every answer. Make records of the good answers alone, as messages; or, if all "
                 f"the other keys hold what is to be learnt, {self._remedy(marks)}"
             )
         if marks := sorted(given & _AUDIO):
             raise DataError(
-                f"{self.where}: {_listed(marks)} gives sound, and Qwen3-VL hears none: its marks "
-                "would be learnt as text. Leave such records out; or, if they make sense without, "
-                + self._remedy(marks)
+                f"{self.where}: there is sound, by {_listed(marks)}, and Qwen3-VL hears none: its "
+                "marks would be learnt as text. Leave such records out; or, if they make sense "
+                f"without, {self._remedy(marks)}"
             )
         return found
 
@@ -82,7 +82,7 @@ class Keys:
     def _remedy(self, names: list[str]) -> str:
         names = sorted({*self.ignored, *names})[:_MOST_SHOWN]
         spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in names]
-        return f"name it in data.ignore_keys: data.ignore_keys=[{','.join(spelled)}]"
+        return f"set data.ignore_keys=[{','.join(spelled)}]"
 
 
 def _listed(names: list[str]) -> str:
