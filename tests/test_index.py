@@ -2,11 +2,14 @@
 """The cache of encoded text: right, complete, and safe with many processes at once."""
 
 import gzip
+import json
 import multiprocessing
 import os
 import shutil
 import signal
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +153,6 @@ def test_without_a_cache_nothing_stays(tiny, tmp_path, monkeypatch):
 
 
 def wrong_and_dropped(tmp_path):
-    import json
-
     path = Path(write_set(tmp_path, 12))
     lines = path.read_text().splitlines()
     lines[3] = "not JSON"
@@ -250,7 +251,6 @@ def test_a_cached_sample_whose_image_changed_is_an_error(tiny, tmp_path):
 
 def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
     """Chunks of files without weights have none, and neither have samples without."""
-    import json
 
     def record(weight):
         return {"messages": [say("user", "a"), say("assistant", "b", weight=weight)]}
@@ -260,7 +260,7 @@ def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
     path.write_text("".join(json.dumps(record(weight)) + "\n" for weight in given))
     for _ in range(2):
         (index,) = open_set(str(path), tiny(), tmp_path / "cache").indexes
-        assert [part["weighted"] for part in index.ends] == [False, True]
+        assert [file.weighted for file in index.files] == [False, True]
         found = [index[place] for place in range(len(given))]
         assert [sample.weights_S is None for sample in found] == [
             weight not in (0.25, 2) for weight in given
@@ -271,9 +271,66 @@ def test_weights_survive_the_cache(tiny, tmp_path, small_chunks):
                 assert not sample.weights_S[~sample.trained_S].any()
 
 
-def test_every_chat_survives_the_cache(tiny, tmp_path):
-    import json
+def test_a_flipped_bit_in_the_cache_changes_no_sample(tiny, tmp_path, caplog):
+    """Wherever it is: the chunk is made again, or the sample is refused by the file's name."""
+    path = write_set(tmp_path, 4)
+    data = open_set(path, tiny(), tmp_path / "cache")
+    (source,), expected = data.sources, samples(data)
+    (file,) = (tmp_path / "cache" / "text").rglob("*.safetensors")
+    content = file.read_bytes()
+    flipped = tmp_path / "flipped.safetensors"
+    outcomes: Counter[str] = Counter()
+    for place in range(0, len(content), 5):
+        mask = 1 << place % 8
+        flipped.unlink(missing_ok=True)  # what is mapped must not change
+        flipped.write_bytes(content[:place] + bytes([content[place] ^ mask]) + content[place + 1 :])
+        if (kept := indexing._kept(flipped)) is None:
+            outcomes["made again"] += 1
+            continue
+        index = indexing.Index(source, [kept])
+        try:
+            found = samples(replace(data, indexes=(index,)))
+        except DataError as error:
+            assert str(error).startswith(f"{flipped}: the cache is damaged: ")
+            outcomes["refused"] += 1
+        else:
+            assert (found, index.faults) == (expected, data.indexes[0].faults), place
+            outcomes["read"] += 1
+    assert outcomes["made again"] > 100 and outcomes["refused"] > 100, outcomes
+    assert outcomes["read"] < 10, outcomes  # what fills the header up
 
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (b'"I64"', b'"F64"'),
+        (b'"I32"', b'"F32"'),
+        (b'"weights"', b'"weightz"'),
+        (b"nothing to learn", b"something to lea"),
+    ],
+)
+def test_another_header_in_the_cache_is_no_other_meaning(right, wrong, tiny, tmp_path, caplog):
+    """Whatever safetensors takes."""
+    records = [[say("user", "a"), say("assistant", "b", weight=weight)] for weight in (1, 0.25, 0)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in records))
+    data = open_set(str(path), tiny(), tmp_path / "cache")
+    (file,) = (tmp_path / "cache" / "text").rglob("*.safetensors")
+    content = file.read_bytes()
+    assert right in content
+    file.unlink()  # what is mapped must not change
+    file.write_bytes(damaged := content.replace(right, wrong, 1))
+    again = open_set(str(path), tiny(), tmp_path / "cache")
+    if file.read_bytes() == damaged:  # the samples are read later
+        with pytest.raises(DataError, match=f"{file}: the cache is damaged"):
+            samples(again)
+    else:
+        assert "it is made again" in caplog.text
+        assert samples(again) == samples(data)
+        assert again.indexes[0].faults == data.indexes[0].faults
+
+
+def test_every_chat_survives_the_cache(tiny, tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in CHATS.values()))
     data = open_set(str(path), tiny(), tmp_path / "cache")

@@ -11,38 +11,25 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.encode.chunk_file import Chunk, ChunkFile
 from megatron_vlm.data.encode.reader import Reader
-from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample, uneven
+from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
 from megatron_vlm.errors import DataError
-from megatron_vlm.outside import Outside
-from megatron_vlm.paths import require_file
 
 _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
-_COLUMNS = ("records", "supervised", "patches", "patch_pairs", "images")
-_SIZES = (*_COLUMNS, "token_ends", "image_ends", "video_ends")
-_TABLES = ("ids", "trained", "image_grids", "video_grids")
-_PARTS = {
-    "token": ("ids", "trained", "weights"),
-    "image": ("image_grids",),
-    "video": ("video_grids",),
-}
-_FAULTS = ("dropped", "errors")
-_VERSION = 4  # of the files; raise it when the meaning of their content changes
+_VERSION = 5  # of the files; raise it when the meaning of their content changes
 # The settings that decide what a sample is.
 _DECIDING = [
     "exif_orientation",
@@ -68,45 +55,32 @@ class Faults:
 class Index:
     """The usable samples of a source: `len`, `index[i]`, and for each its sizes and its record."""
 
-    def __init__(self, source: Source, files: list[Path], parts: list[dict[str, Any]]):
-        """`parts`: for each chunk's file what `_read_sizes` gives."""
-        self.files, self.ends = files, parts
-        places = [part["records"] for part in parts]  # of the samples' records in their chunks
-        self.records = np.concatenate([places[i] + CHUNK * i for i in range(len(parts))])
-        self.chunk_of = np.repeat(range(len(parts)), [len(part) for part in places])
+    def __init__(self, source: Source, files: list[ChunkFile]):
+        self.files = files
+        places = [file.columns["records"] for file in files]  # of the samples' records in chunks
+        self.records = np.concatenate([places[i] + CHUNK * i for i in range(len(files))])
+        self.chunk_of = np.repeat(range(len(files)), [len(part) for part in places])
         self.place = np.concatenate([np.arange(len(part)) for part in places])
-        self.tokens = np.concatenate([np.diff(part["token_ends"], prepend=0) for part in parts])
+        ends = [file.columns["token_ends"] for file in files]
+        self.tokens = np.concatenate([np.diff(part, prepend=0) for part in ends])
         self.supervised, self.patches, self.patch_pairs, self.images = (
-            np.concatenate([part[name] for part in parts])
+            np.concatenate([file.columns[name] for file in files])
             for name in ("supervised", "patches", "patch_pairs", "images")
         )
         self.faults = Faults(
             tuple(
                 (source.where(CHUNK * number + place), rule)
-                for number, part in enumerate(parts)
-                for place, rule in part["dropped"]
+                for number, file in enumerate(files)
+                for place, rule in file.dropped
             ),
-            tuple(message for part in parts for message in part["errors"]),
+            tuple(message for file in files for message in file.errors),
         )
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, sample: int) -> Sample:
-        chunk, place = int(self.chunk_of[sample]), int(self.place[sample])
-
-        def span(kind: str) -> slice:
-            ends = self.ends[chunk][kind]
-            return slice(int(ends[place - 1]) if place else 0, int(ends[place]))
-
-        tokens, images, videos = span("token_ends"), span("image_ends"), span("video_ends")
-        outside = Outside(str(self.files[chunk]), remedy="delete data.cache_dir and start again")
-        with outside.border("the cache is damaged"), safe_open(self.files[chunk], "np") as file:
-            ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
-            grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
-            weighted = self.ends[chunk]["weighted"]
-            weights_S = uneven(file.get_slice("weights")[tokens]) if weighted else None
-            return Sample(ids_S, trained_S, *grids, weights_S)
+        return self.files[self.chunk_of[sample]].sample(int(self.place[sample]))
 
 
 def build_index(
@@ -124,15 +98,15 @@ def build_index(
     # Each process begins at its own share, then helps with what is left.
     first = len(names) * share[0] // share[1]
     turn = [*range(first, len(names)), *range(first)]
-    kept: dict[int, dict[str, Any]] = {}  # what was read of chunks that the cache has
+    kept: dict[int, ChunkFile] = {}  # those that the cache has
 
     def missing() -> Iterator[int]:
         """Drawn late, chunk by chunk, so that chunks others have done by then are skipped."""
         for chunk in turn:
-            if (sizes := _kept_sizes(folder / names[chunk])) is None:
+            if (file := _kept(folder / names[chunk])) is None:
                 yield chunk
             else:
-                kept[chunk] = sizes
+                kept[chunk] = file
 
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
     elsewhere: dict[int, Path] = {}
@@ -143,27 +117,27 @@ def build_index(
         if content.faults or not _keep(content, folder / names[chunk], quiet=bool(elsewhere)):
             elsewhere[chunk] = scratch / f"{folder.name}-{names[chunk]}"
             _write(content, elsewhere[chunk])
-    files = [elsewhere.get(chunk, folder / name) for chunk, name in enumerate(names)]
-    parts = [kept[i] if i in kept else _read_sizes(file) for i, file in enumerate(files)]
-    index = Index(source, files, parts)
+    paths = [elsewhere.get(chunk, folder / name) for chunk, name in enumerate(names)]
+    files = [kept[i] if i in kept else ChunkFile.open(path) for i, path in enumerate(paths)]
+    index = Index(source, files)
     check_errors(index.faults.errors, cfg)
     return index
 
 
-def _kept_sizes(path: Path) -> dict[str, Any] | None:
-    """Those of a chunk that the cache has; one that is damaged goes."""
+def _kept(path: Path) -> ChunkFile | None:
+    """A chunk that the cache has; one that is damaged goes."""
     if not os.path.lexists(path):
         return None
     try:
-        return _read_sizes(path)
+        return ChunkFile.open(path, "it is made again")
     except DataError as error:
-        _log.warning("%s; it is made again", error)
+        _log.warning("%s", error)
         with contextlib.suppress(OSError):
             path.unlink()
         return None
 
 
-def _keep(content: "Chunk", path: Path, quiet: bool) -> bool:
+def _keep(content: Chunk, path: Path, quiet: bool) -> bool:
     """Write a chunk into the cache; a cache that cannot be written is done without."""
     try:
         content.save(path)
@@ -174,7 +148,7 @@ def _keep(content: "Chunk", path: Path, quiet: bool) -> bool:
     return True
 
 
-def _write(content: "Chunk", path: Path) -> None:
+def _write(content: Chunk, path: Path) -> None:
     try:
         content.save(path)
     except (OSError, SafetensorError) as error:
@@ -209,46 +183,6 @@ def index_key(source: Source, encoder: Encoder, cfg: DataConfig, root: str | Non
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The encoded records of one chunk."""
-
-    samples: list[tuple[int, Sample]]  # each with its record's place in the chunk
-    dropped: list[tuple[int, str]]  # place and rule
-    faults: list[str]
-
-    def save(self, path: Path) -> None:
-        """Write under a temporary name first, so that readers see all of it or nothing."""
-        samples = [sample for _, sample in self.samples]
-        tensors = {
-            "records": _column(place for place, _ in self.samples),
-            "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids_S for s in samples)]),
-            "trained": np.concatenate([np.zeros(0, bool), *(s.trained_S for s in samples)]),
-            "token_ends": _column(len(s.ids_S) for s in samples).cumsum(),
-            "supervised": _column(s.num_supervised for s in samples),
-            "patches": _column(s.num_patches for s in samples),
-            "patch_pairs": _column(s.patch_pairs for s in samples),
-            "images": _column(len(s.image_grids) for s in samples),
-        }
-        if any(s.weights_S is not None for s in samples):
-            lists = [s.trained_S if s.weights_S is None else s.weights_S for s in samples]
-            tensors["weights"] = np.concatenate(lists, dtype=np.float32)
-        for kind in ("image", "video"):
-            lists = [getattr(sample, f"{kind}_grids") for sample in samples]
-            flat = [grid for grids in lists for grid in grids]
-            tensors[f"{kind}_grids"] = np.array(flat, dtype=np.int32).reshape(-1, 3)
-            tensors[f"{kind}_ends"] = _column(map(len, lists)).cumsum()
-        metadata = {"dropped": json.dumps(self.dropped), "errors": json.dumps(self.faults)}
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
-        try:
-            save_file(tensors, partial, metadata)
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
-
-
-@dataclass(frozen=True)
 class _Chunks:
     """The chunks of a source, encoded in worker processes. With data.on_error=raise, the first
     wrong record's error takes the place of its chunk."""
@@ -272,44 +206,3 @@ class _Chunks:
                     return number, error  # a DataLoader would wrap the message of a raised one
                 chunk.faults.append(str(error))
         return number, chunk
-
-
-def _read_sizes(path: Path) -> dict[str, Any]:
-    """What is kept in memory of a chunk; a DataError where it is not as `Chunk.save` wrote it."""
-    outside = Outside(str(path), remedy="delete data.cache_dir and start again")
-    require_file(path)
-    with outside.border("the cache is damaged"), safe_open(path, "np") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        sizes = {name: file.get_tensor(name) for name in _SIZES}
-        faults = {name: outside.parsed(file.metadata()[name]) for name in _FAULTS}
-        _check_chunk(shapes, sizes, faults)
-    return {**faults, **sizes, "weighted": "weights" in shapes}
-
-
-def _check_chunk(
-    shapes: dict[str, tuple[int, ...]], sizes: dict[str, np.ndarray], faults: dict[str, Any]
-) -> None:
-    """ValueError where the parts of a chunk contradict each other."""
-    count = len(sizes["records"])
-    if any(values.shape != (count,) or (values < 0).any() for values in sizes.values()):
-        raise ValueError("its columns differ in length, or have numbers below 0")
-    for kind, table in _PARTS.items():
-        ends = sizes[f"{kind}_ends"]
-        last = int(ends[-1]) if count else 0
-        if (np.diff(ends) < 0).any() or any(shapes.get(n, (last,))[0] != last for n in table):
-            raise ValueError(f"its {kind}_ends are not those of its {' and '.join(table)}")
-    if not set(_TABLES) <= shapes.keys() or (sizes["records"] >= CHUNK).any():
-        raise ValueError("it lacks a part, or is of more records than a chunk has")
-    pairs = [*faults["dropped"], *((0, text) for text in faults["errors"])]
-    if not all(type(place) is int and isinstance(text, str) for place, text in pairs):
-        raise ValueError("what was left out is not said as a place and a text")
-
-
-def _column(values: Iterable[int]) -> np.ndarray:
-    return np.fromiter(values, dtype=np.int64)
-
-
-def _grids(file: Any, name: str, span: slice) -> tuple[Any, ...]:
-    if span.start == span.stop:  # safetensors cannot slice what is empty
-        return ()
-    return tuple(map(tuple, file.get_slice(name)[span].tolist()))
