@@ -5,6 +5,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.rendezvous import MeetingError, join_world, of_this_attempt
+from megatron_vlm.errors import MegatronVLMError
+from tests.nursery import Child
 
 
 def attempt(store: dist.Store, world: int) -> list[dist.Store]:
@@ -89,3 +92,43 @@ def test_a_port_that_another_job_has_is_a_sentence(nursery):
         f"rank 0 of 2 could not meet the others at {socket.gethostname()}:{port}: "
     )
     assert "check that rank 0 is there, that no other job or program has this port" in said
+
+
+def join(connection: Connection, variables: dict[str, str]) -> None:
+    """A rank that stays, or says why it cannot."""
+    os.environ.update(variables)
+    try:
+        join_world(pick_platform("cpu"), minutes=10)
+        connection.send("joined")
+    except MegatronVLMError as error:
+        connection.send(str(error))
+    connection.recv()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("machines", ["one", "several"])
+def test_a_second_job_at_the_same_port_ends_at_once(machines, world, nursery):
+    """All of its ranks, also with another number of them; the first job has all of its own."""
+    host = "127.0.0.1" if machines == "one" else socket.gethostname()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": host, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def start(count: int) -> list[Child]:
+        given = {"WORLD_SIZE": str(count), **shared}
+        given["LOCAL_WORLD_SIZE"] = str(count) if machines == "one" else "1"
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        return [nursery.fork(join, given | rank) for rank in ranks]
+
+    def heard(ranks: list[Child]) -> list[str]:
+        assert all(rank.connection.poll(20) for rank in ranks), "a rank waits for ever"
+        return [rank.connection.recv() for rank in ranks]
+
+    first = start(2)
+    assert heard(first) == ["joined"] * 2
+    second = start(world)
+    for said in heard(second):
+        assert port in said and host in said and "MASTER_PORT" in said, said
+    for rank in (*first, *second):
+        rank.kill()

@@ -23,6 +23,7 @@ from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01
 _LAST_WORDS_S = 0.5
+_WORLD, _PLACE = "megatron-vlm-world", "megatron-vlm-rank"  # keys of every job, whatever its secret
 T = TypeVar("T")
 
 
@@ -43,7 +44,8 @@ def join_world(platform: Platform, minutes: float) -> None:
         raise MeetingError(
             f"rank {rank} of {world} could not meet the others{meeting_place()}: "
             f"{str(error).splitlines()[0]}; check that rank 0 is there, that no other job or "
-            f"program has this port, and that all ranks have WORLD_SIZE={world}"
+            f"program has this port (else give this job another MASTER_PORT), and that "
+            f"all ranks have WORLD_SIZE={world}"
         ) from error
 
 
@@ -55,6 +57,8 @@ def _join(
     if world > 1:
         store = _within(minutes, lambda: _open_store(rank, here, timeout))
         store.set_timeout(timeout)
+        if not _launcher_has_store():
+            _take_place(store, rank, world)
         store = of_this_attempt(part_of_job(store), rank, world)
     dist.init_process_group(
         platform.dist_backend,
@@ -69,11 +73,30 @@ def _join(
 def _open_store(rank: int, here: bool, timeout: datetime.timedelta) -> Any:
     """The launcher's store if it has one, or one that rank 0 opens."""
     port = int(os.environ.get("MASTER_PORT", "0"))
-    if not here or not port or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not here or not port or _launcher_has_store():
         return next(dist.rendezvous("env://", timeout=timeout))[0]
     if rank == 0:
         return listen_at(LOOPBACK, port, timeout)
     return dist.TCPStore(LOOPBACK, port, timeout=timeout)
+
+
+def _launcher_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _take_place(store: Any, rank: int, world: int) -> None:
+    """Be the only process with this rank at a store that lives as long as rank 0. One that is not
+    belongs to another job, whose own rank 0 could not listen: nobody would ever answer it."""
+    if rank == 0:
+        store.set(_WORLD, str(world))
+    theirs = store.get(_WORLD)
+    if theirs.isdigit() and rank >= int(theirs):
+        raise _disagree(rank, world, 0, int(theirs))
+    if store.add(f"{_PLACE}-{rank}", 1) > 1:
+        raise MeetingError(
+            f"the job{meeting_place()} has a rank {rank} already, so this is another one, or both "
+            "were started with the same RANK; give each job a MASTER_PORT of its own"
+        )
 
 
 def _within(minutes: float, join: Callable[[], T]) -> T:
