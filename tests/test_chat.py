@@ -4,6 +4,7 @@
 import json
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.encode import chat
 from megatron_vlm.data.encode.chat import ChatRenderer
 from megatron_vlm.data.encode.reader import make_encoder, make_reader
 from megatron_vlm.data.encode.row import IGNORE
@@ -347,8 +349,40 @@ def test_what_the_template_refuses_is_a_wrong_record(tiny, tmp_path):
     )
     turns = [say("user", "a"), say("assistant", "b")]
     reader.encode({"messages": turns}, "x:1")
-    with pytest.raises(DataError, match="x:1: the chat template cannot show the record: only one"):
+    said = rf"x:1: the chat template of {model} cannot show the record: only one"
+    with pytest.raises(DataError, match=said):
         reader.encode({"messages": turns * 2}, "x:1")
+
+
+ENDLESS = """
+{%- set n = range(99999) %}
+{%- for a in n %}{% for b in n %}{% for c in n %}{% endfor %}{% endfor %}{% endfor %}
+"""
+
+
+def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
+    """In any thread; where it is endless for a record, or for what opens an answer."""
+    monkeypatch.setattr(chat, "_PATIENCE_S", 0.3)
+    model = shutil.copytree(tiny(), tmp_path / "model")
+    template = model / "chat_template.jinja"
+    when = "{%- if messages[0].content == 'loop' or add_generation_prompt %}"
+    template.write_text(when + ENDLESS + "{%- endif %}" + template.read_text())
+    cfg = DataConfig()
+    reader = make_reader(make_encoder(str(model), cfg), cfg, read_sizes(str(model)), "")
+    good, bad = ([say("user", said), say("assistant", "b")] for said in ("a", "loop"))
+    reader.encode({"messages": good}, "x:1")
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(reader.encode, {"messages": bad}, "x:2").exception(timeout=60)
+    with pytest.raises(DataError) as here:
+        reader.encode({"messages": bad}, "x:2")
+    assert str(here.value) == str(elsewhere)
+    assert str(elsewhere) == (
+        f"x:2: the chat template of {model} cannot show the record: "
+        "it takes so long that it may never end"
+    )
+    with pytest.raises(ConfigError, match=f"of {model}: its chat template cannot open an answer"):
+        reader.encode({"messages": good}, "x:1", prompt=True)
+    reader.encode({"messages": good}, "x:1")  # nothing is left that would end this
 
 
 @pytest.mark.parametrize(
@@ -357,9 +391,9 @@ def test_what_the_template_refuses_is_a_wrong_record(tiny, tmp_path):
 )
 def test_tools_that_json_cannot_hold_are_a_wrong_record(value, said, reader):
     """transformers 5.23 would show the model <bytes>."""
-    chat = [say("user", "a"), say("assistant", "b")]
+    turns = [say("user", "a"), say("assistant", "b")]
     with pytest.raises(DataError, match=f"x:1: tools must be JSON: .*{said}"):
-        reader().encode({"tools": [{"name": "f", "icon": value}], "messages": chat}, "x:1")
+        reader().encode({"tools": [{"name": "f", "icon": value}], "messages": turns}, "x:1")
     calls = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": value}}]}
     with pytest.raises(DataError, match=f"x:1: message 1: tool_calls must be JSON: .*{said}"):
-        reader().encode({"messages": [chat[0], calls]}, "x:1")
+        reader().encode({"messages": [turns[0], calls]}, "x:1")

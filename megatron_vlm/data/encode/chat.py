@@ -17,6 +17,7 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from megatron_vlm.data.encode.deadline import at_most
 from megatron_vlm.data.encode.spans import Message, choose_trained, take_turns, weight_of
 from megatron_vlm.data.read.records import Chat, Image, Turn
 from megatron_vlm.errors import ConfigError, DataError
@@ -28,6 +29,7 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 _CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
 _THOUGHT = "thought before it is said"  # text that no template has
+_PATIENCE_S = 60.0  # for a template to render a chat, which takes milliseconds
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
 
 
@@ -101,7 +103,8 @@ class ChatRenderer:
             raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
         except Exception as error:  # a template is a program, and refuses what it does not expect
             raise DataError(
-                f"{chat.where}: the chat template cannot show the record: {error}"
+                f"{chat.where}: the chat template of {self.tokenizer.name_or_path} cannot show the "
+                f"record: {error}"
             ) from error
         if hidden:
             raise DataError(
@@ -123,7 +126,8 @@ class ChatRenderer:
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The text that the template renders."""
         options |= self.variables
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        with at_most(_PATIENCE_S):
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return text
 
     @cached_property

@@ -1,0 +1,31 @@
+"""An end to Python code of others that may never end by itself, such as a chat template's."""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+class TooSlow(Exception):  # noqa: N818 - what it says ends a sentence
+    """It is raised by its class alone, without arguments."""
+
+    def __str__(self) -> str:
+        return "it takes so long that it may never end"
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """TooSlow in this thread, whichever it is, once the code has run for so long. Code that is not
+    Python is waited for."""
+    here = ctypes.c_ulong(threading.get_ident())
+    timer = threading.Timer(seconds, _raise_in, (here, ctypes.py_object(TooSlow)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        _raise_in(here, None)  # one that came too late is not raised elsewhere
