@@ -64,13 +64,17 @@ class Outside:
 
     def content(self, most: int = MOST_BYTES) -> bytes:
         """The content of the regular file with this name."""
-        path = self.regular()
-        with self.border("cannot be read"), path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            found = file.read(min(size, most) + 1)  # as much as is asked for is allocated
+        found = self.beginning(most + 1)
         if len(found) > most:
             raise self.error(f"has more than {most:,} bytes, which cannot be right")
         return found
+
+    def beginning(self, most: int) -> bytes:
+        """The first bytes of the regular file with this name."""
+        path = self.regular()
+        with self.border("cannot be read"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read(min(size + 1, most))  # as much as is asked for is allocated
 
     def text(self, most: int = MOST_BYTES) -> str:
         """The text of the file, which is UTF-8."""

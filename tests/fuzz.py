@@ -415,6 +415,46 @@ def cache(folder: Path) -> Attempt:
     return attempt
 
 
+def model_card_of_base(folder: Path) -> Attempt:
+    """What the card of a base says of its licence."""
+    path = _checkpoint(folder)
+    valid = b"---\nlicense: other\nlicense_name: qwen\ntags: [a, &x b, *x]\n---\n# A model\n"
+
+    def attempt(chance: random.Random) -> str:
+        import yaml  # type: ignore[import-untyped]
+
+        from megatron_vlm.hf.card import model_card
+        from megatron_vlm.hf.source import HFCheckpoint
+
+        (path / "README.md").write_bytes(mutate_bytes(valid, chance))
+        _, head, body = model_card(HFCheckpoint(path)).split("---\n", 2)
+        said = yaml.safe_load(head)
+        assert all(isinstance(said.get(key, ""), str) for key in ("license", "license_name"))
+        assert said["library_name"] == "transformers" and body.startswith("\n# ")
+        return "read"
+
+    return attempt
+
+
+def candidates(folder: Path) -> Attempt:
+    def attempt(chance: random.Random) -> str:
+        from megatron_vlm.evaluation.evaluate import read_candidates
+
+        (folder / "names.txt").write_bytes(
+            mutate_bytes("cat\nSeepferd\u00e4\ndog\n".encode(), chance)
+        )
+        try:
+            found = read_candidates(str(folder / "names.txt"))
+        except MegatronVLMError as error:
+            if "eval.candidates has " in str(error):
+                return "too few"
+            raise
+        assert len(set(found)) == len(found) > 1 and all(name.strip() for name in found)
+        return "read"
+
+    return attempt
+
+
 def metrics_jsonl(folder: Path) -> Attempt:
     from dataclasses import fields
 
@@ -751,6 +791,8 @@ KINDS: dict[str, Callable[[Path], Attempt]] = {
     "complete.json": complete_json,
     "checkpoint texts": checkpoint_texts,
     "cache": cache,
+    "card of the base": model_card_of_base,
+    "eval.candidates": candidates,
     "metrics.jsonl": metrics_jsonl,
     "records": records,
     "lines of JSON": json_lines,

@@ -227,15 +227,16 @@ def test_a_cut_row_keeps_the_images_before_it(asked):
 
 def test_candidates_from_a_file(tmp_path):
     file = tmp_path / "names.txt"
-    file.write_text("cat\n\nsea horse\n")
+    file.write_text("\ufeffcat\n\nsea horse\n")
     os.mkfifo(tmp_path / "pipe")
     assert read_candidates(str(file)) == ["cat", "sea horse"]
     for wrong, words in (
         (["cat"], "1 entries"),
         (["cat", "cat"], "1 of them different"),
-        (str(tmp_path / "none"), "No such file"),
-        (str(tmp_path), "is a folder; give a text file"),
-        (str(tmp_path / "pipe"), "is a named pipe; give a text file"),
+        (str(tmp_path / "none"), "no file .*/none; eval.candidates names a text file"),
+        (str(tmp_path), "is a folder, and only files are read"),
+        (str(tmp_path / "pipe"), "is a named pipe, and only files are read"),
+        ("~nobody-of-this-name/a.txt", "no file ~nobody"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_candidates(wrong)

@@ -21,7 +21,9 @@ from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.lines import parse_json
 from megatron_vlm.data.read.sources import open_source
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.evaluation.evaluate import read_candidates
 from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.digest import settings_digests
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.outside import MOST_DEPTH, Field, Outside, is_too_deep
 from megatron_vlm.run.report import write_report
@@ -67,6 +69,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "config.yaml": write_report,
     "examples.json": write_report,
     "complete.json": read_manifest,
+    "merges.txt": settings_digests,
+    "names.txt": lambda folder: read_candidates(str(folder / "names.txt")),
 }
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -22,7 +23,7 @@ from megatron_vlm.evaluation.examples import Example, Examples
 from megatron_vlm.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
 from megatron_vlm.evaluation.sets import EvalSet
 from megatron_vlm.folders import write_text
-from megatron_vlm.paths import what_is_at
+from megatron_vlm.outside import Outside
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -85,14 +86,8 @@ class Examiner:
 def read_candidates(value: str | Sequence[str]) -> list[str]:
     """eval.candidates: a list, or a text file with one in each line."""
     if isinstance(value, str):
-        try:
-            file = Path(value).expanduser()
-            if (found := what_is_at(file)) not in ("a file", "nothing"):
-                raise ConfigError(f"eval.candidates={value} is {found}; give a text file")
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"eval.candidates={value}: {error}; give a text file") from error
-        value = [line for line in lines if line.strip()]
+        file = Outside(os.path.expanduser(value), ConfigError, "eval.candidates names a text file")
+        value = [line for line in file.text().splitlines() if line.strip()]
     check_candidates(value)
     return list(value)
 

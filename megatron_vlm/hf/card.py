@@ -20,14 +20,16 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import HUB, SourceSpec
 from megatron_vlm.display.numbers import number
 from megatron_vlm.display.text import visible
+from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.files import is_own
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hub import hub_name
+from megatron_vlm.outside import Outside
 
 CARD = "README.md"
 _HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
 _DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of the Hub
-_READ = 2**16  # characters of a base's card, which begins with its YAML
+_READ = 2**16  # bytes of a base's card, which begins with its YAML
 _LICENSE = ("license", "license_name", "license_link")
 _LONGEST = 300  # characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
@@ -75,8 +77,8 @@ def _license_of(card: Path) -> dict[str, str]:
     """What the card of the base model says of its licence."""
     if not card.is_file() or not is_own(card):
         return {}
-    with open(card, encoding="utf-8", errors="replace") as file:
-        head = _HEAD.match(file.read(_READ))
+    file = Outside(str(card), CheckpointError, "remove it, or download it again")
+    head = _HEAD.match(file.beginning(_READ).decode("utf-8-sig", "replace"))
     try:
         said = yaml.safe_load(head[1]) if head else None
     except (yaml.YAMLError, ValueError, RecursionError):

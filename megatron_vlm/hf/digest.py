@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.files import SETTINGS
 from megatron_vlm.hf.source import HFCheckpoint, read_header, weight_files
+from megatron_vlm.outside import Outside
 
 # Of each tensor so many blocks are read: 32B in fp32 are 128 GB, their blocks 18 MB. Training
 # changes values all over a tensor, so other weights differ in some block.
@@ -20,44 +21,37 @@ def digests(source: HFCheckpoint) -> dict[str, str]:
     """A digest of every file that decides what is trained: settings whole; of weight files the
     size, the header and blocks of each tensor."""
     found = settings_digests(source.path)
-    try:
-        for file in weight_files(source.path):
-            found[file.relative_to(source.path).as_posix()] = _of_weights(file)
-    except OSError as error:
-        raise _unreadable(source.path, error) from error
+    for file in weight_files(source.path):
+        found[file.relative_to(source.path).as_posix()] = _of_weights(file)
     return found
 
 
 def settings_digests(folder: Path) -> dict[str, str]:
     """A digest of each file that decides how a record becomes tokens and patches, and of
     config.json."""
-    try:
-        return {
-            name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
-            for name in SETTINGS
-            if (folder / name).is_file()
-        }
-    except OSError as error:
-        raise _unreadable(folder, error) from error
+    return {
+        name: hashlib.sha256(_outside(folder / name).content()).hexdigest()
+        for name in SETTINGS
+        if os.path.lexists(folder / name)
+    }
 
 
-def _unreadable(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder} cannot be read: {error}; download the checkpoint again")
+def _outside(file: Path) -> Outside:
+    return Outside(str(file), CheckpointError, "download the checkpoint again")
 
 
 def _of_weights(file: Path) -> str:
     header = read_header(file)
-    hasher = hashlib.sha256(repr((file.stat().st_size, sorted(header.items()))).encode())
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
+    with _outside(file).border("cannot be read"), open(file, "rb", buffering=0) as opened:
+        descriptor = opened.fileno()
+        size = os.fstat(descriptor).st_size
+        hasher = hashlib.sha256(repr((size, sorted(header.items()))).encode())
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
         start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
         for _, info in sorted(header.items()):
             first, last = (start + offset for offset in info["data_offsets"])
-            for place, size in _blocks(first, last):
-                hasher.update(os.pread(descriptor, size, place))
-    finally:
-        os.close(descriptor)
+            for place, length in _blocks(first, last):
+                hasher.update(os.pread(descriptor, length, place))
     return hasher.hexdigest()
 
 
