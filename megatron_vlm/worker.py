@@ -134,17 +134,12 @@ class MegatronWorker:
         assert self.optimizer is not None, "made without training"
         objective = Objective.create(loss, options)
         batches = self.micro_batches(batch, objective.value_names)
-        check_built(self.chunks[0].config)
+        check_built(self.chunks[0].config, self.dims)
         self.stage.train(True)
         for chunk in self.stage.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self.stage.run(
-            partial(self.stage.arrivals, batches),
-            len(batches),
-            partial(self._loss_step, objective),
-            forward_only=False,
-        )
+        outputs = self.stage.run(batches, partial(self._loss_step, objective), forward_only=False)
         mean, count, weight, means = self._totals(objective, batches, outputs)
         self.has_gradients = count > 0
         if weight != count:  # Megatron has divided by the count

@@ -71,7 +71,7 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     part of a bucket: put the parts together first."""
     group = parallel_state.get_data_parallel_group()
     if worker.cfg.parallel.distributed_optimizer and dist.get_world_size(group) > 1:
-        for buffer in worker.stage.wrapped[0].buffers:
+        for buffer in [buffer for chunk in worker.stage.wrapped for buffer in chunk.buffers]:
             for bucket in buffer.buckets:
                 size = bucket.grad_data.numel() // dist.get_world_size(group)
                 part = bucket.grad_data.view(-1, size)[dist.get_rank(group)].clone()

@@ -56,6 +56,7 @@ CASES = {
     "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}),
     "tp2-odd-vocab": (layout(tp=2), {"vocab": 509}),
     "pp2-tied-odd-vocab": (layout(pp=2, layers_per_stage=[1, 3]), {"vocab": 509, "tied": True}),
+    "pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]), {}),
     "pp2-vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
     "dp2-language-frozen": (layout(dp=2, freeze_language=True), {}),
 }
@@ -143,7 +144,8 @@ TO_ANOTHER = {
     "dp2-plain-optimizer": layout(pp=2, dp=2),
     "tp2-pp2": layout(dp=2),
     "tp2-odd-vocab": layout(pp=2),
-    "pp2-tied-odd-vocab": layout(tp=2, dp=2),
+    "pp2-tied-odd-vocab": layout(pp=2, dp=2, virtual_stages=2),
+    "pp2x2-dp2": layout(tp=2),
     "pp2-vision-frozen": layout(tp=2, freeze_vision=True, freeze_merger=True),
     "dp2-language-frozen": layout(pp=2, dp=2, freeze_language=True),
 }

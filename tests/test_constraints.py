@@ -106,11 +106,11 @@ BUILT_REFUSALS = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_refused_on_the_built_model(name):
     config = built()
-    check_built(config)
+    check_built(config, DIMS)
     for key, value in BUILT_REFUSALS[name].items():
         setattr(config, key, value)
     with pytest.raises(ConfigError, match=rf"TransformerConfig\.{name}=.*; something changed"):
-        check_built(config)
+        check_built(config, DIMS)
 
 
 def test_packed_rows_and_left_padding_are_refused_by_the_model():

@@ -134,6 +134,10 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "pp2": (layout(pp=2), {}),
     "tp2-pp2": (layout(tp=2, pp=2), {}),
     "stage0-0-layers": (layout(pp=2, layers_per_stage=[0, 4]), {}),
+    "pp2x2-tied": (
+        layout(pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]),
+        {"tied": True},
+    ),
     "stages-0-1-1-2-tied": (layout(pp=4, layers_per_stage=[0, 1, 1, 2]), {"tied": True}),
     "odd-vocab-tp2": (layout(tp=2), {"vocab": 509}),
     "odd-vocab-tied-tp2-pp2": (layout(tp=2, pp=2), {"vocab": 509, "tied": True}),
@@ -167,9 +171,9 @@ def test_replicas_generate_for_themselves(name, pool, tiny, reference):
     assert answers[tp:] == [[expected[4:], expected[:1]]] * tp
 
 
-@pytest.mark.parametrize("name", ["1x1x1", "tp2-pp2"])
+@pytest.mark.parametrize("name", ["1x1x1", "tp2-pp2", "pp2x2"])
 def test_rows_stop_at_different_times(name, pool, tiny, reference):
-    case = layout() if name == "1x1x1" else layout(tp=2, pp=2)
+    case = CASES[name][0] if name in CASES else layout(pp=2, virtual_stages=2)
     rows, free = make_rows(MIXED), reference()
     stop_ids = {free[0][4], free[2][0], free[4][7], free[6][2]}
     expected = continue_rows(tiny(), rows, stop_ids=stop_ids)

@@ -38,6 +38,7 @@ LAYOUTS = {
     "pp2": layout(pp=2),
     "dp2": layout(dp=2),
     "tp2-pp2": layout(tp=2, pp=2),
+    "pp2x2": layout(pp=2, virtual_stages=2),
 }
 
 

@@ -63,11 +63,35 @@ def no_sum_over_tp() -> Iterator[None]:
 
 
 @contextmanager
-def deepstack_dropped_between_stages() -> Iterator[None]:
+def features_not_sent_on() -> Iterator[None]:
     """A stage short of layers forgets the features it could not add."""
     from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 
     with mock.patch.object(Qwen3VLGPTModel, "_join_stages", lambda self, hidden, features: hidden):
+        yield
+
+
+@contextmanager
+def deepstack_dropped_between_stages() -> Iterator[None]:
+    """The same, and the next stage waits for none."""
+    from megatron_vlm.distributed.dims import ParallelDims
+
+    nothing = mock.patch.object(ParallelDims, "features_after", lambda self, place, features: 0)
+    with features_not_sent_on(), nothing:
+        yield
+
+
+@contextmanager
+def chunks_swapped() -> Iterator[None]:
+    """Stage 0 holds the layers of its first chunk in its second, and the other way round."""
+    from megatron_vlm.distributed.dims import ParallelDims
+
+    right = ParallelDims.layers_of
+
+    def wrong(self, stage, chunk=0):
+        return right(self, stage, 1 - chunk if stage == 0 else chunk)
+
+    with mock.patch.object(ParallelDims, "layers_of", wrong):
         yield
 
 
@@ -134,6 +158,12 @@ MUTANTS: dict[str, tuple[Callable[[], Any], Case, dict[str, Any]]] = {
         layout(pp=2, layers_per_stage=[1, 3]),
         {},
     ),
+    "DeepStack dropped between chunks": (
+        deepstack_dropped_between_stages,
+        layout(pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]),
+        {},
+    ),
+    "chunks swapped": (chunks_swapped, layout(pp=2, virtual_stages=2), {}),
     "chunked M-RoPE": (chunked_mrope, layout(), {}),
     "padding in the softmax": (padding_in_softmax, layout(tp=2), {"vocab": 509}),
     "loss per micro-batch": (loss_per_micro_batch, layout(), {}),
@@ -155,6 +185,20 @@ def test_parity_notices(name, pool, tiny, record_property):
     worst = max(found.values())
     record_property("worst", worst)
     assert worst > 100 * TOLERANCE
+
+
+def forgetful(path: str, case: Case, rows: list) -> Outcome:
+    with features_not_sent_on():
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_is_sent_has_the_shape_that_the_next_stage_waits_for(chunks, pool, tiny):
+    """No stage is told the shapes: a wrong one ends the run, instead of reading other bytes."""
+    layers = [1, 3] if chunks == 1 else [0, 1, 1, 2]
+    case = layout(pp=2, virtual_stages=chunks, layers_per_stage=layers)
+    with pytest.raises(RuntimeError, match=r"next stage waits for \(\d+, 2, 64\), and this one"):
+        pool.run(forgetful, 2, tiny(), case, make_rows(MIXED))
 
 
 def touchless(path: str, case: Case, rows: list) -> Outcome:

@@ -26,6 +26,33 @@ def test_balanced_stages(pp, layers, stages):
     assert [layer for stage in range(pp) for layer in dims.layers_of(stage)] == list(range(layers))
 
 
+@pytest.mark.parametrize(
+    ("pp", "virtual", "layers", "chunks"),
+    [
+        (2, 2, 28, (7, 7, 7, 7)),
+        (2, 2, 30, (7, 8, 8, 7)),
+        (2, 3, 7, (1, 2, 1, 1, 1, 1)),
+        (4, 2, 36, (4, 5, 5, 5, 5, 4, 4, 4)),
+    ],
+)
+def test_balanced_chunks(pp, virtual, layers, chunks):
+    dims = ParallelDims.create(ParallelConfig(pp=pp, virtual_stages=virtual), pp, layers)
+    assert dims.layers_per_stage == chunks
+    found = [dims.layers_of(stage, chunk) for chunk in range(virtual) for stage in range(pp)]
+    assert [layer for part in found for layer in part] == list(range(layers))
+
+
+def test_chunks_are_in_the_order_of_the_pipeline():
+    cfg = ParallelConfig(pp=2, virtual_stages=3, layers_per_stage=[0, 1, 2, 1, 1, 2])
+    dims = ParallelDims.create(cfg, 2, 7)
+    assert [dims.layers_of(0, chunk) for chunk in range(3)] == [range(0), range(1, 3), range(4, 5)]
+    assert [list(dims.layers_of(1, chunk)) for chunk in range(3)] == [[0], [3], [5, 6]]
+    assert [dims.features_after(place, 3) for place in range(6)] == [3, 2, 0, 0, 0, 0]
+    assert dims.features_after(0, 0) == 0
+    assert dims.megatron_layout()[0] == ["embedding"]
+    assert dims.megatron_layout()[5] == ["decoder", "decoder", "loss"]
+
+
 def test_asked_stages():
     cfg = ParallelConfig(pp=4, tp=2, layers_per_stage=[0, 12, 12, 12])
     dims = ParallelDims.create(cfg, 16, 36)
@@ -51,6 +78,20 @@ def test_asked_stages():
         (dict(pp=2, layers_per_stage=[1, 2]), 2, r"adds up to 3, but the model has 4 layers"),
         (dict(pp=2, layers_per_stage=[-1, 5]), 2, r"must be >= 0"),
         (dict(pp=2, layers_per_stage=[4, 0]), 2, r"leaves stage 1 empty"),
+        (dict(virtual_stages=2), 1, r"virtual_stages=2 .* with parallel\.pp=1 .*; set parallel"),
+        (dict(pp=2, virtual_stages=0), 2, r"parallel\.virtual_stages=0 must be at least 1"),
+        (
+            dict(pp=2, virtual_stages=3),
+            2,
+            r"pp=2 x parallel\.virtual_stages=3 = 6 is more than the model's 4 layers; lower it$",
+        ),
+        (dict(pp=5), 5, r"pp=5 is more than .* 4 layers; .*layers_per_stage=\[0, 1, 1, 1, 1\]"),
+        (
+            dict(pp=2, virtual_stages=2, layers_per_stage=[2, 2]),
+            2,
+            r"has 2 entries for parallel\.pp=2 x parallel\.virtual_stages=2 = 4 chunks; give one",
+        ),
+        (dict(pp=2, virtual_stages=2, layers_per_stage=[2, 1, 0, 1]), 2, r"chunk 2 empty; only"),
     ],
 )
 def test_refused(cfg, world, message):

@@ -74,6 +74,28 @@ CASES: dict[str, tuple[Case, dict[str, object], str]] = {
     "all-text-tp2-dp2": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}, "all_text"),
     "images-not-shared": (layout(tp=2, share_images=False), {}, "mixed"),
     "images-not-shared-pp2": (layout(tp=2, pp=2, share_images=False), {}, "mixed"),
+    "pp2x2": (layout(pp=2, virtual_stages=2), {}, "mixed"),
+    "pp2x3-uneven": (
+        layout(pp=2, virtual_stages=3, layers_per_stage=[0, 1, 2, 1, 1, 2]),
+        {"layers": 7},
+        "mixed",
+    ),
+    "pp2x2-stage0-0-layers-tied": (
+        layout(pp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 2]),
+        {"tied": True},
+        "mixed",
+    ),
+    "tp2-pp2x2-recompute": (
+        layout(tp=2, pp=2, virtual_stages=2, recompute="full", recompute_vision=True),
+        {},
+        "mixed",
+    ),
+    "pp2x2-dp2-overlap": (
+        layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
+        {},
+        "text_on_one_rank",
+    ),
+    "pp4x2": (layout(pp=4, virtual_stages=2), {"layers": 9}, "mixed"),
     "plain-optimizer": (layout(tp=2, dp=2, distributed_optimizer=False), {}, "mixed"),
 }
 

@@ -95,16 +95,18 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("sizes", [{}, {"tied": True, "vocab": 509}], ids=["untied", "tied-odd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_load_then_export_is_bit_equal(sizes, dtype, pool, tiny, tmp_path):
-    """The files are those that came in, tensor for tensor, and a card; at PP=2 x TP=2 and 1 x 1."""
+    """The files are those that came in, tensor for tensor, and a card; also at PP=2 x TP=2 and from
+    interleaved stages."""
     source = Path(tiny(dtype=dtype, **sizes))
     exports = {}
     precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-    for name, case in (("1x1", layout()), ("2x2", layout(tp=2, pp=2))):
+    layouts = {"1x1": layout(), "2x2": layout(tp=2, pp=2), "pp2x2": layout(pp=2, virtual_stages=2)}
+    for name, case in layouts.items():
         case = replace(case, train={"precision": precision})
         out = tmp_path / name
         pool.run(export_to, case.world, str(source), case, str(out))
         exports[name] = files(out)
-    assert exports["1x1"] == exports["2x2"]
+    assert exports["1x1"] == exports["2x2"] == exports["pp2x2"]
     assert exports["1x1"].keys() == files(source).keys() | {CARD}
     for name, content in files(source).items():
         if name.endswith(".safetensors"):

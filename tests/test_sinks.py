@@ -60,7 +60,7 @@ def test_tensorboard_has_the_figures(tmp_path):
 def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     run_log = RunLog(Config(run=str(tmp_path)), True, 10, console=console)
-    report = StageReport(0, range(2), Counter(vision=80_000, head=5000), Counter(head=5000))
+    report = StageReport(0, (range(2),), Counter(vision=80_000, head=5000), Counter(head=5000))
     dims = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(2,))
     run_log.say(layout_table(Config(), dims, "cpu", [report]))
     run_log.close()

@@ -30,8 +30,16 @@ CASES = {
     "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}),
     "tp2-dp2-overlap": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}),
     "tied-pp2-dp2": (layout(pp=2, dp=2), {"tied": True}),
+    "tied-pp2x2-dp2-overlap": (
+        layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),
+        {"tied": True},
+    ),
     "vision-frozen": (layout(pp=2, freeze_vision=True, freeze_merger=True), {}),
     "language-frozen": (layout(pp=2, freeze_language=True), {}),
+    "language-frozen-pp2x2-dp2": (
+        layout(pp=2, dp=2, virtual_stages=2, freeze_language=True),
+        {},
+    ),
 }
 
 

@@ -33,7 +33,7 @@ def test_report_counts_every_parameter_once(pool, tiny):
     model = Qwen3VLForConditionalGeneration.from_pretrained(tiny(vocab=509))
     total = sum(p.numel() for p in model.parameters())
     assert first.total.total() + second.total.total() == total
-    assert first.layers == range(0, 1) and second.layers == range(1, 4)
+    assert first.layers == (range(0, 1),) and second.layers == (range(1, 4),)
     assert set(first.total) == {"vision", "merger", "embed", "decoder"}
     assert set(second.total) == {"decoder", "head"}
     assert first.trainable["vision"] == 0

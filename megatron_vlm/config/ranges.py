@@ -44,7 +44,7 @@ _KEYS = {
         train.max_nonfinite eval.examples log.profile_steps log.profile_ranks launch.max_restarts
     """,
     _POSITIVE: """
-        parallel.tp parallel.pp parallel.ep parallel.cp
+        parallel.tp parallel.pp parallel.ep parallel.cp parallel.virtual_stages
         data.max_tokens data.max_images data.min_pixels data.max_pixels data.prefetch
         data.video_min_frames data.video_min_pixels data.video_max_pixels
         data.shuffle_window train.steps train.global_batch_size train.micro_batch_size

@@ -37,6 +37,7 @@ class ParallelConfig:
     ep: int = 1  # expert parallel; must be 1: dense models have no experts
     cp: int = 1  # context parallel; must be 1: see docs/parallelism.md
     sequence_parallel: bool = False  # must be false: see docs/parallelism.md
+    virtual_stages: int = 1  # chunks of each stage, of an interleaved pipeline
     layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
     overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs

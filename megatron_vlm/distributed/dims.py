@@ -9,18 +9,24 @@ from megatron_vlm.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees of parallelism and the decoder layers of each pipeline stage."""
+    """Degrees of parallelism and the decoder layers of each pipeline stage.
+
+    With interleaved stages a stage holds several chunks of the model, its virtual stages:
+    `layers_per_stage` then has an entry for each chunk, in the order of the pipeline, which goes
+    through all stages with their chunk 0, then through all with their chunk 1, and so on.
+    """
 
     tp: int
     pp: int
     dp: int
     ep: int
     layers_per_stage: tuple[int, ...]
+    virtual_stages: int = 1  # chunks of a stage
 
     @staticmethod
     def create(cfg: ParallelConfig, world_size: int, num_layers: int) -> "ParallelDims":
         """Derive DP from the world size and lay the decoder layers out over the stages."""
-        for name in ("tp", "pp", "ep"):
+        for name in ("tp", "pp", "ep", "virtual_stages"):
             if (degree := getattr(cfg, name)) < 1:
                 raise ConfigError(f"parallel.{name}={degree} must be at least 1")
         model_parallel = cfg.tp * cfg.pp
@@ -32,8 +38,8 @@ class ParallelDims:
         dp = world_size // model_parallel
         if dp % cfg.ep:
             raise ConfigError(f"parallel.ep={cfg.ep} does not divide the data parallel degree {dp}")
-        stages = _stages(cfg.layers_per_stage, cfg.pp, num_layers)
-        return ParallelDims(cfg.tp, cfg.pp, dp, cfg.ep, stages)
+        stages = _stages(cfg.layers_per_stage, cfg.pp, cfg.virtual_stages, num_layers)
+        return ParallelDims(cfg.tp, cfg.pp, dp, cfg.ep, stages, cfg.virtual_stages)
 
     @property
     def world_size(self) -> int:
@@ -43,10 +49,20 @@ class ParallelDims:
     def num_layers(self) -> int:
         return sum(self.layers_per_stage)
 
-    def layers_of(self, stage: int) -> range:
-        """Global numbers, from 0, of the decoder layers on a stage."""
+    def place_of(self, stage: int, chunk: int) -> int:
+        """The place of a chunk in the pipeline, from 0."""
+        return chunk * self.pp + stage
+
+    def layers_of(self, stage: int, chunk: int = 0) -> range:
+        """Global numbers, from 0, of the decoder layers in a chunk of a stage."""
         ends = [0, *accumulate(self.layers_per_stage)]
-        return range(ends[stage], ends[stage + 1])
+        place = self.place_of(stage, chunk)
+        return range(ends[place], ends[place + 1])
+
+    def features_after(self, place: int, features: int) -> int:
+        """Of so many DeepStack features, which one layer after the other adds, those that the
+        layers up to the end of a place in the pipeline leave."""
+        return max(features - sum(self.layers_per_stage[: place + 1]), 0)
 
     def megatron_layout(self) -> list[list[str]]:
         """The layout as TransformerConfig.pipeline_model_parallel_layout takes it."""
@@ -95,32 +111,41 @@ class ParallelDims:
         return replica * self.tp
 
 
-def _stages(asked: list[int] | None, pp: int, num_layers: int) -> tuple[int, ...]:
+def _stages(asked: list[int] | None, pp: int, virtual: int, num_layers: int) -> tuple[int, ...]:
     """The layout asked for, checked; or a balanced one, its remainder on the middle stages,
     because the first also has the vision tower and the last the head."""
-    if asked is None:
-        if num_layers < pp:
-            raise ConfigError(
-                f"parallel.pp={pp} is more than the model's {num_layers} layers; lower it, or "
-                f"give parallel.layers_per_stage with zeros"
-            )
-        base, extra = divmod(num_layers, pp)
-        order = [*range(1, pp - 1), pp - 1, 0]
-        more = {order[i % len(order)] for i in range(extra)} if pp > 1 else set()
-        return tuple(base + (stage in more) for stage in range(pp))
-    if len(asked) != pp:
+    count = pp * virtual
+    if virtual > 1 and pp == 1:
         raise ConfigError(
-            f"parallel.layers_per_stage={asked} has {len(asked)} entries for parallel.pp={pp} "
-            "stages; give one number for each stage"
+            f"parallel.virtual_stages={virtual} cuts each stage of a pipeline into chunks, and "
+            "with parallel.pp=1 there is none; set parallel.virtual_stages=1, or raise parallel.pp"
+        )
+    kind, product = "stage", f"parallel.pp={pp}"
+    if virtual > 1:
+        kind, product = "chunk", f"{product} x parallel.virtual_stages={virtual} = {count}"
+    if asked is None:
+        if num_layers < count:
+            remedy = "lower it"
+            if num_layers == count - 1:  # the first may hold the tower alone
+                remedy += f", or set parallel.layers_per_stage={[0] + [1] * num_layers}"
+            raise ConfigError(f"{product} is more than the model's {num_layers} layers; {remedy}")
+        base, extra = divmod(num_layers, count)
+        order = [*range(1, count - 1), count - 1, 0]
+        more = {order[i % len(order)] for i in range(extra)} if count > 1 else set()
+        return tuple(base + (stage in more) for stage in range(count))
+    if len(asked) != count:
+        raise ConfigError(
+            f"parallel.layers_per_stage={asked} has {len(asked)} entries for {product} "
+            f"{kind}s; give one number for each {kind}, in the order of the pipeline"
         )
     if min(asked) < 0 or sum(asked) != num_layers:
         raise ConfigError(
             f"parallel.layers_per_stage={asked} adds up to {sum(asked)}, but the model has "
             f"{num_layers} layers; the entries must be >= 0 and add up to {num_layers}"
         )
-    if pp > 1 and 0 in asked[1:]:
+    if count > 1 and 0 in asked[1:]:
         raise ConfigError(
-            f"parallel.layers_per_stage={asked} leaves stage {asked.index(0, 1)} empty; only "
-            "stage 0, which has the vision tower, may hold 0 layers"
+            f"parallel.layers_per_stage={asked} leaves {kind} {asked.index(0, 1)} empty; only "
+            f"{kind} 0, which has the vision tower, may hold 0 layers"
         )
     return tuple(asked)

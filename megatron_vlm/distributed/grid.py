@@ -44,6 +44,7 @@ class Grid:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=dims.tp,
                 pipeline_model_parallel_size=dims.pp,
+                virtual_pipeline_model_parallel_size=_virtual(dims),
                 expert_model_parallel_size=dims.ep,
                 create_gloo_process_groups=False,
                 distributed_timeout_minutes=timeout_minutes,
@@ -106,14 +107,26 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 
 def _check_same_groups(dims: ParallelDims) -> None:
+    asked = (dims.tp, dims.pp, dims.ep, dims.virtual_stages)
     there = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
-    if there != (dims.tp, dims.pp, dims.ep):
-        raise ConfigError(
-            "parallel.tp={}, pp={}, ep={}, but this process has a worker with tp={}, pp={}, "
-            "ep={}, and all workers of a process share its groups; give both one layout, or "
-            "start the second in processes of its own".format(dims.tp, dims.pp, dims.ep, *there)
+    if there != asked:
+        names = ("tp", "pp", "ep", "virtual_stages")
+        ours, theirs = (
+            ", ".join(f"{name}={degree}" for name, degree in zip(names, degrees, strict=True))
+            for degrees in (asked, there)
         )
+        raise ConfigError(
+            f"parallel.{ours}, but this process has a worker with {theirs}, and all workers of a "
+            "process share its groups; give both one layout, or start the second in processes of "
+            "its own"
+        )
+
+
+def _virtual(dims: ParallelDims) -> int | None:
+    """The number of chunks of a stage, as Megatron takes it."""
+    return dims.virtual_stages if dims.virtual_stages > 1 else None

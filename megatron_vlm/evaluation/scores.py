@@ -144,8 +144,7 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
     """[4]: summed log-prob of the supervised tokens, each times its weight; how many are the
     likeliest; their count; the sum of their weights."""
     with stage.evaluating():
-        items = partial(stage.arrivals, batches)
-        outputs = stage.run(items, len(batches), partial(_forward_step, stage), forward_only=True)
+        outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     if stage.grid.last:
         totals = torch.stack(outputs).sum(0)

@@ -62,6 +62,7 @@ def share_batch(
             parts[name] = _share_patches(frame[name], own, grid, device)
         if not grid.first:
             parts |= dict.fromkeys(VISUAL_FIELDS)
+        parts["visual"] = frame["visual"]
         received.append(MicroBatch(**parts))
     return received, meta["extra"]
 
@@ -72,6 +73,7 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
     frames = []
     for number, batch in enumerate(batches):
         frame: dict[str, Any] = {name: list(getattr(batch, name)) for name in _FACTS}
+        frame["visual"] = batch.visual
         for name in _PATCHES:
             tensor = getattr(batch, name)
             frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))

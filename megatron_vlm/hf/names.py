@@ -7,6 +7,7 @@ Shapes: G key/value groups, R query heads of a group, D head size, H width.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -171,31 +172,37 @@ def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str,
 def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:
     """Every parameter of every stage, in one order on all ranks."""
     specs = {tensor.name: tensor for tensor in sizes.tensors}
-    names, last = family.names, dims.pp - 1
+    names, last = family.names, (dims.pp - 1, dims.virtual_stages - 1)
     vocab = _vocab_rows(sizes.text.vocab)
 
     def entry(
-        ours: str, theirs: Sequence[str], layout: Layout, stage: int, origin: Origin = Origin.hub
+        ours: str,
+        theirs: Sequence[str],
+        layout: Layout,
+        place: tuple[int, int],  # stage and chunk
+        origin: Origin = Origin.hub,
     ) -> Entry:
         found = tuple(specs[name] for name in theirs)
         part = Part.head if origin is Origin.copy else found[0].part
-        return Entry(ours, found, layout, stage, part, origin=origin)
+        stage, chunk = place
+        return Entry(ours, found, layout, stage, part, chunk, origin)
 
     entries = [
-        entry(f"vision_model.{name.removeprefix(names.vision)}", [name], WHOLE, 0)
+        entry(f"vision_model.{name.removeprefix(names.vision)}", [name], WHOLE, (0, 0))
         for name in specs
         if name.startswith(names.vision)
     ]
-    entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, 0))
-    for stage in range(dims.pp):
-        for local, number in enumerate(dims.layers_of(stage)):
+    entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, (0, 0)))
+    for chunk, stage in product(range(dims.virtual_stages), range(dims.pp)):
+        for local, number in enumerate(dims.layers_of(stage, chunk)):
             for ours, theirs, layout in _layer_rows(sizes.text, backend):
                 full = [names.layer(number) + name for name in theirs]
-                entries.append(entry(f"decoder.layers.{local}.{ours}", full, layout, stage))
+                place = stage, chunk
+                entries.append(entry(f"decoder.layers.{local}.{ours}", full, layout, place))
     entries.append(entry("decoder.final_layernorm.weight", [names.final_norm], WHOLE, last))
     if not sizes.tied:
         entries.append(entry("output_layer.weight", [names.head], vocab, last))
-    elif last > 0:
+    elif dims.pp > 1:
         copy = [names.embedding]
         entries.append(entry("output_layer.weight", copy, vocab, last, Origin.copy))
     return entries

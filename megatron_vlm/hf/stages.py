@@ -19,7 +19,7 @@ class StageReport:
     """Parameters of one stage, summed over its TP ranks; replicated ones counted once."""
 
     stage: int
-    layers: range
+    layers: tuple[range, ...]  # of each chunk
     total: Counter[Part] = field(default_factory=Counter)
     trainable: Counter[Part] = field(default_factory=Counter)
 
@@ -28,7 +28,11 @@ def stage_reports(
     cfg: ModelConfig, dims: ParallelDims, table: Sequence[Entry]
 ) -> list[StageReport]:
     """One per stage. TP's vocabulary padding is not counted."""
-    reports = [StageReport(stage, dims.layers_of(stage)) for stage in range(dims.pp)]
+    chunks = range(dims.virtual_stages)
+    reports = [
+        StageReport(stage, tuple(dims.layers_of(stage, chunk) for chunk in chunks))
+        for stage in range(dims.pp)
+    ]
     for entry in table:
         report = reports[entry.stage]
         report.total[entry.part] += entry.num_values
@@ -41,9 +45,10 @@ def layout_table(
     cfg: Config, dims: ParallelDims, where: str, reports: Sequence[StageReport]
 ) -> Table:
     """The reports, for people. `where`: the platform and the type of weights."""
+    interleaved = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
     table = plain_table(
-        title=f"{where}: tp={dims.tp} pp={dims.pp} dp={dims.dp}; backend={cfg.model.backend}, "
-        f"recompute={cfg.model.recompute}",
+        title=f"{where}: tp={dims.tp} pp={dims.pp}{interleaved} dp={dims.dp}; "
+        f"backend={cfg.model.backend}, recompute={cfg.model.recompute}",
         title_justify="left",
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
@@ -51,8 +56,7 @@ def layout_table(
     for column in ("stage", "layers", *Part, "total", "trainable"):
         table.add_column(column, justify="right", no_wrap=True)
     for report in reports:
-        layers = report.layers
-        span = f"{layers[0]}-{layers[-1]}" if len(layers) else "none"
+        span = ", ".join(f"{part[0]}-{part[-1]}" if part else "none" for part in report.layers)
         cells = [_cell(report.total[key], report.trainable[key]) for key in Part]
         totals = (short(report.total.total()), short(report.trainable.total()))
         table.add_row(str(report.stage), span, *cells, *totals)

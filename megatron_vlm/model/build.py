@@ -68,7 +68,10 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=not platform.is_cuda,
         deallocate_pipeline_outputs=True,  # what was sent on is kept as a graph, without its data
-        batch_p2p_comm=platform.is_cuda,  # gloo has no batched send and receive of Megatron's kind
+        # gloo has no batched send and receive of Megatron's kind. Nor do interleaved stages take
+        # it: between two ranks that are each other's next and previous one at once, the batch
+        # would confuse hidden states with gradients.
+        batch_p2p_comm=platform.is_cuda and dims.virtual_stages == 1,
         # A receive's `wait` holds up the device's queue until its data is there. Megatron stops the
         # host besides, for versions of torch in which a batched receive's did not.
         batch_p2p_sync=False,
@@ -90,25 +93,29 @@ def build_chunks(
     grid: Grid,
     platform: Platform,
 ) -> list[Qwen3VLGPTModel]:
-    """The chunks of the model that this rank's stage holds (one, today): weights unset, on the
-    device in their dtype."""
+    """The chunks of the model that this rank's stage holds: weights unset, on the device in their
+    dtype."""
     dims, stage = grid.dims, grid.pp.rank
     config = transformer_config(cfg, sizes.text, dims, platform)
-    tower = None
-    if grid.first:
-        tower = family.tower(hf_config, platform.device, cfg.model.recompute_vision)
-    model = Qwen3VLGPTModel(
-        config,
-        sizes,
-        padded_vocab=dims.padded_vocab(sizes.text.vocab),
-        layers=block_spec(cfg.model.backend, dims.layers_per_stage[stage]),
-        tower=tower,
-        last=grid.last,
-        share_images=cfg.model.share_images,
-        device=platform.device,
-    )
-    check_built(model.config)
-    for param in model.parameters():
-        # Parameters only: rotary frequencies are buffers and must stay in fp32.
-        param.data = param.data.to(platform.device, config.params_dtype)
-    return [model]
+    chunks = []
+    for chunk in range(dims.virtual_stages):
+        tower = None
+        if grid.first and chunk == 0:
+            tower = family.tower(hf_config, platform.device, cfg.model.recompute_vision)
+        model = Qwen3VLGPTModel(
+            config,
+            sizes,
+            padded_vocab=dims.padded_vocab(sizes.text.vocab),
+            layers=block_spec(cfg.model.backend, len(dims.layers_of(stage, chunk))),
+            tower=tower,
+            last=grid.last and chunk == dims.virtual_stages - 1,
+            share_images=cfg.model.share_images,
+            device=platform.device,
+            chunk=chunk if dims.virtual_stages > 1 else None,
+        )
+        check_built(model.config, dims)
+        for param in model.parameters():
+            # Parameters only: rotary frequencies are buffers and must stay in fp32.
+            param.data = param.data.to(platform.device, config.params_dtype)
+        chunks.append(model)
+    return chunks

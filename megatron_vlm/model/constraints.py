@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PACKING = "rows packed into one sequence would need per-image position resets and block masks"
 _CP = "context parallelism would cut an image's tokens, and its DeepStack features, over ranks"
 _SP = "sequence parallelism would cut the sequence into which visual features are scattered"
-_INTERLEAVED = "this version builds one chunk of the model per pipeline stage"
+_CHUNKS = "each stage has as many chunks as parallel.virtual_stages says"
 _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which is off here"
 
 
@@ -64,11 +64,11 @@ def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
         yield "model.freeze_language", True, reason, "unfreeze one of them"
 
 
-def check_built(config: "TransformerConfig") -> None:
+def check_built(config: "TransformerConfig", dims: ParallelDims) -> None:
     """Refuse again on the config that the built model really runs with."""
     moe_under_tp = config.num_moe_experts is not None and config.tensor_model_parallel_size > 1
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    lengths = "DeepStack features and unequal micro-batches need shapes sent with the tensors"
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    lengths = "what travels between stages has the length of its micro-batch and its features"
     mean = "the loss would be averaged per micro-batch instead of over the global batch"
     for wrong, key, reason in (
         (config.sequence_parallel, "sequence_parallel", _SP),
@@ -76,7 +76,7 @@ def check_built(config: "TransformerConfig") -> None:
         (moe_under_tp, "num_moe_experts", _MOE_TP),
         (not config.variable_seq_lengths, "variable_seq_lengths", lengths),
         (not config.calculate_per_token_loss, "calculate_per_token_loss", mean),
-        (interleaved, "virtual_pipeline_model_parallel_size", _INTERLEAVED),
+        (chunks != dims.virtual_stages, "virtual_pipeline_model_parallel_size", _CHUNKS),
     ):
         if wrong:
             raise ConfigError(

@@ -25,10 +25,10 @@ from megatron_vlm.model.vision import VisualPlan, encode, touch
 
 
 class Qwen3VLGPTModel(GPTModel):
-    """One pipeline stage. The vision tower sits on stage 0 alone.
+    """One pipeline stage, or one of its chunks. The vision tower is in the first chunk of stage 0.
 
-    Between stages travels cat([hidden, DeepStack features not yet added]) along the sequence, so
-    any stage may hold the first decoder layers and stage 0 may hold none.
+    To the next one travels cat([hidden, DeepStack features not yet added]) along the sequence, so
+    any of them may hold the first decoder layers and the first may hold none.
     """
 
     def __init__(
@@ -42,8 +42,10 @@ class Qwen3VLGPTModel(GPTModel):
         last: bool,
         share_images: bool,
         device: torch.device,
+        chunk: int | None = None,
     ):
-        """`layers` are this stage's decoder layers; the first stage alone has a `tower`."""
+        """`layers` are the decoder layers; the first chunk of the pipeline alone has a `tower`.
+        `chunk`: its number in the stage, where the stage has several."""
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
@@ -55,6 +57,7 @@ class Qwen3VLGPTModel(GPTModel):
             position_embedding_type="mrope",
             rotary_base=sizes.text.rope_theta,
             scatter_embedding_sequence_parallel=False,
+            vp_stage=chunk,
         )
         self.sizes = sizes
         self.share_images = share_images

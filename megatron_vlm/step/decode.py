@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, cut_micro_batches
+from megatron_vlm.data.batch.micro_batch import (
+    MicroBatch,
+    collate,
+    cut_micro_batches,
+    filler_batch,
+)
 from megatron_vlm.data.encode.row import IGNORE, Row, continued, place_row
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.distributed.grid import Axis
@@ -29,7 +35,7 @@ from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.pipeline import Stage
+from megatron_vlm.step.pipeline import Stage, as_it_is
 
 
 def generate(
@@ -197,10 +203,12 @@ def _unlabelled(row: Row) -> Row:
 def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) -> list[list[int]]:
     """Each pass through all stages; on every rank, the id that follows each of its rows."""
     outputs = stage.run(
-        partial(_arrivals, stage, passes),
-        len(passes),
+        passes,
         partial(_forward_step, stage, sampling),
         forward_only=True,
+        batch_of=attrgetter("batch"),
+        filler=lambda: DecodePass.prefill(filler_batch(), 1, stage.device),
+        arriving=partial(_arrivals, stage),
     )
     counts = [len(one.batch.rows) for one in passes]
     ids = torch.empty(sum(counts), dtype=torch.long, device=stage.device)
@@ -227,12 +235,14 @@ def _forward_step(
     chunk: Any,
 ) -> tuple[Tensor, Any]:
     one, batch = next(data)
-    rows = len(one.batch.rows)
+    rows = len(one.batch.lengths)
     # The head on each row's last token only.
     last_B = [(length - 1) * rows + row for row, length in enumerate(one.batch.lengths)]
     places_B = to_device(torch.tensor(last_B), stage.device)
     output = stage.call(chunk, batch, cache=one.cache, loss_mask=places_B)
     vocab, tp = stage.sizes.text.vocab, stage.grid.tp
+    if not one.batch.rows:  # a filler
+        return output, as_it_is
     if sampling is None:
         return output, partial(pick_ids, vocab, tp)
     return output, partial(sample_ids, vocab, tp, sampling, one)

@@ -3,23 +3,26 @@ them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.batch.micro_batch import MicroBatch, filler_batch
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput, arrivals
+from megatron_vlm.step.shapes import KnownShapes
 
 # Takes an iterator of items and a chunk; returns the stage's output and what reads the last
 # stage's: for a backward (scaled loss, ...), forward only whatever is wanted of it.
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
+
+# Brings items to the device for a chunk.
+Arriving = Callable[[Sequence[Any], Qwen3VLGPTModel], Iterator[Any]]
 
 
 class Stage:
@@ -40,25 +43,41 @@ class Stage:
 
     def run(
         self,
-        items: Callable[[Qwen3VLGPTModel], Iterator[Any]],
-        count: int,
+        items: Sequence[Any],
         step: ForwardStep,
         forward_only: bool,
+        batch_of: Callable[[Any], MicroBatch] = lambda item: item,
+        filler: Callable[[], Any] = filler_batch,
+        arriving: Arriving | None = None,
     ) -> list[Any]:
-        """`count` items through all stages; what `step` reads of each on the last stage. `items`
-        gives those of a chunk, such as `arrivals`."""
+        """Each item through all stages and chunks; what `step` reads of each on the last stage.
+
+        `batch_of` gives the micro-batch of an item that is none itself, and `arriving` what `step`
+        takes of the items of a chunk, in place of `arrivals`. Interleaved stages take items in
+        groups of as many as there are stages: `filler` makes those that are lacking.
+        """
+        dims, config, given = self.grid.dims, self.chunks[0].config, len(items)
+        if dims.virtual_stages > 1:
+            lacking = -given % dims.pp if given else dims.pp
+            items = [*items, *(filler() for _ in range(lacking))]
+        between: dict[str, Any] = {}
+        if dims.pp > 1:
+            batches = [batch_of(item) for item in items]
+            between["p2p_communicator"] = KnownShapes(self.grid, config, self.sizes, batches)
+            between["pg_collection"] = self.chunks[0].pg_collection
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[items(chunk) for chunk in self.chunks],
+            data_iterator=[(arriving or self.arrivals)(items, chunk) for chunk in self.chunks],
             model=self.wrapped,
-            num_microbatches=count,
-            # Neither is used: variable_seq_lengths sends each tensor's shape ahead of it.
+            num_microbatches=len(items),
+            # Neither is used: KnownShapes says what arrives.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+            **between,
         )
-        return outputs
+        return outputs[:given]
 
     def arrivals(
         self, batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: bool = True
@@ -82,9 +101,7 @@ class Stage:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
         where a token is not supervised. The same on every rank of the replica."""
         with self.evaluating():
-            outputs = self.run(
-                partial(self.arrivals, batches), len(batches), self._score_step, forward_only=True
-            )
+            outputs = self.run(batches, self._score_step, forward_only=True)
         return self.per_row(batches, outputs)
 
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -67,20 +67,36 @@ def estimate(
         state = _FP32 * (2 if itemsize == _FP32 else 3) * trained
         if cfg.parallel.distributed_optimizer:
             state //= dims.dp
-        kept = [_activations(cfg, sizes, dims, stage, batch, itemsize) for batch in batches]
-        in_flight = sum(sorted(kept, reverse=True)[: dims.pp - stage])  # most on the first stage
-        found.append(StageMemory(itemsize * held, _FP32 * trained, state, in_flight))
+        activations = 0
+        for chunk, count in enumerate(_in_flight(dims, stage, len(batches))):
+            place = dims.place_of(stage, chunk)
+            kept = [_activations(cfg, sizes, dims, place, batch, itemsize) for batch in batches]
+            activations += sum(sorted(kept, reverse=True)[:count])
+        found.append(StageMemory(itemsize * held, _FP32 * trained, state, activations))
     return found
 
 
+def _in_flight(dims: ParallelDims, stage: int, batches: int) -> list[int]:
+    """How many micro-batches each chunk of a stage keeps at once, at most: those that Megatron's
+    schedule takes forward before the first goes back, and one more."""
+    pp, chunks = dims.pp, dims.virtual_stages
+    if chunks == 1:
+        return [pp - stage]  # most on the first stage
+    ahead = 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
+    # Groups of pp micro-batches, each through all chunks; fillers complete the last group.
+    order = [chunk for _ in range(-(-batches // pp)) for chunk in range(chunks) for _ in range(pp)]
+    return [order[:ahead].count(chunk) for chunk in range(chunks)]
+
+
 def _activations(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, batch: BatchSizes, itemsize: int
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int, batch: BatchSizes, itemsize: int
 ) -> int:
-    """Bytes that a stage keeps of a micro-batch for its backward."""
+    """Bytes that a stage, or its chunk at this place in the pipeline, keeps of a micro-batch for
+    its backward."""
     text, vision = sizes.text, sizes.vision
-    layers, hidden = dims.layers_per_stage[stage], text.hidden
+    layers, hidden = dims.layers_per_stage[place], text.hidden
     values = batch.padded_tokens * layers * layer_values(cfg, sizes, dims.tp)
-    if stage == 0:
+    if place == 0:
         values += batch.padded_tokens * hidden
         patches = batch.patches
         if cfg.model.share_images:
@@ -89,7 +105,7 @@ def _activations(
         if batch.patches:  # features scattered into the sequence, one set per DeepStack layer too
             values += batch.padded_tokens * hidden * vision.levels
     head = 0
-    if stage == dims.pp - 1:
+    if place == len(dims.layers_per_stage) - 1:
         values += batch.supervised * hidden + 2 * batch.padded_tokens * hidden
         # Logits, their fp32 copy and the gradient of one of them.
         head = batch.supervised * -(-text.vocab // dims.tp) * (itemsize + 2 * _FP32)

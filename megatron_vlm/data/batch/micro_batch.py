@@ -41,6 +41,7 @@ class MicroBatch:
     values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
     value_names: tuple[str, ...] = ()
     weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
+    visual: bool = False  # whether it has images or videos: known on stages without them, too
 
     @property
     def ids_BS(self) -> Tensor:
@@ -127,6 +128,7 @@ def collate(
     others: dict[str, Any] = {"value_names": tuple(value_names)}
     for name in VISUAL_FIELDS:
         others[name] = _cat([getattr(row.row, name) for row in rows])
+    others["visual"] = any(others[name] is not None for name in VISUAL_FIELDS)
     if value_names:
         values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
         others["values_BSF"] = pad_sequence(values, batch_first=True)
