@@ -17,7 +17,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.tools.dry_run import dry_run, plan_steps, size_text, warning
-from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
+from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate, in_flight
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import RowSpec, make_rows
 from tests.runs import Case
@@ -102,12 +102,29 @@ def test_stages_tp_and_dp_share_what_they_should(tiny):
     few, many = of(2, pp=2, layers_per_stage=[1, 3]), of(2, pp=2, layers_per_stage=[3, 1])
     assert few[0].activations < many[0].activations and few[1].activations > many[1].activations
     assert of(2, tp=2)[0].weights < alone.weights
+    # Interleaved stages work further ahead, and the first chunk of stage 0 also keeps the tower's.
+    two, chunks = of(2, pp=2), of(2, pp=2, virtual_stages=2)
+    for plain, interleaved in zip(two, chunks, strict=True):
+        assert interleaved.weights == plain.weights
+        assert interleaved.activations > plain.activations
     # Two micro-batches are under way on the first of two stages, one on the second.
     two = of(2, pp=2)
     del batches[1:]
     one = of(2, pp=2)
     assert one[0].activations < two[0].activations < 2 * one[0].activations  # 80 tokens and 100
     assert one[1].activations == two[1].activations
+
+
+def test_what_each_chunk_keeps_at_once():
+    """As Megatron's schedules count: PP=2, two chunks, four micro-batches."""
+    dims = ParallelDims(1, 2, 1, 1, (1, 1, 1, 1), 2)
+    # Forward 0 0 1 1 0, a backward of 1, a forward of 0, a backward of 1, a forward of 1 ...
+    assert in_flight(dims, 0, 4) == {(3, 2), (4, 1)}
+    assert in_flight(dims, 1, 4) == {(2, 1), (3, 0)}
+    assert in_flight(dims, 0, 1) == {(2, 2)}  # a group with a filler: no backward before the end
+    plain = ParallelDims(1, 4, 1, 1, (1, 1, 1, 1))
+    assert [in_flight(plain, stage, 8) for stage in range(4)] == [{(4,)}, {(3,)}, {(2,)}, {(1,)}]
+    assert in_flight(plain, 0, 0) == {(0,)}
 
 
 def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
@@ -147,6 +164,10 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert dry_run(cfg) == 0
     out = capsys.readouterr().out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out
+    assert dry_run(replace(cfg, parallel=replace(cfg.parallel, virtual_stages=2))) == 0
+    interleaved = capsys.readouterr().out
+    assert "pp=2 virtual_stages=2 dp=2" in interleaved
+    assert "0-0, 2-2" in interleaved and "1-1, 3-3" in interleaved  # the layers of each stage
     assert "run out of memory" not in out
     assert not (tmp_path / "run").exists()
 

@@ -67,25 +67,33 @@ def estimate(
         state = _FP32 * (2 if itemsize == _FP32 else 3) * trained
         if cfg.parallel.distributed_optimizer:
             state //= dims.dp
-        activations = 0
-        for chunk, count in enumerate(_in_flight(dims, stage, len(batches))):
-            place = dims.place_of(stage, chunk)
-            kept = [_activations(cfg, sizes, dims, place, batch, itemsize) for batch in batches]
-            activations += sum(sorted(kept, reverse=True)[:count])
+        kept = [
+            [_activations(cfg, sizes, dims, place, batch, itemsize) for batch in batches]
+            for place in (dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages))
+        ]
+        activations = max(
+            sum(sum(sorted(of_chunk)[-count:]) for of_chunk, count in zip(kept, counts, strict=True) if count)
+            for counts in in_flight(dims, stage, len(batches))
+        )
         found.append(StageMemory(itemsize * held, _FP32 * trained, state, activations))
     return found
 
 
-def _in_flight(dims: ParallelDims, stage: int, batches: int) -> list[int]:
-    """How many micro-batches each chunk of a stage keeps at once, at most: those that Megatron's
-    schedule takes forward before the first goes back, and one more."""
+def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
+    """How many micro-batches the chunks of a stage keep at once, whenever Megatron's schedule turns
+    from a forward to a backward."""
     pp, chunks = dims.pp, dims.virtual_stages
-    if chunks == 1:
-        return [pp - stage]  # most on the first stage
-    ahead = 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
     # Groups of pp micro-batches, each through all chunks; fillers complete the last group.
     order = [chunk for _ in range(-(-batches // pp)) for chunk in range(chunks) for _ in range(pp)]
-    return [order[:ahead].count(chunk) for chunk in range(chunks)]
+    back = [chunks - 1 - chunk for chunk in order]
+    ahead = pp - stage - 1  # forwards before the first backward
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * pp
+    found = set()
+    for done in range(max(min(len(order) - ahead, 2 * pp * chunks), 1)):
+        begun, ended = order[: ahead + done + 1], back[:done]
+        found.add(tuple(begun.count(chunk) - ended.count(chunk) for chunk in range(chunks)))
+    return found
 
 
 def _activations(
