@@ -67,12 +67,13 @@ def estimate(
         state = _FP32 * (2 if itemsize == _FP32 else 3) * trained
         if cfg.parallel.distributed_optimizer:
             state //= dims.dp
-        kept = [
-            [_activations(cfg, sizes, dims, place, batch, itemsize) for batch in batches]
-            for place in (dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages))
-        ]
+        kept = []
+        for chunk in range(dims.virtual_stages):
+            place = dims.place_of(stage, chunk)
+            of_chunk = [_activations(cfg, sizes, dims, place, each, itemsize) for each in batches]
+            kept.append(sorted(of_chunk, reverse=True))
         activations = max(
-            sum(sum(sorted(of_chunk)[-count:]) for of_chunk, count in zip(kept, counts, strict=True) if count)
+            sum(sum(each[:count]) for each, count in zip(kept, counts, strict=True))
             for counts in in_flight(dims, stage, len(batches))
         )
         found.append(StageMemory(itemsize * held, _FP32 * trained, state, activations))
