@@ -6,7 +6,7 @@ TensorBatch, cut into micro-batches in order, or a list of micro-batches as the 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,13 +36,20 @@ from megatron_vlm.hf.digest import digests
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf
-from megatron_vlm.hf.names import name_table
+from megatron_vlm.hf.names import Entry, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
-from megatron_vlm.step.optimizer import apply_gradients, build_optimizer, set_lr, wrap_data_parallel
+from megatron_vlm.step.optimizer import (
+    apply_gradients,
+    build_optimizer,
+    gathers_behind,
+    set_lr,
+    wrap_data_parallel,
+)
+from megatron_vlm.step.overlap import WeightGather
 from megatron_vlm.step.pipeline import Stage
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
@@ -94,8 +101,8 @@ class MegatronWorker:
         watchdog.at(0, "building the model")
         self.table = name_table(family, sizes, cfg.model.backend, self.dims)
         self.chunks = build_chunks(cfg, family, self.source.config, sizes, self.grid, self.platform)
-        # This rank's parameters by their entries in the table.
-        self.held = held_params(self.chunks, self.table, self.grid.pp.rank)
+        self.gather = WeightGather([])
+        self._held = held_params(self.chunks, self.table, self.grid.pp.rank)
         watchdog.at(0, "loading the weights", files=True)
         with fail_together(self.platform.device, CheckpointError):
             load_hf(self.held, self.source, self.grid, watchdog.busy)
@@ -108,11 +115,20 @@ class MegatronWorker:
             wrapped = wrap_data_parallel(cfg, self.chunks, self.grid)
             parts = {param: entry.part for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
+            if gathers_behind(cfg, self.grid):
+                self.gather = WeightGather(wrapped)
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
         self.has_gradients = False  # whether the last global batch had a supervised token
         self.pending_save: Any = None  # checkpoint/state.py: the save that was begun last
+
+    @property
+    def held(self) -> Mapping[Entry, torch.nn.Parameter]:
+        """This rank's parameters by their entries in the table, with the newest weights: whoever
+        reads or fills them comes here first."""
+        self.gather.finish()
+        return self._held
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
@@ -178,7 +194,7 @@ class MegatronWorker:
         if not self.has_gradients:
             return 0.0, self.lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
-        return apply_gradients(self.optimizer, self.platform.device), self.lr
+        return apply_gradients(self.optimizer, self.gather, self.platform.device), self.lr
 
     def export_hf(
         self, path: str, mark: ExportMark | None = None, done: Training | None = None

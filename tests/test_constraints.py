@@ -26,6 +26,18 @@ CONFIG_REFUSALS = {
         dict(parallel=ParallelConfig(sequence_parallel=True)),
         r"parallel\.sequence_parallel=True: .*; set parallel\.sequence_parallel=false",
     ),
+    "overlap_param_gather, each replica its own weights": (
+        dict(
+            parallel=ParallelConfig(
+                overlap_param_gather=True, overlap_grad_reduce=True, distributed_optimizer=False
+            )
+        ),
+        r"overlap_param_gather=True: .*distributed_optimizer is false, .*; set .*=true, or",
+    ),
+    "overlap_param_gather, one piece": (
+        dict(parallel=ParallelConfig(overlap_param_gather=True)),
+        r"overlap_param_gather=True: parallel\.overlap_grad_reduce is false, .*; set parallel",
+    ),
     "ep": (dict(parallel=ParallelConfig(ep=2)), r"parallel\.ep=2: the model has no experts; set"),
     "all frozen": (
         dict(model=ModelConfig("x", freeze_vision=True, freeze_merger=True, freeze_language=True)),

@@ -29,6 +29,7 @@ CASES = {
     "tp2": (layout(tp=2), {}),
     "tp2-pp2": (layout(tp=2, pp=2, layers_per_stage=[0, 4]), {}),
     "tp2-dp2-overlap": (layout(tp=2, dp=2, overlap_grad_reduce=True), {}),
+    "dp2-overlap-all": (layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True), {}),
     "tied-pp2-dp2": (layout(pp=2, dp=2), {"tied": True}),
     "tied-pp2x2-dp2-overlap": (
         layout(pp=2, dp=2, virtual_stages=2, overlap_grad_reduce=True),

@@ -41,6 +41,7 @@ class ParallelConfig:
     layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
     overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs
+    overlap_param_gather: bool = False  # gather new weights while the next forward pass begins
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ _PACKING = "rows packed into one sequence would need per-image position resets a
 _CP = "context parallelism would cut an image's tokens, and its DeepStack features, over ranks"
 _SP = "sequence parallelism would cut the sequence into which visual features are scattered"
 _CHUNKS = "each stage has as many chunks as parallel.virtual_stages says"
+_GATHER = {
+    "distributed_optimizer": "without it each replica has all new weights and gathers none",
+    "overlap_grad_reduce": "without it the weights are one piece, with no second to overlap with",
+}
 _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which is off here"
 
 
@@ -57,6 +61,12 @@ def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
     if parallel.sequence_parallel:
         remedy = "set parallel.sequence_parallel=false and use model.recompute to save memory"
         yield "parallel.sequence_parallel", True, _SP, remedy
+    if parallel.overlap_param_gather:
+        for key in ("distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(parallel, key):
+                reason = f"parallel.{key} is false, and {_GATHER[key]}"
+                remedy = f"set parallel.{key}=true, or parallel.overlap_param_gather=false"
+                yield "parallel.overlap_param_gather", True, reason, remedy
     if parallel.ep != 1:
         yield "parallel.ep", parallel.ep, "the model has no experts", "set parallel.ep=1"
     if model.freeze_vision and model.freeze_merger and model.freeze_language:

@@ -22,11 +22,17 @@ from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.family.sizes import Part
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.step.overlap import GradReduce, WeightGather
 
 
 def shards_optimizer(cfg: Config, grid: Grid) -> bool:
     """Whether optimizer state is sharded: with one replica that would only copy it around."""
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
+
+
+def gathers_behind(cfg: Config, grid: Grid) -> bool:
+    """Whether new weights are gathered while other work goes on."""
+    return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
 
 
 def wrap_data_parallel(
@@ -39,6 +45,7 @@ def wrap_data_parallel(
             ddp_config=DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
                 overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+                overlap_param_gather=gathers_behind(cfg, grid),
                 use_distributed_optimizer=shards_optimizer(cfg, grid),
             ),
             module=chunk,
@@ -47,7 +54,8 @@ def wrap_data_parallel(
     ]
     # Megatron's schedules find these hooks on the model's config, which all chunks share.
     config = chunks[0].config
-    config.finalize_model_grads_func = partial(finalize_grads, grid)
+    reduces = [GradReduce(chunk) for chunk in wrapped if cfg.parallel.overlap_grad_reduce]
+    config.finalize_model_grads_func = partial(finalize_grads, grid, reduces)
     if cfg.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -56,12 +64,17 @@ def wrap_data_parallel(
 
 def finalize_grads(
     grid: Grid,
+    reduces: Sequence[GradReduce],
     chunks: list[DistributedDataParallel],
     num_tokens: Tensor | None = None,
     **kwargs: object,
 ) -> None:
     """Megatron's reductions and the division by the global token count, then the tower's part."""
+    for reduce in reduces:
+        reduce.begin_first()
     megatron_finalize(chunks, num_tokens, **kwargs)
+    for reduce in reduces:
+        reduce.end()
     sum_shared_images(chunks[0].module, grid.tp)
 
 
@@ -102,6 +115,7 @@ def build_optimizer(
         bf16=model_config.bf16,
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=shards_optimizer(cfg, grid),
+        overlap_param_gather=gathers_behind(cfg, grid),
     )
     overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
     optimizer = get_megatron_optimizer(
@@ -144,14 +158,18 @@ def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
         group["lr"] = lr if own == base else lr * (own / base)
 
 
-def apply_gradients(optimizer: MegatronOptimizer, device: torch.device) -> float:
+def apply_gradients(
+    optimizer: MegatronOptimizer, gather: WeightGather, device: torch.device
+) -> float:
     """Clip and apply the gradients; return their norm before clipping. Nothing is applied if it is
     not finite: Megatron checks that only with a loss scaler, which bf16 and fp32 do not use."""
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer, device)
     if math.isfinite(norm):
+        gather.finish()  # what no forward has waited for, such as a tower without images
         _clip(optimizer, norm)
         optimizer.step_with_ready_grads()
+        gather.start()
     return norm
 
 
