@@ -31,6 +31,7 @@ MISTAKES = {
     "train {ok} parallel.tp=3": "parallel.tp=3 does not divide the model's num_attention_heads=4",
     "train {ok} parallel.tp=4": "does not divide the model's num_key_value_heads=2",
     "train {ok} parallel.pp=9": "parallel.pp=9 is more than the model's 4 layers",
+    "train {ok} parallel.virtual_stages=2": "cuts each stage of a pipeline into chunks",
     "train {ok} parallel.pp=2 parallel.layers_per_stage=[1,9]": "adds up to 10, but the model has",
     "train {ok} parallel.tp=2 launch.processes=3": "launch.processes=3 is not a multiple of",
     "train {ok} train.packing=true": "train.packing=True: rows packed into one sequence",

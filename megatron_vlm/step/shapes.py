@@ -29,9 +29,7 @@ class KnownShapes(P2PCommunicator):
         super().__init__(grid.pp.group, config)
         dims, stage = grid.dims, grid.pp.rank
         pp, chunks = dims.pp, dims.virtual_stages
-        order = get_schedule_table(
-            len(batches), chunks, config.microbatch_group_size_per_vp_stage or pp
-        )
+        order = get_schedule_table(len(batches), chunks, config.microbatch_group_size_per_vp_stage)
 
         def after(place: int, batch: MicroBatch) -> Shape:
             """What a place in the pipeline sends on: hidden states, then the features that no

@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     "tp2": layout(tp=2),
     "tp2-images-not-shared": layout(tp=2, share_images=False),
     "pp2": layout(pp=2),
+    "pp2x2": layout(pp=2, virtual_stages=2),
     "pp2-stage0-0-layers": layout(pp=2, layers_per_stage=[0, 4]),
     "dp2-overlap": layout(dp=2, overlap_grad_reduce=True),
     "tp2-pp2": layout(tp=2, pp=2, layers_per_stage=[1, 3]),
