@@ -166,7 +166,7 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out
     assert dry_run(replace(cfg, parallel=replace(cfg.parallel, virtual_stages=2))) == 0
     interleaved = capsys.readouterr().out
-    assert "pp=2 virtual_stages=2 dp=2" in interleaved
+    assert "pp=2 virtual_stages=2 dp=2" in interleaved and "with its 2 chunks" in interleaved
     assert "0-0, 2-2" in interleaved and "1-1, 3-3" in interleaved  # the layers of each stage
     assert "run out of memory" not in out
     assert not (tmp_path / "run").exists()

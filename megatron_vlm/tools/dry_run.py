@@ -64,7 +64,8 @@ def dry_run(cfg: Config) -> int:
     memory = estimate(cfg, source.sizes, dims, table, heaviest, dtype.itemsize)
     where = "the device" if platform.is_cuda else "this machine, which all processes share"
     total = f"{size_text(platform.memory_total())} in {where}"
-    console.print(f"Memory of one rank of each stage, estimated ({total})")
+    chunks = f" with its {dims.virtual_stages} chunks" if dims.virtual_stages > 1 else ""
+    console.print(f"Memory of one rank of each stage{chunks}, estimated ({total})")
     console.print(memory_table(memory))
     if text := warning(memory, platform):
         console.print(text)
