@@ -136,6 +136,23 @@ def test_too_long(reader):  # noqa: F811
         reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
 
 
+@pytest.mark.parametrize(
+    ("name", "limits", "remedy"),
+    [
+        ("text", {"max_tokens": 8}, ""),
+        ("image", {"max_tokens": 8}, " lower data.max_pixels,"),
+        ("video", {"max_tokens": 8}, " lower data.video_max_pixels or data.video_max_frames,"),
+        ("image", {"max_images": 0}, ""),
+    ],
+)
+def test_what_is_too_long_is_told_what_would_make_it_shorter(name, limits, remedy, reader):  # noqa: F811
+    frames = {"type": "video", "video": [image(64, 64)["image"]] * 4}
+    said = {"text": text("a " * 9), "image": image(64, 64), "video": frames}[name]
+    with pytest.raises(DataError) as error:
+        reader(**limits).encode({"messages": [say("user", said), say("assistant", "b")]}, "x:1")
+    assert f"; raise the limit,{remedy} or set data.truncation to" in str(error.value)
+
+
 @pytest.mark.parametrize("truncation", ["error", "drop", "image_safe"])
 def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  # noqa: F811
     """The tokens of a word of 10 MB take gigabytes; see test_hostile.py."""

@@ -212,13 +212,19 @@ class Encoder:
             f"{least} tokens or more, above data.max_tokens={cfg.max_tokens}", where
         )
 
-    def _too_long(self, over: str, where: str) -> DataError | Dropped:
-        """What becomes of a record above a limit that is not cut."""
+    def _too_long(self, over: str, where: str, sample: Sample | None = None) -> DataError | Dropped:
+        """What becomes of a record above a limit that is not cut. With a sample, smaller images or
+        videos would help."""
         if self.cfg.truncation == "drop":
             return Dropped("above data.max_tokens or data.max_images")
+        smaller = ""
+        if sample is not None and sample.image_grids:
+            smaller = " lower data.max_pixels,"
+        if sample is not None and sample.video_grids:
+            smaller += " lower data.video_max_pixels or data.video_max_frames,"
         return DataError(
-            f"{where}: {over}; raise the limit, lower data.max_pixels, or set data.truncation to "
-            "image_safe or drop"
+            f"{where}: {over}; raise the limit,{smaller} or set data.truncation to image_safe or "
+            "drop"
         )
 
     def _fit(self, sample: Sample, spans: Sequence["Span"], where: str) -> Sample:
@@ -230,7 +236,8 @@ class Encoder:
         if cfg.max_images is not None and images > cfg.max_images:
             over.append(f"{images} images, above data.max_images={cfg.max_images}")
         if over and cfg.truncation != "image_safe":
-            raise self._too_long(" and ".join(over), where)
+            shown = sample if tokens > cfg.max_tokens else None
+            raise self._too_long(" and ".join(over), where, shown)
         return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
 
 
