@@ -51,7 +51,9 @@ def test_what_a_card_says(tiny, tmp_path):
     )
     optim = OptimConfig(lr=2e-5, warmup_steps=10)
     model = replace(training.cfg.model, freeze_vision=True)
-    training = replace(training, cfg=replace(training.cfg, optim=optim, model=model))
+    new = ("<point>", "<a`b>", *(f"<{i}>" for i in range(40)))
+    data = replace(training.cfg.data, add_tokens=new)
+    training = replace(training, cfg=replace(training.cfg, optim=optim, model=model, data=data))
     card = model_card(HFCheckpoint(tmp_path / "base"), training)
     assert head_of(card) == {
         "base_model": "Qwen/Tiny",
@@ -70,7 +72,8 @@ def test_what_a_card_says(tiny, tmp_path):
         "- `chats.jsonl`\n- `some/chats`\n",
         "after 900 steps:\n\n- `held`: loss 0.25, samples 20\n",
         "learning rate 2e-05, cosine, 10 steps of warm-up",
-        "- frozen: vision tower\n",
+        "- added to the vocabulary: `<point>`, `` <a`b> ``, `<0>`, ",
+        ", `<37>` and 2 more\n- frozen: vision tower\n",
         "- transformers 5.",
     ):
         assert part in card, part

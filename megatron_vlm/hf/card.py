@@ -31,6 +31,7 @@ _HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
 _DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of the Hub
 _READ = 2**16  # bytes of a base's card, which begins with its YAML
 _LICENSE = ("license", "license_name", "license_link")
+_SHOWN = 40  # added tokens
 _LONGEST = 300  # characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
 _FROZEN = {
@@ -155,6 +156,9 @@ def _settings(cfg: Config) -> Iterator[str]:
     )
     chosen = cfg.data.train_on
     yield f"- trained: {code(chosen if isinstance(chosen, str) else ', '.join(chosen))}"
+    if new := cfg.data.add_tokens:
+        more = f" and {len(new) - _SHOWN:,} more" if len(new) > _SHOWN else ""
+        yield f"- added to the vocabulary: {', '.join(map(code, new[:_SHOWN]))}{more}"
     if frozen := [part for key, part in _FROZEN.items() if getattr(cfg.model, key)]:
         yield f"- frozen: {', '.join(frozen)}"
 
