@@ -23,6 +23,7 @@ from megatron_vlm.evaluation.command import run_eval
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.new_tokens import find_new_tokens
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.outside import Outside
 from tests.batches import ALL_TEXT, MIXED, make_rows
 from tests.chats import say
 from tests.reference import Reference, load_reference, row_log_probs, run_reference
@@ -83,6 +84,22 @@ def reference(tiny, tmp_path_factory):
 
 
 CASES = [(name, tied) for name in LAYOUTS for tied in (False, True)][:-1]
+
+
+def test_the_tokenizer_file_is_looked_through_once(tiny, monkeypatch):
+    """That of a real checkpoint has 11 MB; the model's side looks, and the tokenizer follows."""
+    opened = []
+    read = Outside.text
+    monkeypatch.setattr(
+        Outside,
+        "text",
+        lambda self, *most: opened.append(Path(self.name).name) or read(self, *most),
+    )
+    source = HFCheckpoint(tiny(), SPARE)
+    tokenizer = read_tokenizer(tiny(), SPARE)
+    assert opened.count("tokenizer.json") == 1
+    assert source.new_tokens is not None and source.new_tokens.first == KNOWN
+    assert tokenizer.convert_tokens_to_ids(SPARE[0]) == KNOWN
 
 
 @pytest.mark.parametrize(("name", "tied"), CASES)

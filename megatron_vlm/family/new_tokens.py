@@ -109,12 +109,13 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
     return NewTokens(tuple(names), first)
 
 
-def add_to(tokenizer: "PreTrainedTokenizerBase", model: str | Path, names: Sequence[str]) -> None:
-    """Give the tokenizer of a checkpoint the tokens of data.add_tokens."""
-    if (new := find_new_tokens(model, names)) is not None:
+def add_to(tokenizer: "PreTrainedTokenizerBase", names: Sequence[str]) -> None:
+    """Give the tokenizer of a checkpoint the tokens that `find_new_tokens` has found to be new."""
+    if names:
+        first = max(tokenizer.get_vocab().values()) + 1
         _add(tokenizer, names)
         ids = tokenizer.convert_tokens_to_ids(list(names))
-        assert ids == list(range(new.first, new.first + len(names))), (new.first, ids)
+        assert ids == list(range(first, first + len(names))), (first, ids)
 
 
 def _add(tokenizer: Any, names: Sequence[str]) -> None:

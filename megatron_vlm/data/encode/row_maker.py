@@ -24,7 +24,8 @@ class RowMaker:
         cfg = DataConfig(**settings)
         check_values(replace(Config(), data=cfg))
         checkpoint = pin(checkpoint)
-        encoder, sizes = make_encoder(checkpoint, cfg), read_sizes(checkpoint, cfg.add_tokens)
+        sizes = read_sizes(checkpoint, cfg.add_tokens)  # it refuses tokens that are not new
+        encoder = make_encoder(checkpoint, cfg)
         self.reader = make_reader(encoder, cfg, sizes, cfg.image_root)
 
     def row(

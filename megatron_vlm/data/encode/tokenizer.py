@@ -17,7 +17,8 @@ _TEXT = ("chat_template.jinja", "merges.txt")
 
 
 def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or of a name on the Hub, with the tokens of data.add_tokens."""
+    """The tokenizer of a folder, or of a name on the Hub, with the tokens of data.add_tokens,
+    which `find_new_tokens` has found to be new."""
     folder = folder_of(model_path)
     require_files_in(folder)
     for name in (*_JSON, *_TEXT):
@@ -28,5 +29,5 @@ def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTraine
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False
         )
-    add_to(tokenizer, folder, add_tokens)
+    add_to(tokenizer, add_tokens)
     return tokenizer
