@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import config_dir, known_keys, load_config
-from megatron_vlm.config.guesses import _OTHER, _SAME, hint, meant, sentence
+from megatron_vlm.config.guesses import _OTHER, _SAME, explain_option, hint, meant, sentence
 from megatron_vlm.config.schema import leaves
 from megatron_vlm.errors import ConfigError
 
@@ -86,6 +86,27 @@ SENTENCES = {
     "streaming": "streaming: true",
     "stage": "supervised fine-tuning",
 }
+# What people write for these in other trainers; for all others, a whole number.
+_SWITCH, _DATA = ("true", "false", "True"), ("chats.jsonl", "[a.json,b.json]", "org/name")
+TYPICAL: dict[str, tuple[str, ...]] = {
+    "model.path": ("Qwen/Qwen3-VL-2B-Instruct", "/models/base"),
+    "model.recompute": ("full", "selective"),
+    **{f"model.freeze_{part}": _SWITCH for part in ("vision", "merger", "language")},
+    **dict.fromkeys(("parallel.distributed_optimizer", "data.shuffle", "eval.generate"), _SWITCH),
+    **dict.fromkeys(("data.train", "data.eval"), _DATA),
+    "data.image_root": ("images",),
+    **dict.fromkeys(("optim.lr", "optim.vision_lr", "optim.merger_lr", "optim.eps"), ("1e-5",)),
+    **dict.fromkeys(("optim.beta1", "optim.beta2"), ("0.9", "0.95")),
+    "optim.clip_grad": ("1.0", "1"),
+    "log.wandb": ("project",),
+    "run": ("out/first",),
+}
+# Values that sentences say in words; others give settings whole: model.backend=te.
+NAMED = {
+    "train.precision": ("auto", "bf16", "fp32"),
+    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
+    "checkpoint.resume": ("auto", "never"),
+}
 NOTHING = {
     "foo": "the groups of keys are model, parallel, data",
     "rank.foo": "the groups of keys are",
@@ -125,6 +146,43 @@ def test_the_tables_name_keys_that_exist_and_no_name_twice():
     assert set(_SAME) <= set(known_keys())
     names = [name for row in (*_SAME.values(), *_OTHER.values()) for name in row.split()]
     assert len(names) == len(set(names)) and not set(names) & set(known_keys())
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    return name, f"training.{name}", name.replace("_", "-")
+
+
+def accepted(setting: str) -> None:
+    load_config([setting, *(["model.path=base"] if "model.path" not in setting else [])])
+
+
+@pytest.mark.parametrize("key", _SAME)
+def test_every_name_of_others_leads_to_a_key_that_takes_its_value(key):
+    values = TYPICAL.get(key, ("2",))
+    for name in _SAME[key].split():
+        said = [hint(written) for written in spellings(name)]
+        assert said == [f"; did you mean {key!r}?"] * 3
+        assert explain_option(f"--{name}", values[0]).endswith(f"; write {key}={values[0]}")
+    for value in values:
+        accepted(f"{key}={value}")
+
+
+@pytest.mark.parametrize("text", _OTHER)
+def test_every_sentence_names_keys_and_values_that_are_accepted(text):
+    for name in _OTHER[text].split():
+        assert [hint(written) for written in spellings(name)] == [f"; {text}"] * 3
+    groups = "|".join(sorted({key.partition(".")[0] for key in leaves() if "." in key}))
+    for key in re.findall(rf"\b(?:{groups})\.\w+", text):
+        assert key in leaves(), key
+    for key, values in NAMED.items():
+        for value in values if text.startswith(f"{key} is ") else ():
+            assert value in text
+            accepted(f"{key}={value}")
+    for setting in re.findall(rf"\b((?:(?:{groups})\.\w+|run)=(?:\{{.*?\}}|[\w/]+))", text):
+        if setting != "checkpoint.best=SET/SCORE":  # of a set of data.eval
+            accepted(setting)
+    if "checkpoint.best=SET/SCORE" in text:
+        load_config(["model.path=x", "checkpoint.best=held/loss", "data.eval={held: a.jsonl}"])
 
 
 @pytest.mark.parametrize(
