@@ -13,6 +13,7 @@ TEMPLATE_ARGUMENTS = frozenset(
     ("conversation", "messages", "tools", "documents", "chat_template", "tokenize")
     + ("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length")
     + ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
+    + ("sanitize_control_tokens",)  # from transformers 5.23 on
 )
 
 
