@@ -81,7 +81,7 @@ def meet(name: str) -> None:
 
 def agree(mine: int, device: torch.device) -> int:
     """The highest number that any rank gives. A collective."""
-    number = torch.tensor([mine], dtype=torch.int32, device=device)
+    number = torch.full((1,), mine, dtype=torch.int32, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vlm.distributed.device import to_device
+
 Group = dist.ProcessGroup | None  # None: all ranks
 
 
@@ -19,7 +21,7 @@ def broadcast_bytes(mine: bytes | None, source: int, group: Group, device: torch
     """What rank `source` (of the whole job) gives, on every rank of the group."""
     is_source = dist.get_rank() == source
     assert mine is not None or not is_source
-    size = torch.tensor([len(mine) if mine is not None and is_source else 0], device=device)
+    size = _number(len(mine) if mine is not None and is_source else 0, device)
     dist.broadcast(size, source, group=group)
     data = _packed(mine, device) if is_source else _empty(int(size), device)
     dist.broadcast(data, source, group=group)
@@ -57,13 +59,13 @@ def gather_json(mine: Any, device: torch.device) -> list[Any]:
 def send_json(value: Any, to: int, group: Group, device: torch.device) -> None:
     """To one rank (of the whole job), which calls `receive_json`."""
     data = _packed(json.dumps(value).encode(), device)
-    dist.send(torch.tensor([len(data)], device=device), to, group=group)
+    dist.send(_number(len(data), device), to, group=group)
     dist.send(data, to, group=group)
 
 
 def receive_json(source: int, group: Group, device: torch.device) -> Any:
     """What rank `source` (of the whole job) sends."""
-    size = torch.zeros(1, dtype=torch.int64, device=device)
+    size = _number(0, device)
     dist.recv(size, source, group=group)
     data = _empty(int(size), device)
     dist.recv(data, source, group=group)
@@ -72,7 +74,7 @@ def receive_json(source: int, group: Group, device: torch.device) -> Any:
 
 def _sized(mine: bytes, group: Group, device: torch.device) -> tuple[list[int], Tensor]:
     """The size of every rank's message, and this rank's padded to the longest."""
-    size = torch.tensor([len(mine)], device=device)
+    size = _number(len(mine), device)
     found = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, size, group=group)
     sizes = [int(each) for each in found]
@@ -81,9 +83,14 @@ def _sized(mine: bytes, group: Group, device: torch.device) -> tuple[list[int], 
     return sizes, padded
 
 
+def _number(value: int, device: torch.device) -> Tensor:
+    """Made on the device: a copy from the host would be waited for."""
+    return torch.full((1,), value, device=device)
+
+
 def _packed(data: bytes | None, device: torch.device) -> Tensor:
     assert data, "an empty message"
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    return to_device(torch.frombuffer(bytearray(data), dtype=torch.uint8), device)
 
 
 def _empty(size: int, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ the host waits until the device has done what it was given.
 
     with emulated() as findings:
         ...  # uses torch.device("cuda", 0)
-    findings.of(Kind.sync, Phase.forward)
+    assert not [each for each in findings.all if each.kind is Kind.mixed]
 
 A function mode stands for what torch decides by a tensor's device; a dispatch mode sees each
 operation, also those of the backward pass. Stricter than CUDA: a copy from memory that is not
@@ -14,27 +14,22 @@ pinned counts as a sync, however small. Not seen: what compiled or external kern
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vlm.distributed.cpu_stand_in import answer_cuda_calls
+from tests.device.findings import Findings, Kind
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-HERE = Path(__file__)
-ROOT = HERE.parents[2]
-_WAIT = torch.distributed.Work.wait
 
 
 class Place(StrEnum):
@@ -43,91 +38,6 @@ class Place(StrEnum):
     host = "host"
     pinned = "pinned"
     device = "device"
-
-
-class Kind(StrEnum):
-    sync = "sync"
-    mixed = "mixed devices"
-    collective = "host tensor in a collective"
-
-
-class Phase(StrEnum):
-    """What a step was doing, by the functions on the stack."""
-
-    forward = "forward"  # of a micro-batch
-    backward = "backward"
-    exchange = "exchange"  # between pipeline stages
-    optimizer = "optimizer"
-    step = "step"  # once for all micro-batches of a step
-    other = "other"
-
-
-# The innermost function on the stack that is listed decides. (file, function): phase.
-_PHASES = {
-    ("step/arrival.py", "arrivals"): Phase.forward,
-    ("pipeline_parallel/schedules.py", "forward_step"): Phase.forward,
-    ("pipeline_parallel/schedules.py", "backward_step"): Phase.backward,
-    ("pipeline_parallel/p2p_communication.py", "_communicate"): Phase.exchange,
-    ("step/optimizer.py", "finalize_grads"): Phase.step,
-    ("megatron_vlm/worker.py", "optim_step"): Phase.optimizer,
-    ("megatron_vlm/worker.py", "forward_backward"): Phase.step,
-}
-
-
-@dataclass(frozen=True)
-class Finding:
-    kind: Kind
-    phase: Phase
-    what: str
-    where: str  # file:line of ours, below it the library's that it called
-
-    def __str__(self) -> str:
-        return f"{self.kind} ({self.phase}): {self.what} at {self.where}"
-
-
-@dataclass
-class Findings:
-    """All that was found, in order."""
-
-    all: list[Finding] = field(default_factory=list)
-    is_waiting: bool = False  # for gloo, which moves what arrives about on the host
-
-    def add(self, kind: Kind, what: str) -> None:
-        if not self.is_waiting:
-            phase, where = _look_around()
-            self.all.append(Finding(kind, phase, what, where))
-
-    def wait(self, work: Any, *args: Any) -> bool:
-        """In place of `Work.wait`."""
-        self.is_waiting = True
-        try:
-            return _WAIT(work, *args)
-        finally:
-            self.is_waiting = False
-
-    def of(self, kind: Kind, *phases: Phase) -> list[Finding]:
-        return [f for f in self.all if f.kind is kind and (not phases or f.phase in phases)]
-
-
-def _look_around() -> tuple[Phase, str]:
-    """The phase, and the nearest line of ours with the library's line that it had called."""
-    phase, library, ours = Phase.other, "", ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (phase is Phase.other or not ours):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        line = f"{file.rpartition('site-packages/')[2]}:{frame.f_lineno}"
-        if phase is Phase.other:
-            found = (p for (end, n), p in _PHASES.items() if n == name and file.endswith(end))
-            phase = next(found, Phase.other)
-        if not ours and file.startswith(str(ROOT)) and file != str(HERE):
-            if "site-packages" not in file and "/.venv" not in file:
-                ours = f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}"
-            elif not library and "/torch/" not in file:
-                library = f" (in {line})"
-        elif not ours and not library and "site-packages" in file and "/torch/" not in file:
-            library = f" (in {line})"
-        frame = frame.f_back
-    return phase, ours + library
 
 
 def place_of(tensor: Tensor) -> Place:
@@ -140,7 +50,7 @@ def place_of(tensor: Tensor) -> Place:
 def put(tensor: Tensor, place: Place) -> Tensor:
     """Say where a tensor lies."""
     with torch._C.DisableTorchFunction():
-        tensor.untyped_storage().emulated_place = place  # type: ignore[attr-defined]
+        tensor.untyped_storage().emulated_place = place
     return tensor
 
 
@@ -325,34 +235,12 @@ class _Generator(torch.Generator):
 def emulated() -> Iterator[Findings]:
     """A CUDA device within. What it replaces in torch it does not put back: use a process of its
     own, in which the stand-in for CUDA was never installed."""
-    import torch.distributed.distributed_c10d as c10d
-
-    findings, cuda = Findings(), torch.cuda
-    answer_cuda_calls()
-    replaced: Any = torch
-    replaced.Generator = _Generator
-    # Also where no mode is active: torch leaves one while it runs what the mode answered with.
-    replaced = Tensor
-    replaced.device = property(lambda t: CUDA if on_device(t) else CPU)
-    replaced.is_cuda = property(on_device)
-    replaced.is_cpu = property(lambda t: not on_device(t))
-    replaced.get_device = lambda t: 0 if on_device(t) else -1
-    replaced = cuda
-    replaced.current_device = lambda: CUDA
-    replaced.synchronize = lambda *_: findings.add(Kind.sync, "torch.cuda.synchronize")
-    replaced.memory_allocated = replaced.max_memory_allocated = lambda *_: 0
-    replaced.device = lambda _: contextlib.nullcontext()
-    replaced.get_device_capability = lambda *_: (9, 0)
-    replaced.get_device_name = lambda *_: "an emulated device"
-    # As with NCCL: what becomes a tensor for a collective lies on the device.
-    replaced = c10d
-    replaced._get_object_coll_device = lambda group=None: CUDA
-    replaced._get_pg_default_device = lambda group=None: CUDA
-    replaced = c10d.Work
-    replaced.wait = lambda work, *args: findings.wait(work, *args)
-    torch.compiler.set_stance("force_eager")
+    findings = Findings()
     api = _DeviceApi(findings)
-    replaced, run_backward = torch.autograd, torch.autograd._engine_run_backward
+    _replace_cuda(findings)
+    _replace_attributes()
+    torch.compiler.set_stance("force_eager")
+    run_backward = torch.autograd._engine_run_backward
 
     def with_device(*args: Any, **kwargs: Any) -> Any:
         # torch leaves a mode while the mode answers, as to `backward`, which runs hooks.
@@ -360,6 +248,56 @@ def emulated() -> Iterator[Findings]:
         with contextlib.nullcontext() if inside else api:
             return run_backward(*args, **kwargs)
 
-    replaced._engine_run_backward = with_device
+    _replace(torch.autograd, _engine_run_backward=with_device)
     with api, _Kernels(findings, api):
         yield findings
+
+
+def _replace_cuda(findings: Findings) -> None:
+    """The functions of a device, and of the collectives that use one."""
+    answer_cuda_calls()
+
+    class Queue(torch.cuda.Stream):
+        """A stream or an event: all work is in order."""
+
+        def synchronize(self) -> None:
+            findings.add(Kind.sync, "synchronize of a stream or an event")
+
+    _replace(
+        torch.cuda,
+        Stream=Queue,
+        Event=Queue,
+        current_stream=Queue,
+        default_stream=Queue,
+        current_device=lambda: CUDA,
+        synchronize=lambda *_: findings.add(Kind.sync, "torch.cuda.synchronize"),
+        memory_allocated=lambda *_: 0,
+        max_memory_allocated=lambda *_: 0,
+        device=lambda _: contextlib.nullcontext(),
+        get_device_capability=lambda *_: (9, 0),
+        get_device_name=lambda *_: "an emulated device",
+    )
+    # As with NCCL: what becomes a tensor for a collective lies on the device.
+    _replace(
+        c10d,
+        _get_object_coll_device=lambda group=None: CUDA,
+        _get_pg_default_device=lambda group=None: CUDA,
+    )
+    _replace(c10d.Work, wait=lambda work, *args: findings.wait(work, *args))
+
+
+def _replace_attributes() -> None:
+    """Those of tensors also where no mode is active: torch leaves one while it answers."""
+    _replace(torch, Generator=_Generator)
+    _replace(
+        Tensor,
+        device=property(lambda t: CUDA if on_device(t) else CPU),
+        is_cuda=property(on_device),
+        is_cpu=property(lambda t: not on_device(t)),
+        get_device=lambda t: 0 if on_device(t) else -1,
+    )
+
+
+def _replace(owner: Any, **new: Any) -> None:
+    for name, value in new.items():
+        setattr(owner, name, value)

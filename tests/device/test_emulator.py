@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.device.emulator import CUDA, Kind, Place, emulated, place_of
+from tests.device.emulator import CUDA, Place, emulated, place_of
+from tests.device.findings import Kind
 
 # name: what is done with x = [0, 1, 2] on the device
 WAITS: dict[str, Callable[[Tensor], Any]] = {
@@ -32,6 +33,7 @@ WAITS: dict[str, Callable[[Tensor], Any]] = {
     "pinned memory, but blocking": lambda x: torch.zeros(3).pin_memory().to(CUDA),
     "copy_": lambda x: torch.empty(3).copy_(x),
     "synchronize": lambda x: torch.cuda.synchronize(),
+    "event": lambda x: torch.cuda.Event().synchronize(),
     "backward": lambda x: [x.register_hook(lambda g: g * g.tolist()[0]), x.sum().backward()],
 }
 MIXES: dict[str, Callable[[Tensor], Any]] = {
