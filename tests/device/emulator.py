@@ -1,7 +1,7 @@
 """A CUDA device emulated on the CPU: tensors compute with real values, and each storage carries a
 mark of where it would lie. What would fail or wait on a GPU becomes a finding, with its place in
-our code: operations that mix host and device, host tensors in collectives, and host syncs, where
-the host waits until the device has done what it was given.
+our code: operations that mix host and device, host tensors in collectives, streams that do not wait
+for each other, and host syncs, where the host waits until the device has done what it was given.
 
     with emulated() as findings:
         ...  # uses torch.device("cuda", 0)
@@ -10,7 +10,7 @@ the host waits until the device has done what it was given.
 A function mode stands for what torch decides by a tensor's device; a dispatch mode sees each
 operation, also those of the backward pass. Stricter than CUDA: a copy from memory that is not
 pinned counts as a sync, however small. Not seen: what compiled or external kernels do
-(torch.compile runs eagerly here, there is no Transformer Engine), the order of streams, and time.
+(torch.compile runs eagerly here, there is no Transformer Engine), and time.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from megatron_vlm.distributed.cpu_stand_in import answer_cuda_calls
 from tests.device.findings import Findings, Kind
+from tests.device.streams import Event, Stream, Streams
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -40,17 +41,19 @@ class Place(StrEnum):
     device = "device"
 
 
-def place_of(tensor: Tensor) -> Place:
-    """The mark lies on the storage, which torch keeps as one object for as long as any tensor
-    uses it, and dies with it."""
+def storage_of(tensor: Tensor) -> Any:
+    """torch keeps it as one object for as long as any tensor uses it: its marks die with it."""
     with torch._C.DisableTorchFunction():
-        return getattr(tensor.untyped_storage(), "emulated_place", Place.host)
+        return tensor.untyped_storage()
+
+
+def place_of(tensor: Tensor) -> Place:
+    return getattr(storage_of(tensor), "emulated_place", Place.host)
 
 
 def put(tensor: Tensor, place: Place) -> Tensor:
     """Say where a tensor lies."""
-    with torch._C.DisableTorchFunction():
-        tensor.untyped_storage().emulated_place = place
+    storage_of(tensor).emulated_place = place
     return tensor
 
 
@@ -67,13 +70,12 @@ _SHAPED = ("_like", "new_empty", "new_zeros", "new_ones", "new_full")
 class _DeviceApi(TorchFunctionMode):
     """Tensors and functions of torch as they are where there is a device."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, streams: Streams) -> None:
         super().__init__()
-        self.findings = findings
+        self.findings, self.streams = findings, streams
         self.answers: dict[Any, Callable[..., Any]] = {
             Tensor.is_pinned: lambda t, *_: place_of(t) is Place.pinned,
             Tensor.pin_memory: self._pin,
-            Tensor.record_stream: lambda t, _: None,
             Tensor.type: self._type,
             Tensor.to: self._to,
             Tensor.cpu: lambda t, **_: self._to(t, CPU),
@@ -141,6 +143,8 @@ class _DeviceApi(TorchFunctionMode):
         self.copied(tensor, going, kwargs.get("non_blocking", False))
         kwargs["copy"] = True
         moved = tensor.to(CPU, *rest, **kwargs)
+        if going:
+            self.streams.made(storage_of(moved))
         return put(moved, Place.device if going else Place.host)
 
     def copied(self, source: Tensor, to_device: bool, non_blocking: bool) -> None:
@@ -181,6 +185,9 @@ class _Kernels(TorchDispatchMode):
                 return func(*args, **kwargs)
             if Place.device not in places:
                 return func(*args, **kwargs)
+            for tensor, place in zip(given, places, strict=True):
+                if place is Place.device:
+                    self.api.streams.used(tensor.untyped_storage())
             self._check(func, args, kwargs, given)
             made = func(*args, **kwargs)
         kept = {id(t.untyped_storage()) for t in given}
@@ -236,9 +243,10 @@ def emulated() -> Iterator[Findings]:
     """A CUDA device within. What it replaces in torch it does not put back: use a process of its
     own, in which the stand-in for CUDA was never installed."""
     findings = Findings()
-    api = _DeviceApi(findings)
-    _replace_cuda(findings)
-    _replace_attributes()
+    streams = Streams(findings)
+    api = _DeviceApi(findings, streams)
+    _replace_cuda(findings, streams)
+    _replace_attributes(streams)
     torch.compiler.set_stance("force_eager")
     run_backward = torch.autograd._engine_run_backward
 
@@ -253,24 +261,24 @@ def emulated() -> Iterator[Findings]:
         yield findings
 
 
-def _replace_cuda(findings: Findings) -> None:
+def _replace_cuda(findings: Findings, streams: Streams) -> None:
     """The functions of a device, and of the collectives that use one."""
     answer_cuda_calls()
 
-    class Queue(torch.cuda.Stream):
-        """A stream or an event: all work is in order."""
+    def wait(*_: Any) -> None:
+        findings.add(Kind.sync, "synchronize")
 
-        def synchronize(self) -> None:
-            findings.add(Kind.sync, "synchronize of a stream or an event")
-
+    _replace(Stream, synchronize=wait)
+    _replace(Event, synchronize=wait)
     _replace(
         torch.cuda,
-        Stream=Queue,
-        Event=Queue,
-        current_stream=Queue,
-        default_stream=Queue,
+        Stream=Stream,
+        Event=Event,
+        stream=streams.within,
+        current_stream=lambda *_: streams.current,
+        default_stream=lambda *_: streams.default,
+        synchronize=wait,
         current_device=lambda: CUDA,
-        synchronize=lambda *_: findings.add(Kind.sync, "torch.cuda.synchronize"),
         memory_allocated=lambda *_: 0,
         max_memory_allocated=lambda *_: 0,
         device=lambda _: contextlib.nullcontext(),
@@ -286,7 +294,7 @@ def _replace_cuda(findings: Findings) -> None:
     _replace(c10d.Work, wait=lambda work, *args: findings.wait(work, *args))
 
 
-def _replace_attributes() -> None:
+def _replace_attributes(streams: Streams) -> None:
     """Those of tensors also where no mode is active: torch leaves one while it answers."""
     _replace(torch, Generator=_Generator)
     _replace(
@@ -295,6 +303,7 @@ def _replace_attributes() -> None:
         is_cuda=property(on_device),
         is_cpu=property(lambda t: not on_device(t)),
         get_device=lambda t: 0 if on_device(t) else -1,
+        record_stream=lambda t, stream: streams.kept_for(stream, storage_of(t)),
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 ROOT = Path(__file__).parents[2]
-EMULATOR = {str(Path(__file__)), str(Path(__file__).with_name("emulator.py"))}
+EMULATOR = {
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("emulator", "findings", "streams")
+}
 _WAIT = c10d.Work.wait
 
 
@@ -18,6 +20,7 @@ class Kind(StrEnum):
     sync = "sync"
     mixed = "mixed devices"
     collective = "host tensor in a collective"
+    race = "race between streams"
 
 
 class Phase(StrEnum):

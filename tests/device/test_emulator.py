@@ -47,6 +47,24 @@ COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": lambda x: dist.all_reduce(torch.zeros(3)),
     "all_gather": lambda x: dist.all_gather([torch.zeros(3)], x.detach()),
 }
+
+
+def beside(x: Tensor, waits: bool, records: bool) -> Tensor:
+    """A copy on a stream of its own."""
+    stream, host = torch.cuda.Stream(), torch.ones(3).pin_memory()
+    with torch.cuda.stream(stream):
+        copy = host.to(CUDA, non_blocking=True)
+    if waits:
+        torch.cuda.current_stream().wait_stream(stream)
+    if records:
+        copy.record_stream(torch.cuda.current_stream())
+    return copy
+
+
+RACES: dict[str, Callable[[Tensor], Any]] = {
+    "not waited for": lambda x: x + beside(x, waits=False, records=True),
+    "memory not kept": lambda x: x + beside(x, waits=True, records=False),
+}
 FREE: dict[str, Callable[[Tensor], Any]] = {
     "arithmetic": lambda x: (x * 2 + 1).softmax(0),
     "index on the device": lambda x: x[x.long()],
@@ -59,8 +77,14 @@ FREE: dict[str, Callable[[Tensor], Any]] = {
     "backward": lambda x: x.index_select(0, x.long()).sum().backward(),
     "all_reduce": lambda x: dist.all_reduce(x.detach()),
     "barrier": lambda x: dist.barrier(),
+    "another stream": lambda x: x + beside(x, waits=True, records=True),
 }
-EXPECTED = [(Kind.sync, WAITS), (Kind.mixed, MIXES), (Kind.collective, COLLECTIVES)]
+EXPECTED = [
+    (Kind.sync, WAITS),
+    (Kind.mixed, MIXES),
+    (Kind.collective, COLLECTIVES),
+    (Kind.race, RACES),
+]
 
 
 def findings_of_each() -> list[dict[str, list[tuple[str, str]]]]:
