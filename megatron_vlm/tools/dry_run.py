@@ -27,8 +27,9 @@ from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.hub import hub_name
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
+from megatron_vlm.planner.memory import StageMemory, estimate
+from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.run.model import with_model
-from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
 
 SHOWN_STEPS = 2
 MEASURED_STEPS = 50  # the largest step among these decides the memory of activations
@@ -61,7 +62,7 @@ def dry_run(cfg: Config) -> int:
     # Sooner or later the largest micro-batches of a replica are in flight together.
     shares = [share for step in steps for share in step] or [[]]
     heaviest = max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
-    memory = estimate(cfg, source.sizes, dims, table, heaviest, dtype.itemsize)
+    memory = estimate(cfg, source.sizes, dims, heaviest, dtype.itemsize)
     where = "the device" if platform.is_cuda else "this machine, which all processes share"
     total = f"{size_text(platform.memory_total())} in {where}"
     console.print(f"Memory of one rank of each stage, estimated ({total})")
@@ -115,11 +116,11 @@ def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     """One line per stage."""
     table = plain_table()
-    for column in ("stage", "weights", "gradients", "optimizer", "activations", "total"):
+    columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
+    for column in ("stage", *columns):
         table.add_column(column, justify="right")
     for stage, parts in enumerate(memory):
-        sizes = (parts.weights, parts.gradients, parts.optimizer, parts.activations, parts.total)
-        table.add_row(str(stage), *map(size_text, sizes))
+        table.add_row(str(stage), *(size_text(getattr(parts, column)) for column in columns))
     return table
 
 

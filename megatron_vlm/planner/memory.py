@@ -1,0 +1,157 @@
+"""How much memory a rank of each stage needs, before anything is loaded.
+
+Weights, gradients and optimizer state are exact. Activations are what autograd keeps, counted per
+token, patch and supervised position; the counts are checked against a real forward in
+tests/test_planner_memory.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.shapes import BatchSizes
+
+HEAD_CHUNK = 1024  # supervised tokens whose logits exist at once
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one rank of a stage needs."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept for the backward of all micro-batches that are under way
+    working: int = 0  # comes and goes within one of them
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations + self.working
+
+    @property
+    def fixed(self) -> int:
+        """What does not depend on the data."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def estimate(
+    cfg: Config,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    batches: Sequence[BatchSizes],
+    itemsize: int,
+) -> list[StageMemory]:
+    """One estimate per stage. `batches`: the micro-batches of a step on one replica; `itemsize`:
+    bytes of a weight."""
+    return [stage_memory(cfg, sizes, dims, stage, batches, itemsize) for stage in range(dims.pp)]
+
+
+def stage_memory(
+    cfg: Config,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    stage: int,
+    batches: Sequence[BatchSizes],
+    itemsize: int,
+) -> StageMemory:
+    """The estimate of one stage."""
+    counts = count(cfg, sizes, dims, stage)
+    # Adam's moments, and fp32 main weights where the model's are not fp32.
+    copies = 2 if itemsize == _FP32 else 3
+    kept = [activations(cfg.model, sizes, dims, stage, batch, itemsize) for batch in batches]
+    # Most on the first stage: 1F1B starts a micro-batch there for each stage that follows.
+    in_flight = sum(sorted(kept, reverse=True)[: dims.pp - stage])
+    working = [_working(cfg.model, sizes, dims, stage, batch, itemsize) for batch in batches]
+    return StageMemory(
+        itemsize * counts.held,
+        _FP32 * counts.gradients,
+        _FP32 * copies * counts.optimized,
+        in_flight,
+        max(working, default=0),
+    )
+
+
+def activations(
+    cfg: ModelConfig,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    stage: int,
+    batch: BatchSizes,
+    itemsize: int,
+) -> int:
+    """Bytes that a stage keeps of a micro-batch for its backward."""
+    text, vision = sizes.text, sizes.vision
+    layers, tokens = dims.layers_of(stage), batch.padded_tokens
+    values = tokens * len(layers) * layer_values(cfg, sizes, dims.tp)
+    # Features that have not been added yet arrive with the hidden states.
+    arriving = max(0, vision.deepstack - layers.start) if batch.patches else 0
+    if stage > 0 or cfg.recompute == "full":
+        values += tokens * text.hidden * arriving
+    if stage == 0:
+        patches = batch.patches_of_rank(dims.tp if cfg.share_images else 1)
+        values += patches * patch_values(cfg, sizes)
+    if stage == dims.pp - 1:
+        norm = 1 if cfg.freeze_language else 2
+        values += norm * tokens * text.hidden + batch.supervised * text.hidden
+    return values * itemsize
+
+
+def _working(
+    cfg: ModelConfig,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    stage: int,
+    batch: BatchSizes,
+    itemsize: int,
+) -> int:
+    """The most of what comes and goes: a recomputed layer or block, features on their way into the
+    sequence, logits."""
+    text, tokens = sizes.text, batch.padded_tokens
+    found = [0]
+    if dims.layers_per_stage[stage] and cfg.recompute == "full":
+        layer = layer_values(replace(cfg, recompute="none"), sizes, dims.tp)
+        found.append(tokens * layer * itemsize)
+    if stage == 0 and batch.patches:
+        found.append(tokens * text.hidden * sizes.vision.levels * itemsize)
+        if cfg.recompute_vision and not cfg.freeze_vision:
+            patches = batch.patches_of_rank(dims.tp if cfg.share_images else 1)
+            found.append(patches * block_values(sizes) * itemsize)
+    if stage == dims.pp - 1:
+        # Logits, their fp32 copy and the gradient of one of them.
+        rows, width = min(batch.supervised, HEAD_CHUNK), dims.padded_vocab(text.vocab) // dims.tp
+        found.append(rows * width * (itemsize + 2 * _FP32))
+    return max(found)
+
+
+def layer_values(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
+    """Numbers that one decoder layer keeps per token for its backward."""
+    text = sizes.text
+    if cfg.recompute == "full":
+        return text.hidden
+    angles = 4 * text.head_dim  # cosines and sines, for queries and for keys
+    if cfg.freeze_language:  # what goes into a frozen linear layer is not needed again
+        whole, cut = 2 * text.hidden, 4 * text.ffn + 4 * text.query + 3 * text.kv
+    else:
+        whole, cut = 6 * text.hidden, 5 * text.ffn + 5 * text.query + 4 * text.kv
+    # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and its output
+    # is what the next layer keeps anyway.
+    return whole + angles + cut // tp
+
+
+def patch_values(cfg: ModelConfig, sizes: ModelSizes) -> int:
+    """Numbers that the vision tower keeps per patch for its backward."""
+    vision = sizes.vision
+    merger = vision.levels * (3 * vision.hidden + vision.out_hidden // vision.merge**2)
+    if cfg.freeze_vision:  # nothing before the mergers has a gradient
+        return 0 if cfg.freeze_merger else merger
+    block = vision.hidden if cfg.recompute_vision else block_values(sizes)
+    return vision.patch_values + vision.depth * block + merger
+
+
+def block_values(sizes: ModelSizes) -> int:
+    """Numbers that one block of the tower keeps per patch."""
+    return 2 * sizes.vision.ffn + 12 * sizes.vision.hidden
