@@ -52,6 +52,9 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
         train=TrainConfig(global_batch_size=7, micro_batch_tokens=400),
         launch=LaunchConfig(processes=4),
     )
+    auto = replace(cfg, parallel=replace(cfg.parallel, layers_per_stage="auto"))
+    assert dry_run(auto) == 0
+    assert "parallel.layers_per_stage=auto is [" in capsys.readouterr().out
     assert dry_run(cfg) == 0
     out = capsys.readouterr().out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out

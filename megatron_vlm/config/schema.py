@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from megatron_vlm.config.sources import EvalSource, SourceSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
+Layers = list[int] | Literal["auto"] | None
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -37,7 +38,7 @@ class ParallelConfig:
     ep: int = 1  # expert parallel; must be 1: dense models have no experts
     cp: int = 1  # context parallel; must be 1: see docs/parallelism.md
     sequence_parallel: bool = False  # must be false: see docs/parallelism.md
-    layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
+    layers_per_stage: Layers = None  # e.g. [0, 12, 12, 12]; auto: what is fastest; null: even
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
     overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs
 

@@ -95,10 +95,11 @@ class ParallelDims:
         return replica * self.tp
 
 
-def _stages(asked: list[int] | None, pp: int, num_layers: int) -> tuple[int, ...]:
-    """The layout asked for, checked; or a balanced one, its remainder on the middle stages,
-    because the first also has the vision tower and the last the head."""
-    if asked is None:
+def _stages(asked: list[int] | str | None, pp: int, num_layers: int) -> tuple[int, ...]:
+    """The layout asked for, checked; or an even one, its remainder on the middle stages, because
+    the first also has the vision tower and the last the head. The planner replaces "auto" before
+    the model is built; until then it is even."""
+    if asked is None or isinstance(asked, str):
         if num_layers < pp:
             raise ConfigError(
                 f"parallel.pp={pp} is more than the model's {num_layers} layers; lower it, or "
@@ -111,7 +112,7 @@ def _stages(asked: list[int] | None, pp: int, num_layers: int) -> tuple[int, ...
     if len(asked) != pp:
         raise ConfigError(
             f"parallel.layers_per_stage={asked} has {len(asked)} entries for parallel.pp={pp} "
-            "stages; give one number for each stage"
+            "stages; give one number for each stage, or auto"
         )
     if min(asked) < 0 or sum(asked) != num_layers:
         raise ConfigError(

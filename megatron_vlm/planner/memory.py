@@ -6,7 +6,7 @@ tests/test_planner_memory.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.distributed.dims import ParallelDims
@@ -15,6 +15,7 @@ from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.shapes import BatchSizes
 
 HEAD_CHUNK = 1024  # supervised tokens whose logits exist at once
+USABLE = 0.9  # of a device's memory: the rest is for kernels' workspaces and what fragments
 _FP32 = 4
 
 
@@ -113,8 +114,7 @@ def _working(
     text, tokens = sizes.text, batch.padded_tokens
     found = [0]
     if dims.layers_per_stage[stage] and cfg.recompute == "full":
-        layer = layer_values(replace(cfg, recompute="none"), sizes, dims.tp)
-        found.append(tokens * layer * itemsize)
+        found.append(tokens * kept_of_layer(cfg, sizes, dims.tp) * itemsize)
     if stage == 0 and batch.patches:
         found.append(tokens * text.hidden * sizes.vision.levels * itemsize)
         if cfg.recompute_vision and not cfg.freeze_vision:
@@ -129,9 +129,12 @@ def _working(
 
 def layer_values(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
     """Numbers that one decoder layer keeps per token for its backward."""
+    return sizes.text.hidden if cfg.recompute == "full" else kept_of_layer(cfg, sizes, tp)
+
+
+def kept_of_layer(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
+    """The same where nothing is recomputed."""
     text = sizes.text
-    if cfg.recompute == "full":
-        return text.hidden
     angles = 4 * text.head_dim  # cosines and sines, for queries and for keys
     if cfg.freeze_language:  # what goes into a frozen linear layer is not needed again
         whole, cut = 2 * text.hidden, 4 * text.ffn + 4 * text.query + 3 * text.kv
