@@ -161,7 +161,7 @@ def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
     assert status == 0, err
     saved = read_saved(tmp_path / "auto").parallel.layers_per_stage
     assert sum(saved) == 6 and saved[0] < 3
-    assert f"parallel.layers_per_stage=auto is {saved}, by 23 of 23 records" in out
+    assert f"parallel.layers_per_stage=auto is {saved}, by rows (23 of 23 records" in out
     assert json.dumps(f"auto is {saved}")[1:-1] in (tmp_path / "auto/metrics.jsonl").read_text()
     checkpoint = tmp_path / "auto" / "checkpoints" / "step-00000003"
     assert read_saved(checkpoint).parallel.layers_per_stage == saved
@@ -200,4 +200,4 @@ def test_a_sample_stands_for_the_data(tiny, tmp_path):
     assert len(steps) == 2  # of eight rows, over two replicas
     assert sum(batch.rows for step in steps for share in step for batch in share) == 16
     without = load_config([f"model.path={path}"])
-    assert mix_of(without, read_sizes(path)).origin.startswith("assumed rows: ")
+    assert mix_of(without, read_sizes(path)).origin.startswith("assumed, two of three")

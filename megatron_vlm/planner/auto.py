@@ -57,8 +57,8 @@ def decide(cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: 
     layers = choose(replicas, most, even)
     gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
     text = (
-        f"parallel.layers_per_stage=auto is {list(layers)}, by {mix.origin}: predicted steps are "
-        f"{gain:.2f}x as fast as with {list(even)}"
+        f"parallel.layers_per_stage=auto is {list(layers)}, by rows ({mix.origin}): predicted "
+        f"steps are {gain:.2f}x as fast as with {list(even)}"
     )
     return Decision(layers, text if fits else f"{text}; no split fits into memory by the estimate")
 

@@ -13,7 +13,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.machine import Machine
 from megatron_vlm.planner.parameters import stage_params
-from megatron_vlm.planner.schedule import Task, timeline
+from megatron_vlm.planner.schedule import Task, one_f_one_b, timeline
 from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.planner.work import Pass, Work, accumulate, micro_work
 
@@ -38,7 +38,7 @@ class Stages:
         """Until the last backward ends."""
         if self.forward_GS.shape[1] == 1:
             return float(self.forward_GS.sum() + self.backward_GS.sum())
-        return max(task.end for task in self.tasks)
+        return one_f_one_b(self.forward_GS, self.backward_GS, self.sent_GS)
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,16 @@ class Machine:
 EFFICIENCY = 0.6
 _ATTENTION = 0.26  # of what matrix products reach
 _OPERATIONS_PER_BYTE = 200
-LINK = 350e9
+_NVLINK, _PCIE = 350e9, 25e9
+_WITHOUT_NVLINK = ("L40S", "L4", "RTX")
 _NETWORK = 40e9
 _LAYER_S = 0.3e-3
 
 
-def gpu(name: str, peak: float, efficiency: float = EFFICIENCY, link: float = LINK) -> Machine:
-    """A GPU of this dense bf16 peak. `efficiency`: of it, what matrix products reach; `link`: bytes
-    per second to the other GPUs of the machine."""
+def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
+    """A GPU of this dense bf16 peak. `efficiency`: of it, what matrix products reach."""
     matmul = efficiency * peak
+    link = _PCIE if name.startswith(_WITHOUT_NVLINK) else _NVLINK
     return Machine(
         name,
         matmul,

@@ -39,13 +39,24 @@ def timeline(
 ) -> list[Task]:
     """Every task: a stage starts the next one in its order as soon as it is free and its neighbour
     has sent the input. `sent_GS`: seconds from a stage to the next one, and back."""
+    found = _ends(forward_GS, backward_GS, sent_GS).items()
+    seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
+    return [
+        Task(stage, forward, micro, end - seconds[forward][micro][stage], end)
+        for (forward, micro, stage), end in found
+    ]
+
+
+def _ends(
+    forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None
+) -> dict[tuple[bool, int, int], float]:
+    """When each task ends: (is it a forward, which micro-batch, which stage)."""
     count, stages = forward_GS.shape
     seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
     sent = np.zeros((count, stages)).tolist() if sent_GS is None else sent_GS.tolist()
     done: dict[tuple[bool, int, int], float] = {}
     orders = [schedule(stage, stages, count) for stage in range(stages)]
     places, clocks = [0] * stages, [0.0] * stages
-    tasks: list[Task] = []
     while len(done) < 2 * count * stages:
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
@@ -59,16 +70,15 @@ def timeline(
                     start = max(start, arrives)
                 clocks[stage] = start + seconds[forward][micro][stage]
                 done[forward, micro, stage] = clocks[stage]
-                tasks.append(Task(stage, forward, micro, start, clocks[stage]))
                 places[stage] += 1
-    return tasks
+    return done
 
 
 def one_f_one_b(
     forward_GS: np.ndarray, backward_GS: np.ndarray, sent_GS: np.ndarray | None = None
 ) -> float:
     """Seconds until the last backward."""
-    return max(task.end for task in timeline(forward_GS, backward_GS, sent_GS))
+    return max(_ends(forward_GS, backward_GS, sent_GS).values())
 
 
 def idle_share(tasks: Sequence[Task]) -> float:

@@ -101,7 +101,7 @@ def assumed_mix(sizes: ModelSizes, max_tokens: int) -> Mix:
     )
     plain = BatchSizes(1, min(max_tokens, alone), alone // 3, 0, 0)
     origin = (
-        f"assumed rows: two of three with a picture of 1024 x 1024 and {text} tokens of text, one "
-        f"of {alone} tokens of text; a third of the text is trained"
+        f"assumed, two of three with a picture of 1024 x 1024 and {text} tokens of text, one of "
+        f"{alone} tokens of text; a third of the text is trained"
     )
     return Mix((picture, picture, plain) * 32, origin)
