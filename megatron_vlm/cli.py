@@ -44,8 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="megatron-vlm",
         description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
         "in, a better Hugging Face checkpoint out.",
-        epilog="The usual order is doctor, plan, inspect, train --dry-run, train, report, eval, "
-        "export, chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
+        epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
+        "chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
         "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "
         "again to resume.",
     )
