@@ -90,6 +90,16 @@ def test_the_time_between_stages_counts():
     assert idle_share(timeline(forward_GS, forward_GS)) == 1 - 12 / 16
 
 
+def test_features_travel_until_their_layers_have_added_them():
+    """Three sets leave the tower of the first micro-batch; the second has no pictures."""
+    ones = np.ones((2, 2))
+    some = Replica(ones, ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), bandwidth=10.0)
+    stages = some.stages((1, 1, 4))
+    assert stages.sent_GS[:, :2].tolist() == [[3, 2], [1, 1]]  # the last stage sends nothing on
+    assert some.stages((0, 2, 4)).sent_GS[0, :2].tolist() == [4, 2]
+    assert stages.forward_GS.tolist() == [[2, 1, 5], [2, 1, 5]]
+
+
 def test_memory_decides_what_a_stage_can_hold(tiny):
     path = tiny(layers=6)
     sizes, cfg = read_sizes(path), Case(parallel={"pp": 2}).config(path)
