@@ -3,10 +3,9 @@
 Suffixes: G micro-batches, S pipeline stages, I images, R rows. Times are seconds.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from megatron_vlm.data.batch.batching import Plan, RowSize
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.planner.schedule import one_f_one_b
 
 
 @dataclass(frozen=True)
@@ -158,41 +158,6 @@ def forward_seconds(
     seconds_GS[:, 0] += np.maximum(vision_G, depth * machine.layer_s * (patches_G > 0))
     seconds_GS[:, -1] += work.per_supervised * supervised_G / speed
     return seconds_GS
-
-
-@cache
-def schedule(stage: int, stages: int, count: int) -> tuple[tuple[bool, int], ...]:
-    """The tasks of a stage in Megatron's 1F1B: (is it a forward, which micro-batch)."""
-    warm_up = min(stages - 1 - stage, count)
-    steady = [((True, warm_up + i), (False, i)) for i in range(count - warm_up)]
-    return (
-        *((True, i) for i in range(warm_up)),
-        *itertools.chain(*steady),
-        *((False, i) for i in range(count - warm_up, count)),
-    )
-
-
-def one_f_one_b(forward_GS: np.ndarray, backward_GS: np.ndarray) -> float:
-    """Seconds until the last backward, event by event: a stage starts the next task in its order
-    as soon as it is free and its neighbour has sent the input."""
-    count, stages = forward_GS.shape
-    seconds = {True: forward_GS.tolist(), False: backward_GS.tolist()}
-    done: dict[tuple[bool, int, int], float] = {}
-    orders = [schedule(stage, stages, count) for stage in range(stages)]
-    places, clocks = [0] * stages, [0.0] * stages
-    while len(done) < 2 * count * stages:
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                forward, micro = order[places[stage]]
-                neighbour = stage - 1 if forward else stage + 1
-                needs = (forward, micro, neighbour)
-                if 0 <= neighbour < stages and needs not in done:
-                    break
-                start = max(clocks[stage], done.get(needs, 0.0))
-                clocks[stage] = start + seconds[forward][micro][stage]
-                done[forward, micro, stage] = clocks[stage]
-                places[stage] += 1
-    return max(clocks)
 
 
 def bubble(forward_GS: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from megatron_vlm.distributed.process import DEBUG, say
 from megatron_vlm.early import check_data, check_model, check_new_tokens, check_run
 from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
+from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.model import with_commit, with_model
 
 
@@ -59,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
     _doctor_arguments(_command(commands, _doctor))
+    _plan_arguments(_command(commands, _plan))
     _inspect_arguments(_command(commands, _inspect))
     _shapes_arguments(_command(commands, _shapes, formatter_class=with_defaults))
     _tiny_arguments(_command(commands, _tiny, formatter_class=with_defaults))
@@ -242,6 +244,43 @@ def _doctor(args: argparse.Namespace) -> int:
     from megatron_vlm.tools.doctor import run_doctor
 
     return run_doctor(args.model)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    parser.add_argument("--gpus", type=int, default=8, help="how many there are (default: 8)")
+    memory = "of each GPU (default: 80GiB)"
+    parser.add_argument("--memory", default="80GiB", metavar="SIZE", help=memory)
+    name = "whose speed is assumed, such as A100 or H200 (default: H100)"
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help=name)
+    share = "of the peak, what matrix products reach (default: 0.6)"
+    parser.add_argument("--efficiency", type=float, default=0.6, metavar="X", help=share)
+    page = "also write one self-contained page with the pipeline drawn"
+    parser.add_argument("--html", metavar="FILE", help=page)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    """which layout of a number of GPUs fits and is the fastest
+
+    Rank the layouts (TP x PP x DP, layers of each stage, micro-batches, recomputation) by predicted
+    tokens per second, with the memory of the fullest rank and the bubble, and draw the pipeline.
+    Rows are like those of data.train, or assumed where that is not given. Needs no GPU and reads no
+    weights; what it assumes, it says.
+
+    example: megatron-vlm plan model.path=DIR data.train=chats.jsonl train.global_batch_size=64
+    --gpus 8 --memory 80GiB --html plan.html
+    """
+    from megatron_vlm.config import load_config
+
+    file, _ = configured(args)
+    cfg = load_config(args.overrides, file)
+    check_supported(cfg)
+    check_model(cfg.model.path)
+    check_new_tokens(cfg)
+    check_data(cfg, "data.train")
+    from megatron_vlm.tools.planning.command import run_plan
+
+    run_plan(cfg, args.gpus, args.memory, args.gpu, args.efficiency, args.html)
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:

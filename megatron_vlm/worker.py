@@ -40,6 +40,7 @@ from megatron_vlm.hf.names import Entry, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
+from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
 from megatron_vlm.step.optimizer import (
@@ -53,7 +54,7 @@ from megatron_vlm.step.overlap import WeightGather
 from megatron_vlm.step.pipeline import Stage
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
-_PATIENCE = 2
+PATIENCE = 2
 
 # Where a machine keeps its copies; what is in the model's folder is compared.
 _LOCAL = ("model.path", "data.cache_dir")
@@ -78,12 +79,12 @@ class MegatronWorker:
     def __init__(self, cfg: Config, training: bool = True, watchdog: Watchdog | None = None):
         """Without `training` there are no gradients and no optimizer, nor the memory for them.
         `watchdog`: of a run, which is told how far this has got."""
-        self.cfg = cfg
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
         self.source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
         sizes, family = self.source.sizes, self.source.family
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
+        self.cfg = cfg = settled(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or a weight.
         self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
         check_config(cfg, sizes, self.dims)
@@ -91,7 +92,7 @@ class MegatronWorker:
         check_tensors(self.source)
         check_tied(self.source)
         found = digests(self.source) if world_size > 1 else {}
-        patience = _PATIENCE * cfg.launch.timeout_minutes
+        patience = PATIENCE * cfg.launch.timeout_minutes
         watchdog.at(0, f"meeting the other ranks{meeting_place()}")
         join_world(self.platform, patience)
         watchdog.join(job_store(), world_size)

@@ -38,6 +38,12 @@ def test_every_recipe_composes(recipe):
     assert load_config([recipe, "model.path=x"]).model.path == "x"
 
 
+def test_no_recipe_recomputes_what_saves_nothing():
+    """Attention alone: see test_planner_memory.py, where `selective` keeps what `none` keeps."""
+    for recipe in config_dir().glob("*/*.yaml"):
+        assert "selective" not in recipe.read_text(), recipe
+
+
 def test_a_recipe_sets_what_belongs_together_and_an_override_wins():
     cfg = load_config(["model=qwen3_vl_32b", "model.path=x", "parallel.tp=4"])
     assert (cfg.parallel.tp, cfg.parallel.pp, cfg.train.precision) == (4, 2, "bf16")

@@ -5,126 +5,17 @@ import json
 import shutil
 from dataclasses import replace
 
-import pytest
-import torch
-
-from megatron_vlm.config.schema import LaunchConfig, ParallelConfig, TrainConfig
+from megatron_vlm.config.schema import LaunchConfig, TrainConfig
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.tools.dry_run import dry_run, plan_steps, size_text, warning
-from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate, in_flight
-from megatron_vlm.worker import MegatronWorker
-from tests.batches import RowSpec, make_rows
-from tests.runs import Case
 from tests.sets import data_config, open_set, write_set
 from tests.test_parity import layout
-
-# Measured worst case 4.5 % (full recompute); the estimate leaves out small things.
-TOLERANCE = 0.1
-ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),)))
-
-
-def kept_bytes(worker: MegatronWorker) -> tuple[int, int]:
-    """Weights, and what autograd keeps of a forward: each storage once, parameters not."""
-    own = {
-        t.untyped_storage().data_ptr()
-        for t in (*worker.chunks[0].parameters(), *worker.chunks[0].buffers())
-    }
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive: no address comes twice
-        return tensor
-
-    [batch] = worker.stage.arrivals(worker.micro_batches(make_rows(ROWS)), worker.chunks[0])
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        worker.stage.call(worker.chunks[0], batch, labels=batch.targets_N, loss_mask=batch.places_N)
-    weights = sum(param.nbytes for param in worker.chunks[0].parameters())
-    return weights, sum(size for size, _ in kept.values())
-
-
-def kept_by(path: str, case: Case) -> tuple[int, int]:
-    return kept_bytes(MegatronWorker(case.config(path)))
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"recompute_vision": True}])
-def test_activations_are_what_autograd_keeps(options, tiny, pool):
-    path, case = tiny(hidden=128, heads=8, kv_heads=2, layers=3), layout(**options)
-    [(weights, kept)] = pool.run(kept_by, 1, path, case)
-    source, cfg = HFCheckpoint(path), case.config(path)
-    source.read_headers()
-    dims = ParallelDims.create(cfg.parallel, 1, 3)
-    table = name_table(source.family, source.sizes, "torch", dims)
-    rows = make_rows(ROWS)
-    sizes = BatchSizes(
-        rows=2,
-        tokens=max(len(row.ids_S) for row in rows),
-        supervised=sum(int((row.labels_S[1:] != -100).sum()) for row in rows),
-        patches=16 * 12 + 6 * 8 + 20 * 10,
-        largest_image=200,
-    )
-    [memory] = estimate(cfg, source.sizes, dims, table, [sizes], 4)
-    assert memory.weights == weights and memory.gradients == weights
-    assert memory.optimizer == 2 * weights  # moments; fp32 weights are their own main weights
-    # What is added for logits on their way is not kept.
-    vocab = source.sizes.text.vocab
-    assert memory.activations - 2 * 4 * sizes.supervised * vocab == pytest.approx(
-        kept, rel=TOLERANCE
-    )
-
-
-def test_stages_tp_and_dp_share_what_they_should(tiny):
-    path = tiny()
-    source = HFCheckpoint(path)
-    source.read_headers()
-    batches = [BatchSizes(1, tokens, 10, 64, 64) for tokens in (100, 80, 60)]
-
-    def of(world, itemsize=2, **parallel):
-        cfg = replace(Case().config(path), parallel=ParallelConfig(**parallel))
-        dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
-        table = name_table(source.family, source.sizes, "torch", dims)
-        return estimate(cfg, source.sizes, dims, table, batches, itemsize)
-
-    [alone] = of(1)
-    assert alone.optimizer == 6 * alone.weights and alone.gradients == 2 * alone.weights
-    [sharded] = of(4)
-    assert sharded.optimizer == alone.optimizer // 4 and sharded.weights == alone.weights
-    [whole] = of(4, distributed_optimizer=False)
-    assert whole.optimizer == alone.optimizer
-    assert sum(stage.weights for stage in of(2, pp=2)) == alone.weights
-    few, many = of(2, pp=2, layers_per_stage=[1, 3]), of(2, pp=2, layers_per_stage=[3, 1])
-    assert few[0].activations < many[0].activations and few[1].activations > many[1].activations
-    assert of(2, tp=2)[0].weights < alone.weights
-    # Interleaved stages work further ahead, and the first chunk of stage 0 also keeps the tower's.
-    two, chunks = of(2, pp=2), of(2, pp=2, virtual_stages=2)
-    for plain, interleaved in zip(two, chunks, strict=True):
-        assert interleaved.weights == plain.weights
-        assert interleaved.activations > plain.activations
-    # Two micro-batches are under way on the first of two stages, one on the second.
-    two = of(2, pp=2)
-    del batches[1:]
-    one = of(2, pp=2)
-    assert one[0].activations < two[0].activations < 2 * one[0].activations  # 80 tokens and 100
-    assert one[1].activations == two[1].activations
-
-
-def test_what_each_chunk_keeps_at_once():
-    """As Megatron's schedules count: PP=2, two chunks, four micro-batches."""
-    dims = ParallelDims(1, 2, 1, 1, (1, 1, 1, 1), 2)
-    # Forward 0 0 1 1 0, a backward of 1, a forward of 0, a backward of 1, a forward of 1 ...
-    assert in_flight(dims, 0, 4) == {(3, 2), (4, 1)}
-    assert in_flight(dims, 1, 4) == {(2, 1), (3, 0)}
-    assert in_flight(dims, 0, 1) == {(2, 2)}  # a group with a filler: no backward before the end
-    plain = ParallelDims(1, 4, 1, 1, (1, 1, 1, 1))
-    assert [in_flight(plain, stage, 8) for stage in range(4)] == [{(4,)}, {(3,)}, {(2,)}, {(1,)}]
-    assert in_flight(plain, 0, 0) == {(0,)}
 
 
 def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
@@ -161,6 +52,9 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
         train=TrainConfig(global_batch_size=7, micro_batch_tokens=400),
         launch=LaunchConfig(processes=4),
     )
+    auto = replace(cfg, parallel=replace(cfg.parallel, layers_per_stage="auto"))
+    assert dry_run(auto) == 0
+    assert "parallel.layers_per_stage=auto is [" in capsys.readouterr().out
     assert dry_run(cfg) == 0
     out = capsys.readouterr().out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out

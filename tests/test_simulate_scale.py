@@ -20,12 +20,11 @@ from benchmarks.scale_model import (
     exchange,
     forward_seconds,
     make_setup,
-    one_f_one_b,
     replica_seconds,
-    schedule,
 )
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.planner.schedule import one_f_one_b, schedule
 
 ROOT = Path(__file__).parent.parent
 EIGHT = make_setup("8B", (36, 4096, 12288, 32), 2, 4, 8192)

@@ -17,7 +17,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.file import ConfigFile
 from megatron_vlm.config.guesses import hint
-from megatron_vlm.config.schema import Config, get, key_types
+from megatron_vlm.config.schema import Config, Layers, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.errors import ConfigError
@@ -127,7 +127,7 @@ def _composable(cls: Any) -> Any:
         if is_dataclass(kind):
             kind = _composable(kind)
             given = field(default_factory=kind)
-        elif any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
+        elif kind == Layers or any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
             kind = Any
         elif get_origin(kind) is dict:  # of any keys, which Hydra takes only where nothing is said
             kind, given = Any, field(default=None)

@@ -91,5 +91,5 @@ def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, list | tuple):
         for each in value:
             yield from _numbers(each)
-    elif value is not None:
+    elif value is not None and not isinstance(value, str):
         yield value

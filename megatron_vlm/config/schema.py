@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from megatron_vlm.config.sources import EvalSource, SourceSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
+Layers = list[int] | Literal["auto"] | None
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -20,7 +21,7 @@ class ModelConfig:
 
     path: str = MISSING  # a Qwen3-VL checkpoint: folder, or ORG/NAME[@REVISION] on the Hub
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
-    recompute: Literal["none", "selective", "full"] = "none"  # of the decoder; selective: attention
+    recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves most
     recompute_vision: bool = False  # recompute each block of the vision tower
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all
     freeze_vision: bool = False  # the vision tower without its mergers
@@ -38,7 +39,7 @@ class ParallelConfig:
     cp: int = 1  # context parallel; must be 1: see docs/parallelism.md
     sequence_parallel: bool = False  # must be false: see docs/parallelism.md
     virtual_stages: int = 1  # chunks of each stage, of an interleaved pipeline
-    layers_per_stage: list[int] | None = None  # e.g. [0, 12, 12, 12]; null: balanced
+    layers_per_stage: Layers = None  # e.g. [0, 12, 12, 12]; auto: what is fastest; null: even
     distributed_optimizer: bool = True  # shard the optimizer state over the DP ranks
     overlap_grad_reduce: bool = False  # reduce gradients while the last backward pass still runs
     overlap_param_gather: bool = False  # gather new weights while the next forward pass begins

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from megatron_vlm.config.ranges import check_ranges
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
@@ -26,6 +26,7 @@ def check_values(cfg: Config) -> None:
         if get_origin(kind) is Literal and get(cfg, key) not in get_args(kind):
             choices = ", ".join(get_args(kind))
             raise ConfigError(f"{key}={get(cfg, key)!r} is not one of {choices}")
+    _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
     check_ranges(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
@@ -71,6 +72,20 @@ def processes_for(cfg: Config, gpus: int) -> int:
             "change one of them"
         )
     return count
+
+
+def _check_layers(given: Any, virtual_stages: int) -> None:
+    listed = isinstance(given, list) and all(type(count) is int for count in given)
+    if not (listed or given in (None, "auto")):
+        raise ConfigError(
+            f"parallel.layers_per_stage={given!r}: give auto, or a list with one whole number for "
+            "each stage, such as [0,12,12,12]"
+        )
+    if given == "auto" and virtual_stages > 1:
+        raise ConfigError(
+            "parallel.layers_per_stage=auto chooses the layers of stages, not of the chunks that "
+            f"parallel.virtual_stages={virtual_stages} makes of them; give a list, or null"
+        )
 
 
 def _check_lists(cfg: Config) -> None:

@@ -53,6 +53,10 @@ class ParallelDims:
         """The place of a chunk in the pipeline, from 0."""
         return chunk * self.pp + stage
 
+    def is_last(self, place: int) -> bool:
+        """Whether the head is at this place."""
+        return place == len(self.layers_per_stage) - 1
+
     def layers_of(self, stage: int, chunk: int = 0) -> range:
         """Global numbers, from 0, of the decoder layers in a chunk of a stage."""
         ends = [0, *accumulate(self.layers_per_stage)]
@@ -111,9 +115,12 @@ class ParallelDims:
         return replica * self.tp
 
 
-def _stages(asked: list[int] | None, pp: int, virtual: int, num_layers: int) -> tuple[int, ...]:
-    """The layout asked for, checked; or a balanced one, its remainder on the middle stages,
-    because the first also has the vision tower and the last the head."""
+def _stages(
+    asked: list[int] | str | None, pp: int, virtual: int, num_layers: int
+) -> tuple[int, ...]:
+    """The layout asked for, checked; or an even one, its remainder on the middle stages, because
+    the first also has the vision tower and the last the head. The planner replaces "auto" before
+    the model is built; until then it is even."""
     count = pp * virtual
     if virtual > 1 and pp == 1:
         raise ConfigError(
@@ -123,7 +130,7 @@ def _stages(asked: list[int] | None, pp: int, virtual: int, num_layers: int) -> 
     kind, product = "stage", f"parallel.pp={pp}"
     if virtual > 1:
         kind, product = "chunk", f"{product} x parallel.virtual_stages={virtual} = {count}"
-    if asked is None:
+    if asked is None or isinstance(asked, str):
         if num_layers < count:
             remedy = "lower it"
             if num_layers == count - 1:  # the first may hold the tower alone
@@ -137,6 +144,7 @@ def _stages(asked: list[int] | None, pp: int, virtual: int, num_layers: int) -> 
         raise ConfigError(
             f"parallel.layers_per_stage={asked} has {len(asked)} entries for {product} "
             f"{kind}s; give one number for each {kind}, in the order of the pipeline"
+            + (", or auto" if virtual == 1 else "")
         )
     if min(asked) < 0 or sum(asked) != num_layers:
         raise ConfigError(

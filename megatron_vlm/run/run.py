@@ -19,6 +19,7 @@ from megatron_vlm.hf.export_mark import read_export_mark
 from megatron_vlm.hf.push import Upload
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.run.folder import held_folder
+from megatron_vlm.run.layers import decided
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.meter import Guard, Meter
 from megatron_vlm.run.profiler import Profiler
@@ -38,6 +39,7 @@ class Run:
             claim = opened.enter_context(held_folder(cfg))
         if cfg.data.num_workers:
             start_server()  # it imports while the model is built
+        cfg, planned = decided(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform
@@ -55,7 +57,7 @@ class Run:
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), Guard(cfg)
         self._announce()
-        for remark in self.saver.remarks:
+        for remark in [*[planned] * bool(planned), *self.saver.remarks]:
             self.log.event(self.resumed_step, remark)
         signals.can_save = True
 

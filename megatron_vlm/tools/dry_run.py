@@ -27,8 +27,11 @@ from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.hub import hub_name
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
+from megatron_vlm.planner.auto import asks, decide, with_layers
+from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
+from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.run.model import with_model
-from megatron_vlm.tools.memory import BatchSizes, StageMemory, estimate
 
 SHOWN_STEPS = 2
 MEASURED_STEPS = 50  # the largest step among these decides the memory of activations
@@ -44,6 +47,10 @@ def dry_run(cfg: Config) -> int:
     source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
+    if asks(cfg):
+        found = decide(cfg, source.sizes, world, platform, mix_of(cfg, source.sizes))
+        cfg = with_layers(cfg, found.layers)
+        console.print(found.text, soft_wrap=True)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
     check_config(cfg, source.sizes, dims)
     # A folder may have no weights yet, and for a plan none are downloaded.
@@ -61,7 +68,7 @@ def dry_run(cfg: Config) -> int:
     # Sooner or later the largest micro-batches of a replica are in flight together.
     shares = [share for step in steps for share in step] or [[]]
     heaviest = max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
-    memory = estimate(cfg, source.sizes, dims, table, heaviest, dtype.itemsize)
+    memory = estimate(cfg, source.sizes, dims, heaviest, dtype.itemsize)
     where = "the device" if platform.is_cuda else "this machine, which all processes share"
     total = f"{size_text(platform.memory_total())} in {where}"
     chunks = f" with its {dims.virtual_stages} chunks" if dims.virtual_stages > 1 else ""
@@ -116,25 +123,25 @@ def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
 def memory_table(memory: Sequence[StageMemory]) -> Table:
     """One line per stage."""
     table = plain_table()
-    for column in ("stage", "weights", "gradients", "optimizer", "activations", "total"):
+    columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
+    for column in ("stage", *columns):
         table.add_column(column, justify="right")
     for stage, parts in enumerate(memory):
-        sizes = (parts.weights, parts.gradients, parts.optimizer, parts.activations, parts.total)
-        table.add_row(str(stage), *map(size_text, sizes))
+        table.add_row(str(stage), *(size_text(getattr(parts, column)) for column in columns))
     return table
 
 
 def warning(memory: Sequence[StageMemory], platform: Platform) -> str:
     """What to change if the estimate does not fit; empty if it does."""
     need = max(parts.total for parts in memory)
-    if need <= 0.9 * platform.memory_total():
+    if need <= USABLE * platform.memory_total():
         return ""
     worst = next(stage for stage, parts in enumerate(memory) if parts.total == need)
     remedies = ["model.recompute=full", "a lower train.micro_batch_tokens", "more parallel.tp"]
     if worst == 0:
         remedies[:0] = [
             "model.recompute_vision=true",
-            "fewer decoder layers on stage 0 (parallel.layers_per_stage)",
+            "fewer decoder layers on stage 0 (parallel.layers_per_stage=auto)",
         ]
     return (
         f"Stage {worst} needs about {size_text(need)} a rank, and there are "

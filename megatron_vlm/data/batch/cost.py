@@ -16,7 +16,8 @@ class WorkModel:
     per_token: int  # linear layers of the decoder
     per_token_pair: int  # causal attention, over half of all pairs
     per_supervised: int  # the head
-    per_patch: int  # linear layers of the vision tower, mergers included
+    per_patch_of_tower: int  # linear layers of the vision tower
+    per_patch_of_mergers: int  # and those of its mergers
     per_patch_pair: int  # attention within a frame
 
     @staticmethod
@@ -28,9 +29,15 @@ class WorkModel:
             per_token=2 * _matrices(sizes, Part.decoder),
             per_token_pair=4 * text.layers * text.query,
             per_supervised=2 * text.hidden * text.vocab,
-            per_patch=2 * (tower + mergers // vision.merge**2),
+            per_patch_of_tower=2 * tower,
+            per_patch_of_mergers=2 * (mergers // vision.merge**2),
             per_patch_pair=4 * vision.depth * vision.hidden,
         )
+
+    @property
+    def per_patch(self) -> int:
+        """Linear layers of the vision tower, mergers included."""
+        return self.per_patch_of_tower + self.per_patch_of_mergers
 
     def row(self, tokens: int, supervised: int, patches: int, patch_pairs: int) -> int:
         """The operations of one row's forward; its backward takes twice as many."""

@@ -1,0 +1,75 @@
+"""What to change where no layout fits, each remedy with its numbers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.search import Candidate, Cluster, search
+from megatron_vlm.planner.shapes import Mix
+
+_MOST_GPUS = 512
+
+
+def advice(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate) -> str:
+    """One message: what the leanest layout needs, and which changes would fit."""
+    dims, parts = leanest.dims, max(leanest.memory, key=lambda stage: stage.total)
+    usable = USABLE * cluster.memory
+    there = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
+    remedies = list(_remedies(cfg, sizes, mix, cluster))
+    return (
+        f"model.path={cfg.model.path} does not fit on {there}: the leanest layout, parallel.tp="
+        f"{dims.tp} parallel.pp={dims.pp} with model.recompute="
+        f"{leanest.cfg.model.recompute}, needs {_gib(leanest.need)} on "
+        f"its fullest rank, and {_gib(usable)} can be used (weights {_gib(parts.weights)}, "
+        f"gradients {_gib(parts.gradients)}, optimizer {_gib(parts.optimizer)}, activations "
+        f"{_gib(parts.activations + parts.working)}); "
+        + ("what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit")
+    )
+
+
+def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:
+    """More GPUs, frozen parts, shorter rows, larger GPUs: those of them that fit."""
+    count = cluster.gpus
+    while (count := 2 * count) <= _MOST_GPUS:
+        # A replica needs a row of each step.
+        rows = max(cfg.train.global_batch_size, count)
+        more = replace(cfg, train=replace(cfg.train, global_batch_size=rows))
+        if need := _need(more, sizes, mix, replace(cluster, gpus=count)):
+            yield f"{count} such GPUs ({need})"
+            break
+    model = cfg.model
+    if not model.freeze_vision and (
+        need := _need(replace(cfg, model=replace(model, freeze_vision=True)), sizes, mix, cluster)
+    ):
+        yield f"model.freeze_vision=true ({need})"
+    frozen = replace(model, freeze_vision=True, freeze_language=True)
+    if not model.freeze_language and (
+        need := _need(replace(cfg, model=frozen), sizes, mix, cluster)
+    ):
+        yield f"only the mergers trained, with model.freeze_language=true, too ({need})"
+    longest = max(row.tokens for row in mix.rows)
+    for tokens in (longest // 2, longest // 4):
+        rows_ = tuple(row for row in mix.rows if row.tokens <= tokens)
+        if rows_ and (need := _need(cfg, sizes, Mix(rows_, mix.origin), cluster)):
+            yield f"data.max_tokens={tokens} with data.truncation=drop ({need})"
+            break
+    for size in (24, 40, 48, 80, 96, 141, 192, 288):
+        larger = replace(cluster, memory=size * 2**30)
+        if larger.memory > cluster.memory and (need := _need(cfg, sizes, mix, larger)):
+            yield f"{cluster.gpus} of {size} GiB ({need})"
+            break
+
+
+def _need(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> str | None:
+    """What the fastest layout of this needs; None where none fits."""
+    found = search(cfg, sizes, mix, cluster).fitting
+    if not found:
+        return None
+    dims = found[0].dims
+    return f"parallel.tp={dims.tp} parallel.pp={dims.pp}, {_gib(found[0].need)}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"

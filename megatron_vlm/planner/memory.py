@@ -1,0 +1,184 @@
+"""How much memory a rank of each stage needs, before anything is loaded.
+
+Weights, gradients and optimizer state are exact. Activations are what autograd keeps, counted per
+token, patch and supervised position; the counts are checked against a real forward in
+tests/test_planner_memory.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.model.head import LOGITS_AT_ONCE
+from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.shapes import BatchSizes
+
+USABLE = 0.9  # of a device's memory: the rest is for kernels' workspaces and what fragments
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one rank of a stage needs."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept for the backward of all micro-batches that are under way
+    working: int = 0  # comes and goes within one of them
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations + self.working
+
+    @property
+    def fixed(self) -> int:
+        """What does not depend on the data."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def estimate(
+    cfg: Config,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    batches: Sequence[BatchSizes],
+    itemsize: int,
+) -> list[StageMemory]:
+    """One estimate per stage. `batches`: the micro-batches of a step on one replica; `itemsize`:
+    bytes of a weight."""
+    return [stage_memory(cfg, sizes, dims, stage, batches, itemsize) for stage in range(dims.pp)]
+
+
+def stage_memory(
+    cfg: Config,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    stage: int,
+    batches: Sequence[BatchSizes],
+    itemsize: int,
+) -> StageMemory:
+    """The estimate of one stage."""
+    counts = count(cfg, sizes, dims, stage)
+    # Adam's moments, and fp32 main weights where the model's are not fp32.
+    copies = 2 if itemsize == _FP32 else 3
+    kept, working = [], []
+    for chunk in range(dims.virtual_stages):
+        place = dims.place_of(stage, chunk)
+        of_chunk = [activations(cfg.model, sizes, dims, place, each, itemsize) for each in batches]
+        kept.append(sorted(of_chunk, reverse=True))
+        working += [_working(cfg.model, sizes, dims, place, each, itemsize) for each in batches]
+    under_way = max(
+        sum(sum(each[:number]) for each, number in zip(kept, numbers, strict=True))
+        for numbers in in_flight(dims, stage, len(batches))
+    )
+    return StageMemory(
+        itemsize * counts.held,
+        _FP32 * counts.gradients,
+        _FP32 * copies * counts.optimized,
+        under_way,
+        max(working, default=0),
+    )
+
+
+def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
+    """How many micro-batches the chunks of a stage keep at once, whenever Megatron's schedule turns
+    from a forward to a backward."""
+    pp, chunks = dims.pp, dims.virtual_stages
+    # Groups of pp micro-batches, each through all chunks; fillers complete the last group.
+    order = [chunk for _ in range(-(-batches // pp)) for chunk in range(chunks) for _ in range(pp)]
+    back = [chunks - 1 - chunk for chunk in order]
+    ahead = pp - stage - 1  # forwards before the first backward
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * pp
+    found = set()
+    for done in range(max(min(len(order) - ahead, 2 * pp * chunks), 1)):
+        begun, ended = order[: ahead + done + 1], back[:done]
+        found.add(tuple(begun.count(chunk) - ended.count(chunk) for chunk in range(chunks)))
+    return found
+
+
+def activations(
+    cfg: ModelConfig,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    place: int,
+    batch: BatchSizes,
+    itemsize: int,
+) -> int:
+    """Bytes that a stage, or its chunk at this place in the pipeline, keeps of a micro-batch for
+    its backward."""
+    text, vision = sizes.text, sizes.vision
+    layers, tokens = dims.layers_per_stage[place], batch.padded_tokens
+    values = tokens * layers * layer_values(cfg, sizes, dims.tp)
+    # Features that have not been added yet arrive with the hidden states.
+    arriving = dims.features_after(place - 1, vision.deepstack) if batch.patches else 0
+    if place > 0 or cfg.recompute == "full":
+        values += tokens * text.hidden * arriving
+    if place == 0:
+        patches = batch.patches_of_rank(dims.tp if cfg.share_images else 1)
+        values += patches * patch_values(cfg, sizes)
+    if dims.is_last(place):
+        norm = 1 if cfg.freeze_language else 2
+        values += norm * tokens * text.hidden + batch.supervised * text.hidden
+    return values * itemsize
+
+
+def _working(
+    cfg: ModelConfig,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    place: int,
+    batch: BatchSizes,
+    itemsize: int,
+) -> int:
+    """The most of what comes and goes: a recomputed layer or block, features on their way into the
+    sequence, logits."""
+    text, tokens = sizes.text, batch.padded_tokens
+    found = [0]
+    if dims.layers_per_stage[place] and cfg.recompute == "full":
+        found.append(tokens * kept_of_layer(cfg, sizes, dims.tp) * itemsize)
+    if place == 0 and batch.patches:
+        found.append(tokens * text.hidden * sizes.vision.levels * itemsize)
+        if cfg.recompute_vision and not cfg.freeze_vision:
+            patches = batch.patches_of_rank(dims.tp if cfg.share_images else 1)
+            found.append(patches * block_values(sizes) * itemsize)
+    if dims.is_last(place):
+        # Logits, their fp32 copy and the gradient of one of them.
+        logits = batch.supervised * dims.padded_vocab(text.vocab) // dims.tp
+        found.append(min(logits, LOGITS_AT_ONCE) * (itemsize + 2 * _FP32))
+    return max(found)
+
+
+def layer_values(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
+    """Numbers that one decoder layer keeps per token for its backward."""
+    return sizes.text.hidden if cfg.recompute == "full" else kept_of_layer(cfg, sizes, tp)
+
+
+def kept_of_layer(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
+    """The same where nothing is recomputed."""
+    text = sizes.text
+    angles = 4 * text.head_dim  # cosines and sines, for queries and for keys
+    if cfg.freeze_language:  # what goes into a frozen linear layer is not needed again
+        whole, cut = 2 * text.hidden, 4 * text.ffn + 4 * text.query + 3 * text.kv
+    else:
+        whole, cut = 6 * text.hidden, 5 * text.ffn + 5 * text.query + 4 * text.kv
+    # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and its output
+    # is what the next layer keeps anyway.
+    return whole + angles + cut // tp
+
+
+def patch_values(cfg: ModelConfig, sizes: ModelSizes) -> int:
+    """Numbers that the vision tower keeps per patch for its backward."""
+    vision = sizes.vision
+    merger = vision.levels * (3 * vision.hidden + vision.out_hidden // vision.merge**2)
+    if cfg.freeze_vision:  # nothing before the mergers has a gradient
+        return 0 if cfg.freeze_merger else merger
+    block = vision.hidden if cfg.recompute_vision else block_values(sizes)
+    return vision.patch_values + vision.depth * block + merger
+
+
+def block_values(sizes: ModelSizes) -> int:
+    """Numbers that one block of the tower keeps per patch."""
+    return 2 * sizes.vision.ffn + 12 * sizes.vision.hidden

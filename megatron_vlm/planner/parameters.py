@@ -1,0 +1,126 @@
+"""The parameters that a rank of each stage holds, and what its optimizer keeps of them."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby
+
+from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.sizes import ModelSizes, Part
+
+# megatron-core 0.16.1, _ParamAndGradBuffer and DistributedDataParallel.
+_PARAM_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+_LEAST_BUCKET = 40_000_000
+_BUCKET_OF_RANK = 1_000_000
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter of a rank."""
+
+    values: int
+    trained: bool
+    shared: bool = False  # the tied embedding, where the first and the last stage have it
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Values on one rank of a stage; of what DP shares out, on the rank that has most."""
+
+    held: int
+    trained: int
+    gradients: int  # of the buffer that gradients are summed in, alignment included
+    optimized: int  # whose moments this rank keeps
+
+
+def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Counts:
+    """The values of each kind on a rank of a stage: of all its chunks."""
+    places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
+    chunks = [astuple(_of_chunk(cfg, sizes, dims, place)) for place in places]
+    return Counts(*map(sum, zip(*chunks, strict=True)))
+
+
+def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> Counts:
+    params = list(chunk_params(cfg.model, sizes, dims, place))
+    trained = [param for param in params if param.trained]
+    values = sum(param.values for param in trained)
+    held = sum(param.values for param in params)
+    if not cfg.parallel.distributed_optimizer or dims.dp == 1:
+        return Counts(held, values, values, values)
+    bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
+    if cfg.parallel.overlap_grad_reduce and place == 0:
+        bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
+    return Counts(held, values, *_shards(trained, dims.dp, bucket))
+
+
+def chunk_params(
+    cfg: ModelConfig, sizes: ModelSizes, dims: ParallelDims, place: int
+) -> Iterator[Held]:
+    """Every parameter of one rank in the chunk at a place in the pipeline, in the order of the
+    built module."""
+    text, tp, language = sizes.text, dims.tp, not cfg.freeze_language
+    first, last = place == 0, dims.is_last(place)
+    vocabulary = Held(
+        dims.padded_vocab(text.vocab) // tp * text.hidden,
+        language,
+        shared=sizes.tied and dims.pp > 1,
+    )
+    if first:
+        yield vocabulary
+    layer = (
+        text.hidden,
+        text.hidden * text.query // tp,
+        (text.query + 2 * text.kv) // tp * text.hidden,
+        text.head_dim,
+        text.head_dim,
+        text.hidden,
+        2 * text.ffn // tp * text.hidden,
+        text.hidden * text.ffn // tp,
+    )
+    for _ in range(dims.layers_per_stage[place]):
+        yield from (Held(values, language) for values in layer)
+    if last:
+        yield Held(text.hidden, language)  # the final norm
+        if not sizes.tied or dims.pp > 1:
+            yield vocabulary
+    if first:
+        frozen = {Part.vision: cfg.freeze_vision, Part.merger: cfg.freeze_merger}
+        for tensor in sizes.tensors:
+            if tensor.part in frozen:
+                yield Held(tensor.num_values, not frozen[tensor.part])
+
+
+def _shards(params: Sequence[Held], ranks: int, bucket_size: int | None) -> tuple[int, int]:
+    """Values of the gradient buffer, and those of parameters in the fullest rank's share of it:
+    each bucket is cut into equal shares."""
+    start, kept = 0, [0] * ranks
+    for _, bucket in groupby(_buckets(params, bucket_size), key=lambda placed: placed[0]):
+        spans = [(first, param.values) for _, first, param in bucket]
+        size = _up(sum(spans[-1]), math.lcm(ranks, _BUCKET_ALIGNMENT))
+        share = size // ranks
+        for first, values in spans:
+            for rank in range(first // share, (first + values - 1) // share + 1):
+                low, high = rank * share, (rank + 1) * share
+                kept[rank] += min(first + values, high) - max(first, low)
+        start += size
+    return start, max(kept)
+
+
+def _buckets(params: Sequence[Held], size: int | None) -> Iterator[tuple[int, int, Held]]:
+    """Each parameter with its bucket and its place there, in the order of the buffer: the last
+    comes first. The shared embedding has a bucket of its own."""
+    number = place = 0
+    for param in reversed(params):
+        place = _up(place, _PARAM_ALIGNMENT)
+        if param.shared and place:
+            number, place = number + 1, 0
+        yield number, place, param
+        place += param.values
+        if param.shared or (size is not None and place >= size):
+            number, place = number + 1, 0
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

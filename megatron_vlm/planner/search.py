@@ -1,0 +1,221 @@
+"""Every layout of a number of GPUs: does it fit, and how long is a step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.planner.costs import Replica, Stages, trained
+from megatron_vlm.planner.machine import Machine
+from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
+from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.shapes import Mix, Step, heaviest_share
+from megatron_vlm.planner.split import choose, even_split, level, most_layers, replicas_of
+from megatron_vlm.planner.work import ring, update
+
+_MICRO_TOKENS = (2048, 4096, 8192, 16384)
+# The cheapest in time first: the first that fits is the fastest that fits.
+_RECOMPUTES: tuple[tuple[Literal["none", "full"], bool], ...] = (
+    ("none", False),
+    ("none", True),
+    ("full", False),
+    ("full", True),
+)
+_FP32 = 4
+ITEMSIZE = {"bf16": 2, "fp32": 4, "auto": 2}  # of a weight on a GPU
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What there is to train on."""
+
+    gpus: int
+    memory: float  # bytes of each
+    machine: Machine
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout as the keys of a configuration, with what is predicted of it."""
+
+    cfg: Config
+    dims: ParallelDims
+    memory: tuple[StageMemory, ...]
+    stages: Stages | None  # of the slowest replica of the first step; None where it does not fit
+    step_s: float  # the mean step, optimizer included
+    tokens: float  # of the mean step
+    bubble: float
+
+    @property
+    def need(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(stage.total for stage in self.memory)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys that make a run of it."""
+        dims, model = self.dims, self.cfg.model
+        keys: dict[str, object] = {"parallel.tp": dims.tp, "parallel.pp": dims.pp}
+        if dims.layers_per_stage != even_split(dims.pp, dims.num_layers):
+            layers = ",".join(map(str, dims.layers_per_stage))
+            keys["parallel.layers_per_stage"] = f"[{layers}]"
+        keys["train.micro_batch_tokens"] = self.cfg.train.micro_batch_tokens
+        keys["model.recompute"] = model.recompute
+        keys["model.recompute_vision"] = str(model.recompute_vision).lower()
+        pairs = (f"{key}={value}" for key, value in keys.items())
+        return [f"'{pair}'" if "[" in pair else pair for pair in pairs]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has to say."""
+
+    fitting: tuple[Candidate, ...]  # the fastest first
+    leanest: Candidate | None  # the one that needs least, where none fits
+
+
+def search(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Found:
+    """All layouts, ranked by predicted tokens per second."""
+    fitting: list[Candidate] = []
+    leanest: Candidate | None = None
+    for degrees, tokens in _options(cfg, sizes, mix, cluster):
+        tried = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
+        steps = mix.steps(tried.train, sizes, degrees[2])
+        for candidate in _modes(tried, sizes, degrees, steps, cluster):
+            if candidate.stages is not None:
+                fitting.append(candidate)
+            elif leanest is None or candidate.need < leanest.need:
+                leanest = candidate
+    fitting.sort(key=lambda found: (-found.tokens_per_s, found.cfg.train.micro_batch_tokens))
+    # A larger limit that changes no micro-batch is no other layout.
+    alike = {(found.dims, found.cfg.model, found.step_s): found for found in reversed(fitting)}
+    return Found(tuple(reversed(alike.values())), None if fitting else leanest)
+
+
+def _options(
+    cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster
+) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """(TP, PP, DP) and train.micro_batch_tokens."""
+    text, gpus = sizes.text, cluster.gpus
+    limits = {tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens}
+    limits |= {cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]}
+    for tp in (1, 2, 4, 8):
+        cut = (text.heads, text.kv_heads, text.ffn, gpus)
+        if any(each % tp for each in cut) or tp > cluster.machine.devices:
+            continue
+        for pp in range(1, gpus // tp + 1):
+            dp = gpus // (tp * pp)
+            if tp * pp * dp == gpus and pp <= text.layers and dp <= cfg.train.global_batch_size:
+                yield from (((tp, pp, dp), tokens) for tokens in sorted(limits))
+
+
+def _modes(
+    cfg: Config,
+    sizes: ModelSizes,
+    degrees: tuple[int, int, int],
+    steps: Sequence[Step],
+    cluster: Cluster,
+) -> Iterator[Candidate]:
+    """With the least recomputation that fits; without a time, those that do not fit."""
+    for recompute, vision in _RECOMPUTES:
+        if vision and cfg.model.freeze_vision:
+            continue
+        model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
+        tried = replace(cfg, model=model)
+        found = _candidate(tried, sizes, degrees, steps, cluster)
+        yield found
+        if found.stages is not None:
+            return
+
+
+def _candidate(
+    cfg: Config,
+    sizes: ModelSizes,
+    degrees: tuple[int, int, int],
+    steps: Sequence[Step],
+    cluster: Cluster,
+) -> Candidate:
+    tp, pp, dp = degrees
+    itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_share(steps)
+    limit, even = USABLE * cluster.memory, even_split(pp, sizes.text.layers)
+    most = most_layers(cfg, sizes, degrees, heaviest, itemsize, limit)
+    replicas = (
+        [] if most is None else replicas_of(cfg, sizes, degrees, steps, cluster.machine, itemsize)
+    )
+    split = even if most is None else level(replicas, most, sizes.text.layers)
+    dims = ParallelDims(tp, pp, dp, 1, split)
+    memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
+    if most is None or max(stage.total for stage in memory) > limit:
+        return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
+    return _timed(
+        Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0), sizes, replicas, steps, cluster
+    )
+
+
+def polished(candidate: Candidate, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Candidate:
+    """The same with the best split of its layers, which takes longer to find."""
+    cfg, dims = candidate.cfg, candidate.dims
+    itemsize, degrees = ITEMSIZE[cfg.train.precision], (dims.tp, dims.pp, dims.dp)
+    steps = mix.steps(cfg.train, sizes, dims.dp)
+    heaviest, limit = heaviest_share(steps), USABLE * cluster.memory
+    most = most_layers(cfg, sizes, degrees, heaviest, itemsize, limit)
+    assert most is not None
+    replicas = replicas_of(cfg, sizes, degrees, steps, cluster.machine, itemsize)
+    split = choose(replicas, most, even_split(dims.pp, dims.num_layers))
+    dims = replace(dims, layers_per_stage=split)
+    memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
+    found = replace(candidate, dims=dims, memory=memory)
+    return _timed(found, sizes, replicas, steps, cluster)
+
+
+def _timed(
+    candidate: Candidate,
+    sizes: ModelSizes,
+    replicas: Sequence[Sequence[Replica]],
+    steps: Sequence[Step],
+    cluster: Cluster,
+) -> Candidate:
+    dims, cfg = candidate.dims, candidate.cfg
+    slowest = [
+        max((each.stages(dims.layers_per_stage) for each in step), key=lambda found: found.seconds)
+        for step in replicas
+    ]
+    pipeline = sum(stages.seconds for stages in slowest) / len(slowest)
+    after = max(_after(cfg, sizes, dims, stage, cluster.machine) for stage in range(dims.pp))
+    rows = [row for step in steps for share in step for row in share]
+    # Where replicas stand for others, they all have as many tokens.
+    planned = sum(share != [] for share in steps[0]) or 1
+    tokens = sum(row.padded_tokens for row in rows) / len(steps) * max(1.0, dims.dp / planned)
+    busy = sum(float(s.forward_GS.sum() + s.backward_GS.sum()) for s in slowest)
+    bubble = 1 - busy / dims.pp / (pipeline * len(slowest))
+    return replace(
+        candidate, stages=slowest[0], step_s=pipeline + after, tokens=tokens, bubble=bubble
+    )
+
+
+def _after(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int, machine: Machine
+) -> float:
+    """Seconds after the last backward: gradients over DP, AdamW, weights over DP."""
+    counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
+    found = machine.seconds(update(counts))
+    link = machine.between(dims.tp * dims.dp)
+    if cfg.parallel.distributed_optimizer:
+        found += ring(dims.dp) / 2 * (_FP32 + itemsize) * counts.gradients / link
+    else:
+        found += ring(dims.dp) * _FP32 * counts.gradients / link
+    if stage == 0 and cfg.model.share_images:
+        tower = trained(_tower_alone(cfg), sizes, dims.tp, dims.pp)[1]
+        found += ring(dims.tp) * _FP32 * tower / machine.link
+    return found
+
+
+def _tower_alone(cfg: Config) -> Config:
+    """With a decoder that does not learn: what remains is the tower."""
+    return replace(cfg, model=replace(cfg.model, freeze_language=True))

@@ -1,0 +1,1 @@
+"""`megatron-vlm plan`: which layout of a number of GPUs is the fastest, before there are any."""

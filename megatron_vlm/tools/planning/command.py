@@ -1,0 +1,80 @@
+"""`megatron-vlm plan`: search, print, write the page; where nothing fits, say what would."""
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.display.text import visible
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.planner.advice import advice
+from megatron_vlm.planner.machine import gpu
+from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.search import Cluster, polished, search
+from megatron_vlm.run.model import with_model
+from megatron_vlm.tools.planning.content import Plan
+from megatron_vlm.tools.planning.page import render_page
+from megatron_vlm.tools.planning.terminal import print_plan
+
+SHOWN = 8
+_POLISHED = 3  # of the fastest, whose layers are split once more, with more care
+_UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
+
+
+def run_plan(
+    cfg: Config, gpus: int, memory: str, name: str, efficiency: float, html: str | None
+) -> None:
+    """Print the best layouts of `gpus` devices called `name`, and write a page where `html` names
+    one. ConfigError where nothing fits, with what would."""
+    cluster = _cluster(gpus, memory, name, efficiency)
+    if cfg.model.freeze_vision and cfg.model.freeze_merger and cfg.model.freeze_language:
+        raise ConfigError("model.freeze_*: everything is frozen, and nothing is left to plan for")
+    cfg = with_model(cfg, weights=False)
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
+    mix = mix_of(cfg, sizes)
+    found = search(cfg, sizes, mix, cluster)
+    if found.leanest is not None:
+        raise ConfigError(advice(cfg, sizes, mix, cluster, found.leanest))
+    if not found.fitting:
+        raise ConfigError(
+            f"--gpus {gpus}: no layout has at most train.global_batch_size="
+            f"{cfg.train.global_batch_size} replicas; raise that key, or give fewer GPUs"
+        )
+    best = [polished(each, sizes, mix, cluster) for each in found.fitting[:_POLISHED]]
+    ranked = sorted([*best, *found.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
+    shown = ranked[:SHOWN]
+    if not any(each.dims.pp > 1 for each in shown):  # one with a pipeline, to compare
+        shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
+    plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked))
+    console = Console(highlight=False)
+    print_plan(plan, console)
+    if html is not None:
+        try:
+            Path(html).expanduser().write_text(render_page(plan), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from error
+        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+
+
+def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:
+    if not 1 <= gpus <= 4096:
+        raise ConfigError(f"--gpus {gpus}: give 1 to 4096")
+    if not 0 < efficiency <= 1:
+        raise ConfigError(f"--efficiency {efficiency}: give a fraction of the peak, above 0 to 1")
+    if (peak := peak_of(name)) is None:
+        raise ConfigError(
+            f"--gpu {name}: its peak is not known; choose from {', '.join(PEAK_FLOPS_BF16)}, and "
+            "scale it with --efficiency"
+        )
+    return Cluster(gpus, _bytes(memory), gpu(name, peak, efficiency))
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|)", text.strip(), re.IGNORECASE)
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 2**30 <= size <= 2**40:
+        raise ConfigError(f"--memory {text}: give the memory of one GPU, such as 80GiB")
+    return size

@@ -1,0 +1,117 @@
+"""The tables of docs/what-fits.md: which Qwen3-VL fits on which GPUs, by the planner's estimate.
+
+    python scripts/make_what_fits.py
+
+Rewrites the part of that page between its marks, in a minute or two; tests/test_what_fits.py fails
+where it is outdated.
+"""
+
+import sys
+from pathlib import Path
+
+from transformers import Qwen3VLConfig
+
+from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
+from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.planner.machine import gpu
+from megatron_vlm.planner.search import Cluster, search
+from megatron_vlm.planner.shapes import assumed_mix
+
+PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
+BEGIN, END = "<!-- fits begin -->\n", "<!-- fits end -->\n"
+CARDS = (24, 48, 80, 141)  # GiB
+COUNTS = (1, 2, 4, 8)
+_SMALL_TOWER = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16)
+_TOWER = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
+_MARKS = {24: [5, 11, 17], 27: [8, 16, 24]}
+# Layers, width, width of the MLP, heads, tied, tower: as in each model's config.json.
+MODELS = {
+    "2B": (28, 2048, 6144, 16, True, _SMALL_TOWER),
+    "4B": (36, 2560, 9728, 32, True, _SMALL_TOWER),
+    "8B": (36, 4096, 12288, 32, False, _TOWER),
+    "32B": (64, 5120, 25600, 64, False, _TOWER),
+}
+_SHORT = {
+    ("none", False): "",
+    ("none", True): ", V",
+    ("full", False): ", D",
+    ("full", True): ", DV",
+}
+
+
+def sizes_of_model(name: str) -> ModelSizes:
+    """From the config.json that a model of this size has."""
+    layers, hidden, ffn, heads, tied, tower = MODELS[name]
+    return sizes_of(
+        Qwen3VLConfig(
+            text_config=dict(
+                num_hidden_layers=layers,
+                hidden_size=hidden,
+                intermediate_size=ffn,
+                num_attention_heads=heads,
+                num_key_value_heads=8,
+                head_dim=128,
+                vocab_size=151936,
+            ),
+            vision_config=dict(
+                **tower, out_hidden_size=hidden, deepstack_visual_indexes=_MARKS[tower["depth"]]
+            ),
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def cell(sizes: ModelSizes, freeze: bool, count: int, card: int) -> str:
+    """The fastest layout that fits; or what the leanest needs."""
+    cfg = Config(
+        model=ModelConfig(path="", freeze_vision=freeze),
+        train=TrainConfig(global_batch_size=64, micro_batch_tokens=8192, precision="bf16"),
+    )
+    machine = gpu("H100", PEAK_FLOPS_BF16["H100"])
+    mix = assumed_mix(sizes, cfg.data.max_tokens)
+    found = search(cfg, sizes, mix, Cluster(count, card * 2**30, machine))
+    if found.leanest is not None:
+        return f"needs {found.leanest.need / 2**30:.0f}"
+    best = found.fitting[0]
+    dims, model = best.dims, best.cfg.model
+    degrees = (("TP", dims.tp), ("PP", dims.pp), ("DP", dims.dp))
+    words = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "1"
+    mode = _SHORT[model.recompute, model.recompute_vision]
+    return f"**{words}{mode}** {best.need / 2**30:.0f}"
+
+
+def line(name: str, freeze: bool, count: int) -> str:
+    """One line of a model's table."""
+    sizes, words = sizes_of_model(name), "tower frozen" if freeze else "all trained"
+    cells = [cell(sizes, freeze, count, card) for card in CARDS]
+    return f"| {name}, {count} GPU{'s' * (count > 1)}, {words} | {' | '.join(cells)} |"
+
+
+def tables() -> str:
+    """A table for each model, full and with a frozen tower."""
+    parts = []
+    for name in MODELS:
+        lines = [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
+        lines += [line(name, freeze, count) for freeze in (False, True) for count in COUNTS]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def with_tables(page: str, text: str) -> str:
+    """The page with new tables."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
+def main() -> int:
+    """Rewrite the page."""
+    PAGE.write_text(with_tables(PAGE.read_text(), tables()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+# .venv/bin/python -m pytest tests/test_planner_split.py
+"""parallel.layers_per_stage=auto: the split of the layers with the fastest steps, alike on all
+ranks, seen in the run and in its config.yaml, and sound to resume from."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+
+from megatron_vlm.config import load_config, read_saved
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.planner.auto import decide, settled
+from megatron_vlm.planner.costs import Replica
+from megatron_vlm.planner.machine import CPU
+from megatron_vlm.planner.memory import estimate
+from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.schedule import idle_share, timeline
+from megatron_vlm.planner.shapes import BatchSizes, Mix
+from megatron_vlm.planner.split import choose, even_split, most_layers, replicas_of, step_seconds
+from tests.runs import Case
+from tests.sets import write_set
+from tests.test_parity import layout
+from tests.test_train import command, go_pooled, run_rank, steps_of, values
+
+
+def replica(generator: random.Random, micro_batches: int) -> Replica:
+    """Any costs: micro-batches without pictures, a heavy tower, a heavy head."""
+
+    def pairs(most: float, zeros: float = 0.0) -> np.ndarray:
+        forward = np.array(
+            [
+                generator.random() * most * (generator.random() >= zeros)
+                for _ in range(micro_batches)
+            ]
+        )
+        return np.stack([forward, 2 * forward], axis=1)
+
+    hidden, features = np.ones(micro_batches), np.zeros(micro_batches)
+    parts = pairs(1) + 0.1, pairs(12, zeros=0.3), pairs(5)
+    return Replica(*parts, hidden, features, 1e9)
+
+
+def splits(pp: int, layers: int) -> list[tuple[int, ...]]:
+    every = itertools.product(range(layers + 1), repeat=pp)
+    return [split for split in every if sum(split) == layers and all(split[1:])]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_is_never_slower_than_the_even_split_and_nearly_the_best_there_is(seed):
+    generator = random.Random(seed)
+    pp, layers = generator.randint(2, 4), generator.randint(4, 8)
+    steps = [
+        [replica(generator, generator.randint(1, 9)) for _ in range(generator.randint(1, 2))]
+        for _ in range(2)
+    ]
+    even = even_split(pp, layers)
+    found = choose(steps, (layers,) * pp, even)
+    assert sum(found) == layers and all(found[1:])
+    seconds = step_seconds(steps, found)
+    assert seconds <= step_seconds(steps, even)
+    # The best of all splits, but for what moving one layer at a time cannot reach.
+    assert seconds <= 1.03 * min(step_seconds(steps, split) for split in splits(pp, layers))
+    most = tuple(generator.randint(layers // pp + 1, layers) for _ in range(pp))
+    bounded = choose(steps, most, even)
+    assert sum(bounded) == layers
+    assert all(count <= limit for count, limit in zip(bounded, most, strict=True))
+
+
+def test_a_heavy_tower_takes_layers_from_its_stage(tiny):
+    """By hand: a layer takes 1, the tower 4, and 8 layers make 12: 6 each with [2, 6]."""
+    ones = np.ones((8, 2))
+    heavy = Replica(ones, 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
+    assert choose([[heavy]], (8, 8), (4, 4)) == (2, 6)
+    assert choose([[heavy]], (8, 5), (4, 4)) == (3, 5)  # the second has no memory for six
+    light = Replica(ones, 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
+    assert choose([[light]], (8, 8), (4, 4)) == (4, 4)
+
+
+def test_the_time_between_stages_counts():
+    forward_GS = np.ones((3, 2))
+    assert max(task.end for task in timeline(forward_GS, forward_GS)) == 8
+    sent = timeline(forward_GS, forward_GS, np.full((3, 2), 0.5))
+    assert (
+        max(task.end for task in sent) == 10
+    )  # by hand: F0, B0, F1 ... each arrive half a unit late
+    assert idle_share(timeline(forward_GS, forward_GS)) == 1 - 12 / 16
+
+
+def test_features_travel_until_their_layers_have_added_them():
+    """Three sets leave the tower of the first micro-batch; the second has no pictures."""
+    ones = np.ones((2, 2))
+    some = Replica(ones, ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), bandwidth=10.0)
+    stages = some.stages((1, 1, 4))
+    assert stages.sent_GS[:, :2].tolist() == [[3, 2], [1, 1]]  # the last stage sends nothing on
+    assert some.stages((0, 2, 4)).sent_GS[0, :2].tolist() == [4, 2]
+    assert stages.forward_GS.tolist() == [[2, 1, 5], [2, 1, 5]]
+
+
+def test_memory_decides_what_a_stage_can_hold(tiny):
+    path = tiny(layers=6)
+    sizes, cfg = read_sizes(path), Case(parallel={"pp": 2}).config(path)
+    batches = [BatchSizes(2, 200, 100, 256, 256)] * 4
+
+    def total(split: tuple[int, ...], stage: int) -> int:
+        dims = decided_dims(split)
+        return estimate(cfg, sizes, dims, batches, 4)[stage].total
+
+    limit = total((2, 4), 0)
+    assert total((3, 3), 0) > limit >= total((3, 3), 1)
+    most = most_layers(cfg, sizes, (1, 2, 1), batches, 4, limit)
+    assert most is not None and most[0] == 2 and total((6 - most[1], most[1]), 1) <= limit
+    assert most_layers(cfg, sizes, (1, 2, 1), batches, 4, total((0, 6), 0) - 1) is None
+    assert most_layers(cfg, sizes, (1, 2, 1), batches, 4, None) == (6, 6)
+
+
+def decided_dims(split):
+    from megatron_vlm.distributed.dims import ParallelDims
+
+    return ParallelDims(1, len(split), 1, 1, tuple(split))
+
+
+HEAVY = {"layers": 6, "vision_depth": 6, "vision_hidden": 64, "vision_intermediate": 256}
+
+
+def test_it_is_decided_by_the_rows(tiny):
+    path = tiny(**HEAVY)
+    cfg = layout(pp=2, layers_per_stage="auto").config(path)
+    sizes, platform = read_sizes(path), pick_platform("cpu")
+
+    def of(*rows: BatchSizes) -> tuple[int, ...]:
+        return decide(cfg, sizes, 2, platform, Mix(rows, "made-up rows")).layers
+
+    text, picture = BatchSizes(1, 300, 30, 0, 0), BatchSizes(1, 80, 30, 256, 256, 256**2)
+    few = of(picture, picture, text)
+    assert few[0] < 3 <= of(text)[0]
+    steps = Mix((picture, picture, text), "").steps(cfg.train, sizes, 1)
+    replicas = replicas_of(cfg, sizes, (1, 2, 1), steps, CPU, 4)
+    assert few == min(splits(2, 6), key=lambda split: step_seconds(replicas, split))
+
+
+def test_a_worker_without_a_run_assumes_rows(tiny):
+    path = tiny(**HEAVY)
+    sizes, platform = read_sizes(path), pick_platform("cpu")
+    cfg = layout(pp=2, layers_per_stage="auto").config(path)
+    layers = settled(cfg, sizes, 2, platform).parallel.layers_per_stage
+    assert sum(layers) == 6 and layers[0] < 3
+    plain = layout(pp=2).config(path)
+    assert settled(plain, sizes, 2, platform) is plain
+
+
+def test_other_words_are_refused():
+    for value in ("even", "[1,a]", "[1.5,2.5]", "3", "true"):
+        with pytest.raises(
+            ConfigError, match=r"parallel.layers_per_stage=.*: give auto, or a list"
+        ):
+            load_config(["model.path=x", f"parallel.layers_per_stage={value}"])
+    cfg = load_config(["model.path=x", "parallel.layers_per_stage=auto"])
+    assert cfg.parallel.layers_per_stage == "auto"
+
+
+def test_a_run_decides_once_for_all_ranks_and_resumes(tiny, pool, tmp_path):
+    """Its losses are those of the list that it says, and another split goes on from there."""
+    write_set(tmp_path)
+    path = tiny(**HEAVY)
+    auto, three = "parallel.layers_per_stage=auto", ["train.steps=3", "checkpoint.export=false"]
+    status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, *three)
+    assert status == 0, err
+    saved = read_saved(tmp_path / "auto").parallel.layers_per_stage
+    assert sum(saved) == 6 and saved[0] < 3
+    assert f"parallel.layers_per_stage=auto is {saved}, by rows (23 of 23 records" in out
+    assert json.dumps(f"auto is {saved}")[1:-1] in (tmp_path / "auto/metrics.jsonl").read_text()
+    checkpoint = tmp_path / "auto" / "checkpoints" / "step-00000003"
+    assert read_saved(checkpoint).parallel.layers_per_stage == saved
+    asked = f"parallel.layers_per_stage={json.dumps(saved).replace(' ', '')}"
+    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", asked, *three)
+    assert status == 0, err
+    first = values(steps_of(tmp_path / "auto"))
+    assert first == values(steps_of(tmp_path / "list"))
+    # Both go on: the one as it was, the other with the even split.
+    status, out, err = go_pooled(pool, 2, tmp_path, path, "auto", auto, "train.steps=4")
+    assert status == 0 and "resumed from" in out, err
+    status, _, err = go_pooled(pool, 2, tmp_path, path, "list", "train.steps=4")
+    assert status == 0, err
+    ours, even = (values(steps_of(tmp_path / run))[3] for run in ("auto", "list"))
+    assert ours[1] == pytest.approx(even[1], rel=1e-5)
+
+
+def test_what_is_wrong_with_the_data_ends_all_ranks(tiny, pool, tmp_path):
+    write_set(tmp_path)
+    bad = "data.train=" + str(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    auto = "parallel.layers_per_stage=auto"
+    words = command(tmp_path, tiny(), "bad", auto, bad)[4:]
+    for status, _, err in pool.run(run_rank, 2, words):
+        assert status == 2 and "of 1 records that were looked at, none can be used" in err
+
+
+def test_a_sample_stands_for_the_data(tiny, tmp_path):
+    path = tiny()
+    file = write_set(tmp_path)
+    cfg = load_config([f"model.path={path}", f"data.train={file}", "data.cache_dir=null"])
+    mix = mix_of(cfg, read_sizes(path))
+    assert len(mix.rows) == 23 and mix.origin == "23 of 23 records of data.train"
+    assert sum(row.patches > 0 for row in mix.rows) == 17
+    steps = mix.steps(cfg.train, read_sizes(path), 2)
+    assert len(steps) == 2  # of eight rows, over two replicas
+    assert sum(batch.rows for step in steps for share in step for batch in share) == 16
+    without = load_config([f"model.path={path}"])
+    assert mix_of(without, read_sizes(path)).origin.startswith("assumed, two of three")
