@@ -69,6 +69,7 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/hf_ratio.py
+	$(BIN)/python benchmarks/plan.py
 
 scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
