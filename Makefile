@@ -70,6 +70,7 @@ bench: setup
 	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/hf_ratio.py
 	$(BIN)/python benchmarks/head_memory.py
+	$(BIN)/python benchmarks/plan.py
 
 # What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
 PY ?= $(BIN)/python

@@ -1,0 +1,292 @@
+"""Steps with parallel.layers_per_stage=auto beside those of the even split, on rows full of
+pictures, and the planner's prediction of every stage beside its time.
+
+make bench   (or: .venv/bin/python benchmarks/plan.py)
+
+With two stages both splits run side by side and take turns step by step. A stage's time is that of
+its thread on the processor, so that others on the machine do not count. Four stages do not fit on
+two cores at once: there the splits come one after the other, and the step is what 1F1B makes of the
+measured stages.
+"""
+
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from record import record
+from transformers.utils import logging
+
+from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, train_tokenizer, write_tiny
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.planner.auto import decide
+from megatron_vlm.planner.costs import trained
+from megatron_vlm.planner.schedule import one_f_one_b
+from megatron_vlm.planner.shapes import BatchSizes, Mix
+from megatron_vlm.planner.split import even_split
+from megatron_vlm.planner.work import Pass, Work, accumulate, micro_work
+
+# The tower takes about as long as the decoder on these rows.
+SPEC = TinySpec(
+    layers=12,
+    hidden=256,
+    intermediate=768,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    vocab=512,
+    deepstack=2,
+    vision_depth=2,
+    vision_hidden=256,
+    vision_heads=4,
+    vision_intermediate=1024,
+)
+PICTURES = ((24, 24),) * 10 + ((20, 28),) * 4  # in patches, one a row
+TEXTS = (150, 120)  # tokens of the rows without
+CORES = os.cpu_count() or 1
+WARM_UP, REPEATS = 1, 5
+
+
+def make_rows() -> list[Row]:
+    """One row each micro-batch, the costliest first."""
+    tokenizer = train_tokenizer(SPEC.vocab)
+    names = dict(zip(SPECIAL_TOKENS, tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    return [_row(names, 40, grid, generator) for grid in PICTURES] + [
+        _row(names, text, None, generator) for text in TEXTS
+    ]
+
+
+def _row(
+    names: dict[str, int], text: int, grid: tuple[int, int] | None, generator: torch.Generator
+) -> Row:
+    ids = torch.randint(0, 250, (text,), generator=generator)
+    labels = ids.clone()
+    labels[: text // 2] = IGNORE
+    if grid is None:
+        return Row(ids, labels)
+    height, width = grid
+    marks = [names["<|vision_start|>"], names["<|vision_end|>"]]
+    seen = torch.full((height * width // 4,), names["<|image_pad|>"])
+    seen = torch.cat([torch.tensor(marks[:1]), seen, torch.tensor(marks[1:])])
+    pixels = torch.randn(height * width, 3 * 2 * 16 * 16, generator=generator)
+    return Row(
+        torch.cat([seen, ids]),
+        torch.cat([torch.full_like(seen, IGNORE), labels]),
+        pixels,
+        torch.tensor([[1, height, width]]),
+    )
+
+
+def shapes(rows: Sequence[Row]) -> list[BatchSizes]:
+    """Each row as the planner sees it."""
+    found = []
+    for row in rows:
+        patches = 0 if row.image_grid_I3 is None else int(row.image_grid_I3.prod(-1).sum())
+        supervised = int((row.labels_S[1:] != IGNORE).sum())
+        found.append(BatchSizes(1, len(row.ids_S), supervised, patches, patches, patches**2))
+    return found
+
+
+def configuration(path: str, split: Sequence[int]) -> Config:
+    """A pipeline with this many layers on each stage."""
+    return Config(
+        model=ModelConfig(path=path),
+        parallel=ParallelConfig(pp=len(split), layers_per_stage=list(split)),
+        train=TrainConfig(micro_batch_size=1, global_batch_size=len(PICTURES) + len(TEXTS)),
+        platform="cpu",
+    )
+
+
+def serve(path: str, split: Sequence[int], rank: int, port: int, pipe: Connection) -> None:
+    """One stage; answers each message with the step's seconds and those of each of its tasks."""
+    logging.set_verbosity_error()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(split)), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_vlm.worker import MegatronWorker
+
+    spent: dict[str, list[float]] = {"forward_step": [], "backward_step": []}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            found = call(*args, **kwargs)
+            spent[name].append(time.thread_time() - start)
+            return found
+
+        return run
+
+    for name in spent:
+        setattr(schedules, name, timed(name, getattr(schedules, name)))
+    worker, rows = MegatronWorker(configuration(path, split)), make_rows()
+    while pipe.recv():
+        for seconds in spent.values():
+            seconds.clear()
+        start = time.perf_counter()
+        loss = worker.forward_backward(rows).loss
+        worker.optim_step()
+        taken = time.perf_counter() - start
+        pipe.send((taken, loss, *map(list, spent.values())))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the steps. Suffixes: G micro-batches, S stages."""
+
+    step_s: float
+    forward_GS: np.ndarray
+    backward_GS: np.ndarray
+
+    @property
+    def pipeline_s(self) -> float:
+        return one_f_one_b(self.forward_GS, self.backward_GS)
+
+
+def measure(path: str, splits: Sequence[Sequence[int]]) -> list[Measured]:
+    """All splits, step by step in turns."""
+    context = multiprocessing.get_context("spawn")
+    worlds, processes = [], []
+    for split in splits:
+        port, pipes = free_port(), []
+        for rank in range(len(split)):
+            ours, theirs = context.Pipe()
+            words = (path, split, rank, port, theirs)
+            processes.append(context.Process(target=serve, args=words, daemon=True))
+            processes[-1].start()
+            pipes.append(ours)
+        worlds.append(pipes)
+    answers: list[list[Any]] = [[] for _ in splits]
+    for repeat in range(WARM_UP + REPEATS):
+        losses = []
+        for pipes, kept in zip(worlds, answers, strict=True):
+            for pipe in pipes:
+                pipe.send(True)
+            found = [pipe.recv() for pipe in pipes]
+            losses.append(found[-1][1])
+            if repeat >= WARM_UP:
+                kept.append(found)
+        assert max(losses) - min(losses) < 1e-4 * losses[0], losses  # the same work
+    for pipes in worlds:
+        for pipe in pipes:
+            pipe.send(False)
+    for process in processes:
+        process.join()
+    return [_medians(kept) for kept in answers]
+
+
+def _medians(steps: list[Any]) -> Measured:
+    tables = [
+        np.median([[stage[part] for stage in found] for found in steps], axis=0).T
+        for part in (2, 3)
+    ]
+    return Measured(statistics.median(max(s[0] for s in found) for found in steps), *tables)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[Pass]]:
+    """What each stage does, for each micro-batch."""
+    cfg, pp = configuration(path, split), len(split)
+    parts = [Pass(Work(), accumulate(n, 4)) for n in trained(cfg, sizes, 1, pp)]
+    table = []
+    for batch in shapes(make_rows()):
+        work = micro_work(cfg, sizes, 1, batch, 4)
+        row = [(work.layer + parts[0]) * count for count in split]
+        row[0] += work.first + parts[1]
+        row[-1] += work.last + parts[2]
+        table.append(row)
+    return table
+
+
+def columns(table: list[list[Pass]]) -> np.ndarray:
+    """[forward or backward, G, S, kind of work]."""
+    return np.array(
+        [
+            [[(w.matmul, w.attention, w.moved, w.layers) for w in map(part, row)] for row in table]
+            for part in (lambda p: p.forward, lambda p: p.backward)
+        ]
+    )
+
+
+def fitted(table: np.ndarray, measured: Measured) -> np.ndarray:
+    """Seconds of each kind of work, none below 0: the least relative error over all tasks."""
+    seconds = np.stack([measured.forward_GS, measured.backward_GS]).reshape(-1)
+    rows = table.reshape(-1, table.shape[-1]) / seconds[:, None]
+    chosen = list(range(rows.shape[1]))
+    while True:
+        speeds = np.linalg.lstsq(rows[:, chosen], np.ones(len(rows)), rcond=None)[0]
+        if (speeds >= 0).all():
+            break
+        chosen.pop(int(speeds.argmin()))
+    found = np.zeros(rows.shape[1])
+    found[chosen] = speeds
+    return found
+
+
+def stage_errors(predicted: np.ndarray, measured: Measured) -> np.ndarray:
+    """Relative, of each stage's forwards and backwards over a step."""
+    seconds = np.stack([measured.forward_GS, measured.backward_GS]).sum((0, 1))
+    return np.abs(predicted.sum((0, 1)) / seconds - 1)
+
+
+def figures_of(pp: int, path: str) -> dict[str, float]:
+    """The even split and the planner's, measured and predicted."""
+    sizes, rows = read_sizes(path), shapes(make_rows())
+    cfg = configuration(path, even_split(pp, SPEC.layers))
+    cfg = Config(model=cfg.model, parallel=ParallelConfig(pp=pp), train=cfg.train, platform="cpu")
+    even = even_split(pp, SPEC.layers)
+    auto = decide(cfg, sizes, pp, pick_platform("cpu"), Mix(tuple(rows), "these rows")).layers
+    print(f"pp={pp}: even {list(even)}, auto {list(auto)}", flush=True)
+    together = [[even, auto]] if pp <= CORES else [[even], [auto]]
+    first, second = [found for splits in together for found in measure(path, splits)]
+    # The speeds of this machine come from the even split; the other one is predicted with them.
+    speeds = fitted(columns(works(sizes, path, even)), first)
+    tables = [columns(works(sizes, path, split)) @ speeds for split in (even, auto)]
+    predicted = [one_f_one_b(*table) for table in tables]
+    errors = [
+        stage_errors(table, found) for table, found in zip(tables, (first, second), strict=True)
+    ]
+    figures = {
+        f"plan_pp{pp}_auto_over_even": first.pipeline_s / second.pipeline_s,
+        f"plan_pp{pp}_auto_over_even_predicted": predicted[0] / predicted[1],
+        f"plan_pp{pp}_stage_error_fitted_split": float(errors[0].max()),
+        f"plan_pp{pp}_stage_error_other_split": float(errors[1].max()),
+    }
+    if pp <= CORES:
+        figures[f"plan_pp{pp}_auto_over_even_wall"] = first.step_s / second.step_s
+    return figures
+
+
+def main() -> None:
+    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model")
+        write_tiny(path, SPEC)
+        figures = figures_of(2, path)
+        print(figures, flush=True)
+        record("plan", figures | figures_of(4, path))
+
+
+if __name__ == "__main__":
+    main()
