@@ -20,6 +20,7 @@ from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.model import with_commit, with_model
+from megatron_vlm.tools.planning.arguments import add_plan_arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_arguments(_command(commands, _chat))
     _report_arguments(_command(commands, _report))
     _doctor_arguments(_command(commands, _doctor))
-    _plan_arguments(_command(commands, _plan))
+    add_plan_arguments(_command(commands, _plan))
     _inspect_arguments(_command(commands, _inspect))
     _shapes_arguments(_command(commands, _shapes, formatter_class=with_defaults))
     _tiny_arguments(_command(commands, _tiny, formatter_class=with_defaults))
@@ -244,19 +245,6 @@ def _doctor(args: argparse.Namespace) -> int:
     from megatron_vlm.tools.doctor import run_doctor
 
     return run_doctor(args.model)
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    add_overrides(parser)
-    parser.add_argument("--gpus", type=int, default=8, help="how many there are (default: 8)")
-    memory = "of each GPU (default: 80GiB)"
-    parser.add_argument("--memory", default="80GiB", metavar="SIZE", help=memory)
-    name = "whose speed is assumed, such as A100 or H200 (default: H100)"
-    parser.add_argument("--gpu", default="H100", metavar="NAME", help=name)
-    share = "of the peak, what matrix products reach (default: 0.6)"
-    parser.add_argument("--efficiency", type=float, default=0.6, metavar="X", help=share)
-    page = "also write one self-contained page with the pipeline drawn"
-    parser.add_argument("--html", metavar="FILE", help=page)
 
 
 def _plan(args: argparse.Namespace) -> None:

@@ -1,0 +1,19 @@
+"""The command line of `megatron-vlm plan`."""
+
+import argparse
+
+from megatron_vlm.config.arguments import add_overrides
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options; importing this file imports nothing heavy."""
+    add_overrides(parser)
+    parser.add_argument("--gpus", type=int, default=8, help="how many there are (default: 8)")
+    memory = "of each GPU (default: 80GiB)"
+    parser.add_argument("--memory", default="80GiB", metavar="SIZE", help=memory)
+    name = "whose speed is assumed, such as A100 or H200 (default: H100)"
+    parser.add_argument("--gpu", default="H100", metavar="NAME", help=name)
+    share = "of the peak, what matrix products reach (default: 0.6)"
+    parser.add_argument("--efficiency", type=float, default=0.6, metavar="X", help=share)
+    page = "also write one self-contained page with the pipeline drawn"
+    parser.add_argument("--html", metavar="FILE", help=page)
