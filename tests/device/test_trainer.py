@@ -26,7 +26,7 @@ from tests.test_train import command, run_rank
 
 # How often the host may wait for the device (docs/parity.md says the same): for a micro-batch, on
 # every stage and between stages, never; in a step for the count of tokens (each chunk of the stage
-# by itself), the metrics, the norm, and the text of what the loading rank shares.
+# by itself), the metrics, the norm, and for length and text of what the loading rank shares.
 PER_MICRO_BATCH = {Phase.forward: 0, Phase.backward: 0, Phase.exchange: 0}
 PER_STEP = {Phase.step: 2, Phase.optimizer: 1, Phase.sharing: 2}
 
