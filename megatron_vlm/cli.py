@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_vlm import __version__
 from megatron_vlm.chat.start import add_chat_arguments, start_chat
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.listing import ListingFormatter, listing
-from megatron_vlm.demo.tiny_spec import TinySpec
+from megatron_vlm.demo.command import add_shapes_arguments, add_tiny_arguments, shapes, tiny
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
 from megatron_vlm.early import check_data, check_model, check_new_tokens, check_run
@@ -63,8 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     _doctor_arguments(_command(commands, _doctor))
     add_plan_arguments(_command(commands, _plan))
     _inspect_arguments(_command(commands, _inspect))
-    _shapes_arguments(_command(commands, _shapes, formatter_class=with_defaults))
-    _tiny_arguments(_command(commands, _tiny, formatter_class=with_defaults))
+    add_shapes_arguments(_command(commands, shapes, formatter_class=with_defaults))
+    add_tiny_arguments(_command(commands, tiny, formatter_class=with_defaults))
     return parser
 
 
@@ -301,53 +300,6 @@ def _inspect(args: argparse.Namespace) -> None:
     from megatron_vlm.tools.inspection.command import run_inspect
 
     run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)
-
-
-def _shapes_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--train", type=int, default=2000, help="records to learn from")
-    parser.add_argument("--eval", type=int, default=200, help="records held out")
-    easy = "records to start with, in easy.jsonl: one shape and its name"
-    parser.add_argument("--easy", type=int, default=0, help=easy)
-    parser.add_argument("--seed", type=int, default=0, help="of the pictures and questions")
-
-
-def _shapes(args: argparse.Namespace) -> None:
-    """write the demo set: coloured shapes and questions about them
-
-    Write train.jsonl, eval.jsonl and images/ with questions about the colour, shape, count and
-    position of coloured shapes. Train on it with data=shapes.
-    """
-    from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
-
-    write_shapes(args.out, ShapesSpec(args.train, args.eval, args.easy, args.seed))
-    print(visible(f"wrote {args.out}"))
-
-
-def _tiny_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
-    dtypes = ["float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights")
-    for item in fields(TinySpec):
-        option, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
-        if item.type is bool:
-            parser.add_argument(option, action="store_true", help=text)
-        else:
-            parser.add_argument(option, type=int, default=item.default, help=text)
-
-
-def _tiny(args: argparse.Namespace) -> None:
-    """write a complete random Qwen3-VL checkpoint, small enough for a laptop
-
-    Write a random Qwen3-VL checkpoint with tokenizer, chat template and image processor, to try a
-    configuration or data with. The options are the sizes of its config.json; the same ones give the
-    same bytes.
-    """
-    from megatron_vlm.demo.tiny import write_tiny
-
-    spec = TinySpec(**{item.name: getattr(args, item.name) for item in fields(TinySpec)})
-    write_tiny(args.out, spec, args.dtype)
-    print(visible(f"wrote {args.out}"))
 
 
 if __name__ == "__main__":
