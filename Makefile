@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup wheels gpu gpu-dry demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup trl-env wheels gpu gpu-dry demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -71,6 +71,18 @@ bench: setup
 	$(BIN)/python benchmarks/hf_ratio.py
 	$(BIN)/python benchmarks/head_memory.py
 	$(BIN)/python benchmarks/plan.py
+	$(MAKE) trl-env
+	$(BIN)/python benchmarks/sft/compare.py
+
+# TRL, which benchmarks/sft compares with. torchvision's CPU build has no operators: see theirs.py.
+trl-env: .venv-trl/ready
+
+.venv-trl/ready:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet torch==2.13.0
+	.venv-trl/bin/pip install --quiet trl==1.16.0 transformers==5.17.0 accelerate datasets pillow
+	.venv-trl/bin/pip install --quiet --no-deps torchvision==0.28.0
+	touch $@
 
 # What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
 PY ?= $(BIN)/python
@@ -93,4 +105,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs site .demo .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-docs .venv-trl site .demo .reinforce .bench .gpu .wheels

@@ -122,8 +122,8 @@ def config_json(folder: Path) -> Attempt:
         text, vision = sizes.text, sizes.vision
         for part in (text, vision):
             for name, value in vars(part).items():
-                real = name in ("norm_eps", "rope_theta")
-                assert type(value) is int or real or name in ("mrope_section", "pad_id"), name
+                others = ("norm_eps", "rope_theta", "mrope_section", "pad_id", "inputs")
+                assert type(value) is int or name in others, name
         assert counts is None or (counts.layers, counts.heads) == (text.layers, text.heads)
         assert all(isinstance(side, int) for spec in sizes.tensors for side in spec.shape)
 

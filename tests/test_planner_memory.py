@@ -18,7 +18,7 @@ from megatron_vlm.planner.memory import (
     in_flight,
     stage_memory,
 )
-from megatron_vlm.planner.parameters import Counts, Held, _shards, count
+from megatron_vlm.planner.parameters import Held, HeldValues, _shards, count
 from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import RowSpec, make_rows
@@ -31,7 +31,7 @@ ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),))
 SPEC = {"hidden": 128, "heads": 8, "layers": 3}
 
 
-def built(path: str, case: Case) -> tuple[int, Counts, int]:
+def built(path: str, case: Case) -> tuple[int, HeldValues, int]:
     """The stage of this rank, what it holds, and the bytes that autograd keeps of a forward of its
     first chunk."""
     worker = MegatronWorker(case.config(path))
@@ -39,7 +39,7 @@ def built(path: str, case: Case) -> tuple[int, Counts, int]:
     trained = [param for param in params if param.requires_grad]
     buffers = [buffer for chunk in worker.stage.wrapped for buffer in chunk.buffers]
     assert worker.optimizer is not None
-    counts = Counts(
+    counts = HeldValues(
         sum(param.numel() for param in params),
         sum(param.numel() for param in trained),
         sum(buffer.grad_data.numel() for buffer in buffers),

@@ -14,7 +14,7 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.auto import decide, settled
-from megatron_vlm.planner.costs import Replica
+from megatron_vlm.planner.costs import ReplicaCosts
 from megatron_vlm.planner.machine import CPU
 from megatron_vlm.planner.memory import estimate
 from megatron_vlm.planner.sample import mix_of
@@ -27,7 +27,7 @@ from tests.test_parity import layout
 from tests.test_train import command, go_pooled, run_rank, steps_of, values
 
 
-def replica(generator: random.Random, micro_batches: int) -> Replica:
+def replica(generator: random.Random, micro_batches: int) -> ReplicaCosts:
     """Any costs: micro-batches without pictures, a heavy tower, a heavy head."""
 
     def pairs(most: float, zeros: float = 0.0) -> np.ndarray:
@@ -41,7 +41,7 @@ def replica(generator: random.Random, micro_batches: int) -> Replica:
 
     hidden, features = np.ones(micro_batches), np.zeros(micro_batches)
     parts = pairs(1) + 0.1, pairs(12, zeros=0.3), pairs(5)
-    return Replica(*parts, hidden, features, 1e9)
+    return ReplicaCosts(*parts, hidden, features, 1e9)
 
 
 def splits(pp: int, layers: int) -> list[tuple[int, ...]]:
@@ -82,10 +82,10 @@ def test_the_even_split_is_the_least_that_is_found(monkeypatch):
 def test_a_heavy_tower_takes_layers_from_its_stage(tiny):
     """By hand: a layer takes 1, the tower 4, and 8 layers make 12: 6 each with [2, 6]."""
     ones = np.ones((8, 2))
-    heavy = Replica(ones, 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
+    heavy = ReplicaCosts(ones, 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
     assert choose([[heavy]], (8, 8), (4, 4)) == (2, 6)
     assert choose([[heavy]], (8, 5), (4, 4)) == (3, 5)  # the second has no memory for six
-    light = Replica(ones, 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
+    light = ReplicaCosts(ones, 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
     assert choose([[light]], (8, 8), (4, 4)) == (4, 4)
 
 
@@ -102,7 +102,7 @@ def test_the_time_between_stages_counts():
 def test_features_travel_until_their_layers_have_added_them():
     """Three sets leave the tower of the first micro-batch; the second has no pictures."""
     ones = np.ones((2, 2))
-    some = Replica(ones, ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), bandwidth=10.0)
+    some = ReplicaCosts(ones, ones, ones, np.array([10.0, 10.0]), np.array([3, 0]), bandwidth=10.0)
     stages = some.stages((1, 1, 4))
     assert stages.sent_GS[:, :2].tolist() == [[3, 2], [1, 1]]  # the last stage sends nothing on
     assert some.stages((0, 2, 4)).sent_GS[0, :2].tolist() == [4, 2]

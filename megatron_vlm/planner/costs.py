@@ -42,7 +42,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaCosts:
     """One replica's micro-batches: seconds of a layer, and of what the first and the last stage do
     besides, forward and backward [G, 2]; bytes of hidden states and sets of features [G]."""
 
@@ -61,7 +61,7 @@ class Replica:
         batches: Sequence[BatchSizes],
         machine: Machine,
         itemsize: int,
-    ) -> "Replica":
+    ) -> "ReplicaCosts":
         """With `degrees` TP, PP, DP."""
         tp, pp, dp = degrees
         works = [micro_work(cfg, sizes, tp, batch, itemsize) for batch in batches]
@@ -72,7 +72,7 @@ class Replica:
         def seconds(part: Pass) -> tuple[float, float]:
             return machine.seconds(part.forward), machine.seconds(part.backward)
 
-        return Replica(
+        return ReplicaCosts(
             np.array([seconds(work.layer + layer) for work in works]),
             np.array([seconds(work.first + first) for work in works]),
             np.array([seconds(work.last + last) for work in works]),

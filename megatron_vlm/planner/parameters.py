@@ -26,7 +26,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Counts:
+class HeldValues:
     """Values on one rank of a stage; of what DP shares out, on the rank that has most."""
 
     held: int
@@ -35,24 +35,24 @@ class Counts:
     optimized: int  # whose moments this rank keeps
 
 
-def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Counts:
+def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> HeldValues:
     """The values of each kind on a rank of a stage: of all its chunks."""
     places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
     chunks = [astuple(_of_chunk(cfg, sizes, dims, place)) for place in places]
-    return Counts(*map(sum, zip(*chunks, strict=True)))
+    return HeldValues(*map(sum, zip(*chunks, strict=True)))
 
 
-def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> Counts:
+def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> HeldValues:
     params = list(chunk_params(cfg.model, sizes, dims, place))
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
     if not cfg.parallel.distributed_optimizer or dims.dp == 1:
-        return Counts(held, values, values, values)
+        return HeldValues(held, values, values, values)
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
         bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
-    return Counts(held, values, *_shards(trained, dims.dp, bucket))
+    return HeldValues(held, values, *_shards(trained, dims.dp, bucket))
 
 
 def chunk_params(

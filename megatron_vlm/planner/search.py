@@ -7,7 +7,7 @@ from typing import Literal
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.costs import Replica, Stages, trained
+from megatron_vlm.planner.costs import ReplicaCosts, Stages, trained
 from megatron_vlm.planner.machine import Machine
 from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
 from megatron_vlm.planner.parameters import count
@@ -177,7 +177,7 @@ def polished(candidate: Candidate, sizes: ModelSizes, mix: Mix, cluster: Cluster
 def _timed(
     candidate: Candidate,
     sizes: ModelSizes,
-    replicas: Sequence[Sequence[Replica]],
+    replicas: Sequence[Sequence[ReplicaCosts]],
     steps: Sequence[Step],
     cluster: Cluster,
 ) -> Candidate:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from megatron_vlm.config.schema import Config, ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.costs import Replica, Split
+from megatron_vlm.planner.costs import ReplicaCosts, Split
 from megatron_vlm.planner.machine import Machine
 from megatron_vlm.planner.memory import stage_memory
 from megatron_vlm.planner.shapes import BatchSizes, Step
@@ -13,7 +13,7 @@ from megatron_vlm.planner.shapes import BatchSizes, Step
 _ROUNDS = 100
 
 
-def step_seconds(replicas: Sequence[Sequence[Replica]], split: Split) -> float:
+def step_seconds(replicas: Sequence[Sequence[ReplicaCosts]], split: Split) -> float:
     """The pipeline's time, summed over steps; each step waits for its slowest replica."""
     return sum(max(replica.stages(split).seconds for replica in step) for step in replicas)
 
@@ -25,15 +25,15 @@ def replicas_of(
     steps: Sequence[Step],
     machine: Machine,
     itemsize: int,
-) -> list[list[Replica]]:
+) -> list[list[ReplicaCosts]]:
     """Each step's replicas that have anything to do."""
     return [
-        [Replica.of(cfg, sizes, degrees, share, machine, itemsize) for share in step if share]
+        [ReplicaCosts.of(cfg, sizes, degrees, share, machine, itemsize) for share in step if share]
         for step in steps
     ]
 
 
-def choose(replicas: Sequence[Sequence[Replica]], most: Split, even: Split) -> Split:
+def choose(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, even: Split) -> Split:
     """The split with the fastest steps, of those with at most `most` layers on each stage. Never
     slower than the even one, where that fits."""
     fits = all(count <= limit for count, limit in zip(even, most, strict=True))
@@ -90,7 +90,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def level(replicas: Sequence[Sequence[Replica]], most: Split, layers: int) -> Split:
+def level(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers: int) -> Split:
     """The slowest stage as fast as can be, over all micro-batches: each layer goes where the time
     is then least."""
     everyone = [replica for step in replicas for replica in step]
@@ -122,7 +122,9 @@ def _neighbours(split: Split, most: Split) -> list[Split]:
     return found
 
 
-def _fastest(replicas: Sequence[Sequence[Replica]], splits: Sequence[Split]) -> tuple[Split, float]:
+def _fastest(
+    replicas: Sequence[Sequence[ReplicaCosts]], splits: Sequence[Split]
+) -> tuple[Split, float]:
     seconds = [(step_seconds(replicas, split), split) for split in splits]
     best = min(seconds)
     return best[1], best[0]

@@ -10,7 +10,7 @@ from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.memory import block_values, kept_of_layer
-from megatron_vlm.planner.parameters import Counts
+from megatron_vlm.planner.parameters import HeldValues
 from megatron_vlm.planner.shapes import BatchSizes
 
 # How often a value that is kept for the backward is written or read: in the forward together with
@@ -163,7 +163,7 @@ def accumulate(values: int, itemsize: int) -> Work:
     return Work(moved=values * (2 * itemsize + 2 * _FP32))
 
 
-def update(counts: Counts) -> Work:
+def update(counts: HeldValues) -> Work:
     """Once a step: gradients are zeroed, divided and their norm taken; AdamW reads gradient,
     weight and moments, and writes the last three."""
     return Work(moved=_FP32 * (4 * counts.gradients + 7 * counts.optimized))

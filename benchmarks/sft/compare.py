@@ -1,0 +1,98 @@
+"""Samples per second of our trainer over those of TRL's SFTTrainer: the same chats, photographs,
+model and batch, from the files to the optimizer step. They take turns step by step.
+
+make bench   (or: make trl-env, then .venv/bin/python benchmarks/sft/compare.py)
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+
+from record import record  # noqa: E402
+from sft.rows import MIXED, UNIFORM, Mix, write_inputs  # noqa: E402
+
+WARM_UP, REPEATS = 1, 6
+COMPARED = 3  # first steps whose losses have to agree
+PYTHONS = {"theirs": ROOT / ".venv-trl" / "bin" / "python", "ours": Path(sys.executable)}
+
+
+def start(side: str, folder: Path, mix: Mix) -> "subprocess.Popen[str]":
+    """A trainer in a process and a folder of its own."""
+    command = [str(PYTHONS[side]), str(HERE / f"{side}.py"), str(folder)]
+    command += [str(mix.rows), str(mix.micro_batch)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=(folder / f"{side}.log").open("w"),
+        text=True,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+    )
+
+
+def step(process: "subprocess.Popen[str]", log: Path) -> tuple[float, float]:
+    """Seconds and loss."""
+    assert process.stdin is not None and process.stdout is not None
+    begun = time.perf_counter()
+    print("step", file=process.stdin, flush=True)
+    line = process.stdout.readline()
+    taken = time.perf_counter() - begun
+    if not line:
+        raise SystemExit(f"a side ended:\n{log.read_text()[-3000:]}")
+    return taken, float(json.loads(line)["loss"])
+
+
+def compare(mix: Mix) -> dict[str, float]:
+    """Both sides on this mix."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_inputs(folder, mix, WARM_UP + REPEATS + 1)
+        sides = {side: start(side, folder, mix) for side in PYTHONS}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        losses: list[dict[str, float]] = []
+        for repeat in range(WARM_UP + REPEATS):
+            found = {side: step(each, folder / f"{side}.log") for side, each in sides.items()}
+            losses.append({side: loss for side, (_, loss) in found.items()})
+            for side, (taken, _) in found.items():
+                if repeat >= WARM_UP:
+                    seconds[side].append(taken)
+        for each in sides.values():
+            each.kill()
+    apart = [abs(loss["ours"] - loss["theirs"]) / loss["theirs"] for loss in losses[:COMPARED]]
+    if max(apart) > 1e-3:
+        raise SystemExit(f"{mix.name}: the losses of the first steps differ: {losses[:COMPARED]}")
+    return _figures(mix, seconds, max(apart))
+
+
+def _figures(mix: Mix, seconds: dict[str, list[float]], apart: float) -> dict[str, float]:
+    ratios = [a / b for a, b in zip(seconds["theirs"], seconds["ours"], strict=True)]
+    found: dict[str, Any] = {
+        f"trl_samples_per_s_{mix.name}": mix.rows / statistics.median(seconds["theirs"]),
+        f"ours_samples_per_s_{mix.name}": mix.rows / statistics.median(seconds["ours"]),
+        f"trl_ratio_{mix.name}": statistics.median(seconds["theirs"])
+        / statistics.median(seconds["ours"]),
+        f"trl_ratio_{mix.name}_least_of_a_step": min(ratios),
+        f"trl_ratio_{mix.name}_losses_apart": apart,
+    }
+    return found
+
+
+def main() -> None:
+    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    if not PYTHONS["theirs"].exists():
+        raise SystemExit("make trl-env builds the environment of the other side")
+    record("trl", {**compare(MIXED), **compare(UNIFORM)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Our trainer on the rows of rows.py, a step for each line on standard input: ours.py FOLDER ROWS
+MICRO_BATCH. Prints {"loss": ...} after each step."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron_vlm.config import load_config
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.run.run import Run
+from megatron_vlm.train import train_step
+
+
+def main() -> None:
+    """Open a run and train until the input ends."""
+    folder, rows, micro_batch = sys.argv[1:4]
+    lines = Path(folder, "chats.jsonl").read_text().splitlines()
+    cfg = load_config(
+        [
+            "model=tiny_cpu",
+            f"model.path={folder}/model",
+            f"data.train={folder}/chats.jsonl",
+            "data.shuffle=false",
+            f"data.cache_dir={folder}/cache",
+            f"data.num_workers={os.environ.get('OUR_WORKERS', '0')}",
+            f"run={folder}/run",
+            f"train.steps={len(lines) // int(rows)}",
+            f"train.global_batch_size={rows}",
+            f"train.micro_batch_size={micro_batch}",
+            "optim.lr=1e-4",
+            "optim.schedule=constant",
+            "platform=cpu",
+        ]
+    )
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # only answers go to standard output
+    with Watchdog.over(0, 60) as watchdog, Run.open(cfg, watchdog) as run:
+        for step in range(run.total_steps):
+            if not sys.stdin.readline():
+                break
+            train_step(run, step)
+            last = Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1]
+            print(json.dumps({"loss": json.loads(last)["loss"]}), file=out, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

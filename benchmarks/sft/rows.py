@@ -1,0 +1,93 @@
+"""What both trainers are given: a random model, photographs as JPEG files, and chats about them.
+
+Runs in our environment; the other side reads the same files.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from megatron_vlm.demo.tiny import TinySpec, write_tiny
+
+PHOTOGRAPHS = 36
+# About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.
+SPEC = TinySpec(
+    layers=10,
+    hidden=384,
+    intermediate=1152,
+    heads=6,
+    kv_heads=2,
+    head_dim=64,
+    vocab=10240,
+    vision_depth=4,
+    vision_hidden=224,
+    vision_heads=4,
+    vision_intermediate=896,
+    tied=True,
+)
+# Words that the tokenizer of the tiny model has whole, mostly.
+TEXT = (
+    "the subject in this photo is red green blue yellow black white orange purple circle square "
+    "triangle large small round thing left right above below shows a picture of"
+)
+WORDS = TEXT.split()
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How long rows are: tokens of text and pictures of one."""
+
+    name: str
+    rows: int  # of a step
+    micro_batch: int
+    shortest: int
+    longest: int
+    median: int
+    pictures: tuple[int, ...]  # drawn from
+
+
+# Text only to eight pictures, 50 to 2,000 tokens; and one photograph each.
+MIXED = Mix("mixed", 16, 4, 30, 1500, 180, (0, 0, 0, 0, 1, 1, 1, 2, 2, 4, 8))
+UNIFORM = Mix("uniform", 16, 4, 110, 110, 110, (1,))
+
+
+def photograph(generator: np.random.Generator) -> Image.Image:
+    """Smooth shapes, edges and noise: what a JPEG decoder finds about as hard as a photograph."""
+    width, height = (int(side) for side in generator.integers(480, 1025, 2))
+    coarse = generator.integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    pixels = np.asarray(picture).astype(np.int16)
+    pixels += generator.normal(0, 9, pixels.shape).astype(np.int16)
+    for _ in range(12):
+        top, left = generator.integers(0, height - 40), generator.integers(0, width - 40)
+        tall, wide = generator.integers(20, 200, 2)
+        pixels[top : top + tall, left : left + wide] = generator.integers(0, 256, 3)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def write_inputs(folder: Path, mix: Mix, steps: int) -> None:
+    """folder/model, folder/images and folder/chats.jsonl."""
+    write_tiny(folder / "model", SPEC)
+    generator, drawn = np.random.default_rng(0), random.Random(0)
+    (folder / "images").mkdir()
+    names = [f"images/{number}.jpg" for number in range(PHOTOGRAPHS)]
+    for name in names:
+        photograph(generator).save(folder / name, quality=90)
+    lines = []
+    for _ in range(mix.rows * steps):
+        pictures = drawn.sample(names, drawn.choice(mix.pictures))
+        words = mix.median * drawn.lognormvariate(0, 0.9) if mix.shortest < mix.longest else 110
+        count = int(min(max(words, mix.shortest), mix.longest))
+        said = " ".join(drawn.choice(WORDS) for _ in range(count))
+        cut = len(said) * 55 // 100
+        content = [{"type": "image", "image": name} for name in pictures]
+        messages = [
+            {"role": "user", "content": [*content, {"type": "text", "text": said[:cut]}]},
+            {"role": "assistant", "content": said[cut:].strip()},
+        ]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "chats.jsonl").write_text("".join(lines))

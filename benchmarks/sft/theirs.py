@@ -1,0 +1,107 @@
+"""TRL's SFTTrainer on the rows of rows.py, a step for each line on standard input.
+
+Runs in the environment of `make trl-env`, which has nothing of ours: theirs.py FOLDER ROWS
+MICRO_BATCH. Prints {"loss": ...} after each step.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+# torchvision's compiled operators do not load beside torch's build for the CPU. What Qwen3-VL's
+# processor does needs none of them, but they have to be known.
+for operator in ("nms", "qnms"):
+    torch.library.define(
+        f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+    )
+
+from datasets import Dataset, Image, Sequence  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoProcessor,
+    Qwen3VLForConditionalGeneration,
+    TrainerCallback,
+)
+from trl import SFTConfig, SFTTrainer  # noqa: E402
+
+
+class TakeTurns(TrainerCallback):
+    """Holds the trainer until a line asks for its next step. It logs at the end of each: what
+    follows, the next batch included, belongs to the next step."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        wait()
+
+    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+        if logs is not None and "loss" in logs:
+            print(json.dumps({"loss": logs["loss"]}), file=OUT, flush=True)
+            wait()
+
+
+def wait() -> None:
+    """For the next line; at the end of the input the process ends, too."""
+    if not sys.stdin.readline():
+        os._exit(0)
+
+
+def records(folder: str, processor: Any) -> Dataset:
+    """Prompt and completion as the chat template renders them, up to the end of the answer."""
+    found: dict[str, list[Any]] = {"prompt": [], "completion": [], "images": []}
+    with open(f"{folder}/chats.jsonl") as lines:
+        for line in lines:
+            messages = json.loads(line)["messages"]
+            prompt = processor.apply_chat_template(
+                messages[:1], tokenize=False, add_generation_prompt=True
+            )
+            found["prompt"].append(prompt)
+            found["completion"].append(messages[1]["content"] + "<|im_end|>")
+            parts = messages[0]["content"]
+            names = [part["image"] for part in parts if part["type"] == "image"]
+            found["images"].append([f"{folder}/{name}" for name in names])
+    return Dataset.from_dict(found).cast_column("images", Sequence(Image()))
+
+
+def main() -> None:
+    """Build the trainer and train until the input ends."""
+    folder, rows, micro_batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    model = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/model", dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(f"{folder}/model")
+    config = SFTConfig(
+        output_dir=f"{folder}/trl",
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=rows // micro_batch,
+        num_train_epochs=1,
+        learning_rate=1e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        max_length=None,
+        completion_only_loss=True,
+        gradient_checkpointing=False,
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        dataloader_num_workers=int(os.environ.get("TRL_WORKERS", "0")),
+    )
+    trainer = SFTTrainer(
+        model=model,
+        args=config,
+        train_dataset=records(folder, processor),
+        processing_class=processor,
+        callbacks=[TakeTurns()],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    # Only answers go to standard output.
+    OUT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    main()
