@@ -7,6 +7,7 @@ world and returns what rank 0 .. world-1 returned. `fn` is a module-level functi
 import contextlib
 import gc
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -31,14 +32,15 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     # The stand-in is installed by the worker under test, as in a real run.
     while (task := connection.recv()) is not None:
-        fn, rank, world, store, backend, args = task
+        fn, rank, world, store, port, args = task
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         try:
-            if backend == "nccl":
-                torch.cuda.set_device(rank)
-            dist.init_process_group(
-                backend, init_method=f"file://{store}", rank=rank, world_size=world
-            )
+            if port is None:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+                )
+            else:
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             answer: tuple[bool, Any] = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -50,12 +52,19 @@ def _serve(connection: Connection) -> None:
         connection.send(answer)
 
 
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 class Pool:
     """Processes are started as they are first needed, and replaced where they hang. `start` makes
-    one that runs a function with its connection."""
+    one that runs a function with its connection. With `as_launched` they only have a launcher's
+    variables, and the worker under test joins them as in production, which takes longer."""
 
-    def __init__(self, start: Callable[..., Child], backend: str = "gloo") -> None:
-        self.start, self.backend = start, backend
+    def __init__(self, start: Callable[..., Child], as_launched: bool = False) -> None:
+        self.start, self.as_launched = start, as_launched
         self.members: list[Child] = []
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -64,10 +73,11 @@ class Pool:
             raise RuntimeError("a case before left something behind that ended its process")
         while len(self.members) < world:
             self.members.append(self.start(_serve))
+        port = free_port() if self.as_launched else None
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 store = os.path.join(folder, "store")
-                self.members[rank].connection.send((fn, rank, world, store, self.backend, args))
+                self.members[rank].connection.send((fn, rank, world, store, port, args))
             answers = self._collect(world)
         return answers
 

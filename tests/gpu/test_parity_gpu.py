@@ -67,7 +67,7 @@ def spawn(fn: Callable[..., None]) -> Child:
 
 @pytest.fixture(scope="module")
 def gpu_pool() -> Iterator[Pool]:
-    pool = Pool(spawn, "nccl")
+    pool = Pool(spawn, as_launched=True)
     yield pool
     pool.close()
 
