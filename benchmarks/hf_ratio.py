@@ -1,12 +1,14 @@
 """Tokens per second of our step over those of an ordinary Hugging Face training loop: the same
-weights, rows and work, one process each. They take turns step by step, so a noisy machine slows
-both.
+weights, rows and work; theirs in one process, ours in one and in two (stages, replicas). They take
+turns step by step, so a noisy machine slows all of them.
 
 make bench   (or: .venv/bin/python benchmarks/hf_ratio.py)
 """
 
 import math
 import multiprocessing
+import os
+import socket
 import statistics
 import tempfile
 import time
@@ -21,7 +23,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
-from megatron_vlm.config.schema import Config, ModelConfig, OptimConfig, TrainConfig
+from megatron_vlm.config.schema import (
+    Config,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
 from megatron_vlm.hf.source import HFCheckpoint
@@ -106,9 +115,28 @@ def hf_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
 
 def our_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
     """The worker, as the trainer calls it."""
+    return worker_step(path, rows, lr, ParallelConfig())
+
+
+def pp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
+    """The same on one of two pipeline stages."""
+    return worker_step(path, rows, lr, ParallelConfig(pp=2, layers_per_stage="auto"))
+
+
+def dp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
+    """The same on one of two replicas, with its half of the rows."""
+    half = rows[int(os.environ["RANK"]) :: 2]
+    return worker_step(path, half, lr, ParallelConfig(overlap_grad_reduce=True))
+
+
+def worker_step(
+    path: str, rows: list[Row], lr: float, parallel: ParallelConfig
+) -> Callable[[], float]:
+    """A step of a worker."""
     worker = MegatronWorker(
         Config(
             model=ModelConfig(path=path),
+            parallel=parallel,
             train=TrainConfig(micro_batch_size=MICRO_BATCH),
             optim=OptimConfig(lr=lr),
             platform="cpu",
@@ -123,9 +151,25 @@ def our_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
     return step
 
 
-def serve(make: Callable[[str, list[Row], float], Callable[[], float]], pipe: Connection) -> None:
-    """Each side has its own process: the stand-in for CUDA that ours installs on the CPU would slow
-    theirs down. Answers each message with (seconds, loss) of one step."""
+# What takes turns, and the processes of each.
+SIDES: dict[str, tuple[Callable[..., Callable[[], float]], int]] = {
+    "hf": (hf_step, 1),
+    "1proc": (our_step, 1),
+    "2proc_pp": (pp2_step, 2),
+    "2proc_dp": (dp2_step, 2),
+}
+
+
+def serve(
+    make: Callable[[str, list[Row], float], Callable[[], float]],
+    pipe: Connection,
+    environment: dict[str, str],
+) -> None:
+    """Each side has its own processes: the stand-in for CUDA that ours installs on the CPU would
+    slow theirs down. Answers each message with (seconds, loss) of one step."""
+    os.environ.update(environment)
+    if environment:
+        torch.set_num_threads(1)  # of two processes on two cores
     logging.disable_progress_bar()
     path, rows = pipe.recv()
     step = make(path, rows, LEARNING_RATE)
@@ -135,32 +179,71 @@ def serve(make: Callable[[str, list[Row], float], Callable[[], float]], pipe: Co
         pipe.send((time.perf_counter() - start, loss))
 
 
-def start(make: Callable[..., Callable[[], float]], path: str, rows: list[Row]) -> Connection:
-    """Start one side and hand it the work."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=serve, args=(make, theirs), daemon=True).start()
-    ours.send((path, rows))
-    return ours
+def start(side: str, path: str, rows: list[Row]) -> list[Connection]:
+    """Start the processes of one side and hand them the work."""
+    make, count = SIDES[side]
+    context, pipes = multiprocessing.get_context("spawn"), []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for rank in range(count):
+        ours, theirs = context.Pipe()
+        launched: dict[str, str] = {}
+        if count > 1:
+            launched = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+            launched |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        context.Process(target=serve, args=(make, theirs, launched), daemon=True).start()
+        ours.send((path, rows))
+        pipes.append(ours)
+    return pipes
 
 
-def measure(path: str, rows: list[Row]) -> tuple[list[float], list[float]]:
-    """Seconds of each step of both sides, which take turns."""
-    sides = [start(make, path, rows) for make in (hf_step, our_step)]
-    seconds: tuple[list[float], list[float]] = ([], [])
+def one_step(pipes: list[Connection]) -> tuple[float, float]:
+    """Seconds of the slowest process, and the loss."""
+    for pipe in pipes:
+        pipe.send(True)
+    found = [pipe.recv() for pipe in pipes]
+    return max(seconds for seconds, _ in found), found[0][1]
+
+
+def measure(path: str, rows: list[Row]) -> dict[str, list[float]]:
+    """Seconds of each step of all sides, which take turns."""
+    sides = {side: start(side, path, rows) for side in SIDES}
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for repeat in range(WARM_UP + REPEATS):
-        losses = []
-        for side, taken in zip(sides, seconds, strict=True):
-            side.send(True)
-            time_s, loss = side.recv()
-            losses.append(loss)
+        losses = {}
+        for side, pipes in sides.items():
+            time_s, losses[side] = one_step(pipes)
             if repeat >= WARM_UP:
-                taken.append(time_s)
+                seconds[side].append(time_s)
         # The same work: equal losses, step after step.
-        assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], losses
-    for side in sides:
-        side.send(False)
+        apart = max(losses.values()) - min(losses.values())
+        assert apart < 1e-4 * losses["hf"], losses
+    for pipes in sides.values():
+        for pipe in pipes:
+            pipe.send(False)
     return seconds
+
+
+def gemm_peak() -> float:
+    """FLOP/s of this CPU's fastest fp32 matrix product, with all of its cores."""
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    best = math.inf
+    for _ in range(10):
+        begun = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - begun)
+    return 2 * 2048**3 / best
+
+
+def flops(path: str, rows: list[Row]) -> float:
+    """Of a step, as for MFU: three times the forward, head on supervised tokens, no padding."""
+    work, total = WorkModel.of(HFCheckpoint(path).sizes), 0
+    for row in rows:
+        assert row.image_grid_I3 is not None
+        patches = int(row.image_grid_I3.prod(-1).sum())
+        supervised = int((row.labels_S[1:] != IGNORE).sum())
+        total += work.row(len(row.ids_S), supervised, patches, patches**2)
+    return 3.0 * total
 
 
 def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:
@@ -170,22 +253,34 @@ def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:
         write_tiny(path, spec)
         special = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(SPECIAL_TOKENS)
         rows = bench_rows(spec.vocab, dict(zip(SPECIAL_TOKENS, special, strict=True)))
-        hf_s, our_s = measure(path, rows)
-        values = sum(math.prod(shape) for shape in shapes(path))
+        seconds, peak = measure(path, rows), gemm_peak()
+        values, work = sum(math.prod(shape) for shape in shapes(path)), flops(path, rows)
+    hf_s, our_s = seconds["hf"], seconds["1proc"]
+    ratio = {side: _median(hf_s) / _median(taken) for side, taken in seconds.items()}
     tokens = sum(len(row.ids_S) for row in rows)
     supervised = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
     figures = {
         # The fastest step of each side: other users of the machine can only slow a step down.
         "hf_tokens_per_s": tokens / min(hf_s),
         "ours_tokens_per_s_1proc": tokens / min(our_s),
-        "hf_ratio_1proc": min(hf_s) / min(our_s),
-        "hf_ratio_1proc_of_medians": statistics.median(hf_s) / statistics.median(our_s),
+        "hf_ratio_1proc_of_fastest": min(hf_s) / min(our_s),
+        "hf_ratio_1proc": ratio["1proc"],
+        "hf_ratio_2proc": min(ratio["2proc_pp"], ratio["2proc_dp"]),
+        "hf_ratio_2proc_pp": ratio["2proc_pp"],
+        "hf_ratio_2proc_dp": ratio["2proc_dp"],
+        "gemm_peak_gflops": peak / 1e9,
+        "gemm_peak_fraction": work / min(our_s) / peak,
+        "gemm_peak_fraction_hf": work / min(hf_s) / peak,
         "million_parameters": values / 1e6,
         "head_share_of_parameters": spec.vocab * spec.hidden / values,
         "tokens_per_step": tokens,
         "supervised_share": supervised / tokens,
     }
     return {key + suffix: value for key, value in figures.items()}
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
 
 
 def main() -> None:
