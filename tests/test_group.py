@@ -218,7 +218,8 @@ def two_layouts(path: str) -> str:
 
 
 def test_workers_of_one_process_have_one_layout(pool, tiny):
-    message = "tp=1, pp=2, ep=1, but this process has a worker with tp=2, pp=1, ep=1"
+    one = "tp=1, pp=2, ep=1, virtual_stages=1"
+    message = f"{one}, but this process has a worker with tp=2, pp=1, ep=1, virtual_stages=1"
     assert all(message in found for found in pool.run(two_layouts, 2, tiny()))
 
 
