@@ -6,8 +6,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,14 @@ def timed(step: Callable[[], Any], count: int) -> float:
     return statistics.median(times[1:])
 
 
+def timed_if_it_fits(step: Callable[[], Any], count: int) -> float | None:
+    """`timed`, or None where memory runs out."""
+    with suppress(torch.OutOfMemoryError):
+        return timed(step, count)
+    free()  # what the failed step has left, whose frames are gone now
+    return None
+
+
 @contextmanager
 def recompute(worker: MegatronWorker, kind: str | None) -> Iterator[None]:
     """As model.recompute would have built it."""
@@ -165,23 +174,26 @@ def recompute(worker: MegatronWorker, kind: str | None) -> Iterator[None]:
             layer.checkpoint_core_attention = False
 
 
-def variants(worker: MegatronWorker, dry: bool) -> dict[str, AbstractContextManager[Any]]:
+def variants(
+    worker: MegatronWorker, dry: bool
+) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """What is tried: as it is by default, then with one thing changed."""
-    found: dict[str, AbstractContextManager[Any]] = {
-        "default": nullcontext(),
-        "recompute selective": recompute(worker, "selective"),
-        "recompute full": recompute(worker, "full"),
+    found: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "default": nullcontext,
+        "recompute selective": partial(recompute, worker, "selective"),
+        "recompute full": partial(recompute, worker, "full"),
     }
     if not dry:
-        found["cuDNN attention"] = sdpa_kernel(
-            [
-                SDPBackend.CUDNN_ATTENTION,
-                SDPBackend.FLASH_ATTENTION,
-                SDPBackend.EFFICIENT_ATTENTION,
-            ],
-            set_priority=True,
-        )
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        found["cuDNN attention"] = partial(sdpa_kernel, order, set_priority=True)
     return found
+
+
+def free() -> None:
+    """What a step that failed has left."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def measure_ours(figures: Figures, work: Work, path: Path) -> None:
@@ -202,16 +214,22 @@ def measure_ours(figures: Figures, work: Work, path: Path) -> None:
         worker.forward_backward(batches)
         worker.optim_step(0.0)
 
+    fitting = None
     for name, variant in variants(worker, figures.dry).items():
-        with variant:
-            took = timed(step, work.steps)
+        with variant():
+            took = timed_if_it_fits(step, work.steps)
+            if took is None:
+                figures.say(f"ours, {name}", "out of memory")
+                continue
             alone = timed(lambda: worker.forward_backward(batches), work.steps)
+        fitting = fitting or variant
         _say_speed(figures, f"ours, {name}", work, total, took, alone, peak)
+    assert fitting is not None, "no variant fits into memory"
     figures.say("memory_peak_gb", worker.platform.memory_peak() / 2**30)
     activities = [ProfilerActivity.CPU]
     if not figures.dry:
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiled:
+    with fitting(), profile(activities=activities) as profiled:
         step()
         wait()
     key = "self_cpu_time_total" if figures.dry else "self_device_time_total"
@@ -275,9 +293,14 @@ def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None)
         optimizer.step()
         optimizer.zero_grad()
 
-    took = timed(step, work.steps)
+    name, took = "Hugging Face", timed_if_it_fits(step, work.steps)
+    if took is None:
+        name += ", gradient checkpointing (out of memory without)"
+        optimizer.zero_grad()
+        model.gradient_checkpointing_enable()
+        took = timed(step, work.steps)
     alone = timed(forward_backward, work.steps)
-    _say_speed(figures, "Hugging Face", work, flops(work, path), took, alone, peak)
+    _say_speed(figures, name, work, flops(work, path), took, alone, peak)
 
 
 def _folder(figures: Figures, work: Work) -> Path:
@@ -301,7 +324,5 @@ def whole(figures: Figures) -> None:
     work = DRY if figures.dry else WHOLE
     path = _folder(figures, work)
     measure_ours(figures, work, path)
-    gc.collect()
-    if not figures.dry:
-        torch.cuda.empty_cache()
+    free()
     measure_theirs(figures, work, path, pick_platform(figures.platform).peak_flops())
