@@ -14,7 +14,7 @@ from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.command import add_shapes_arguments, add_tiny_arguments, shapes, tiny
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import DEBUG, say
-from megatron_vlm.early import check_data, check_model, check_new_tokens, check_run
+from megatron_vlm.early import check_records, check_run
 from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
@@ -262,9 +262,7 @@ def _plan(args: argparse.Namespace) -> None:
     file, _ = configured(args)
     cfg = load_config(args.overrides, file)
     check_supported(cfg)
-    check_model(cfg.model.path)
-    check_new_tokens(cfg)
-    check_data(cfg, "data.train")
+    check_records(cfg)
     from megatron_vlm.tools.planning.command import run_plan
 
     run_plan(cfg, args.gpus, args.memory, args.gpu, args.efficiency, args.html)
@@ -294,9 +292,7 @@ def _inspect(args: argparse.Namespace) -> None:
     file, _ = configured(args)
     cfg = load_config(args.overrides, file)
     require(cfg, "data.train")
-    check_model(cfg.model.path)
-    check_new_tokens(cfg)
-    check_data(cfg, "data.train")
+    check_records(cfg)
     from megatron_vlm.tools.inspection.command import run_inspect
 
     run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)

@@ -41,6 +41,13 @@ def check_run(cfg: Config) -> None:
         raise ConfigError(f"eval.candidates={names}: there is no such file; give a text file")
 
 
+def check_records(cfg: Config) -> None:
+    """Refuse a model or records of data.train that cannot be, where no run is to begin."""
+    check_model(cfg.model.path)
+    check_new_tokens(cfg)
+    check_data(cfg, "data.train")
+
+
 def check_model(path: str) -> Counts | None:
     """Refuse a model.path without a config.json of a Qwen3-VL. None where more than JSON is needed
     to tell."""

@@ -9,26 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from hf_ratio import SPECS
 from PIL import Image
 
-from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm.demo.tiny import write_tiny
 
 PHOTOGRAPHS = 36
 # About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.
-SPEC = TinySpec(
-    layers=10,
-    hidden=384,
-    intermediate=1152,
-    heads=6,
-    kv_heads=2,
-    head_dim=64,
-    vocab=10240,
-    vision_depth=4,
-    vision_hidden=224,
-    vision_heads=4,
-    vision_intermediate=896,
-    tied=True,
-)
+SPEC = SPECS["_2b_shares"]
 # Words that the tokenizer of the tiny model has whole, mostly.
 TEXT = (
     "the subject in this photo is red green blue yellow black white orange purple circle square "

@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.display.text import visible
+from megatron_vlm.errors import ConfigError
 
 _VOID = frozenset(("meta", "img", "rect", "line", "path"))
 # Should anything of a record become markup after all, it still loads nothing and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def save_page(path: str, page: str) -> None:
+    """Write the page that a command's --html asks for."""
+    try:
+        Path(path).expanduser().write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: cannot be written: {error.strerror}") from error
 
 
 class Html(str):

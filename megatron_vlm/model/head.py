@@ -46,6 +46,11 @@ def _slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
     return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
 
 
+def _within(place_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which places are in a slice of this width, and a column of it for each of all."""
+    return (place_N >= 0) & (place_N < width), place_N.clamp(0, width - 1)[:, None]
+
+
 class _Softmax:
     """What is known of each token's distribution after some slices: the largest logit, its column,
     the target's logit, and the sums of e^(logit - largest) and of that times its exponent."""
@@ -59,9 +64,7 @@ class _Softmax:
 
     def add(self, logits_Nv: Tensor, start: int) -> Tensor:
         """Take a slice in, in place: what is left of it is e^(logit - largest so far)."""
-        place_N = self.column_N - start
-        inside_N = (place_N >= 0) & (place_N < logits_Nv.shape[1])
-        place_N1 = place_N.clamp(0, logits_Nv.shape[1] - 1)[:, None]
+        inside_N, place_N1 = _within(self.column_N - start, logits_Nv.shape[1])
         logit_N = logits_Nv.gather(1, place_N1)[:, 0]
         self.picked_N = torch.where(inside_N, logit_N, self.picked_N)
         if self.also == "hits":
@@ -184,8 +187,7 @@ def _slope(
 ) -> Tensor:
     """The gradient of the logits of a slice. It takes the place of the probabilities: a backward
     pass goes through them once."""
-    inside_N = (place_N >= 0) & (place_N < probs_Nv.shape[1])
-    place_N1 = place_N.clamp(0, probs_Nv.shape[1] - 1)[:, None]
+    inside_N, place_N1 = _within(place_N, probs_Nv.shape[1])
     if of_entropy_N is None:
         slope_Nv = probs_Nv.mul_(-of_log_prob_N[:, None])
     else:

@@ -117,7 +117,7 @@ def activations(
     if place > 0 or cfg.recompute == "full":
         values += tokens * text.hidden * arriving
     if place == 0:
-        patches = batch.patches_of_rank(dims.tp if cfg.share_images else 1)
+        patches = batch.patches_of_rank(dims.tp, cfg.share_images)
         values += patches * patch_values(cfg, sizes)
     if dims.is_last(place):
         norm = 1 if cfg.freeze_language else 2
@@ -142,7 +142,7 @@ def _working(
     if place == 0 and batch.patches:
         found.append(tokens * text.hidden * sizes.vision.levels * itemsize)
         if cfg.recompute_vision and not cfg.freeze_vision:
-            patches = batch.patches_of_rank(dims.tp if cfg.share_images else 1)
+            patches = batch.patches_of_rank(dims.tp, cfg.share_images)
             found.append(patches * block_values(sizes) * itemsize)
     if dims.is_last(place):
         # Logits, their fp32 copy and the gradient of one of them.

@@ -27,8 +27,9 @@ class BatchSizes:
     def padded_tokens(self) -> int:
         return self.rows * self.tokens
 
-    def patches_of_rank(self, ranks: int) -> int:
-        """Of the rank that has most, where `ranks` share the images out."""
+    def patches_of_rank(self, tp: int, shared: bool) -> int:
+        """Of the TP rank that has most, where the images are shared out, or each has all."""
+        ranks = tp if shared else 1
         return max(-(-self.patches // ranks), self.largest_image if ranks > 1 else 0)
 
     @staticmethod

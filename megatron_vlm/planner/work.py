@@ -117,7 +117,7 @@ def _first(
     found = Pass(Work(moved=2 * embedded), Work(moved=2 * embedded))
     if not batch.patches:
         return found
-    patches = batch.patches_of_rank(tp if cfg.share_images else 1)
+    patches = batch.patches_of_rank(tp, cfg.share_images)
     share = patches / batch.patches
     kept = patches * vision.depth * block_values(sizes) * itemsize
     tower = Work(

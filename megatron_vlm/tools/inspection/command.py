@@ -1,12 +1,12 @@
 """`megatron-vlm inspect`: open the data of a configuration and report what is in it."""
 
 import logging
-from pathlib import Path
 
 from rich.console import Console
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.dataset import DataSet, open_data
+from megatron_vlm.display.html import save_page
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
@@ -45,8 +45,5 @@ def run_inspect(
     console = Console(highlight=False)
     print_inspection(inspection, console)
     if html is not None:
-        try:
-            Path(html).expanduser().write_text(render_page(inspection), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from error
+        save_page(html, render_page(inspection))
         console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)

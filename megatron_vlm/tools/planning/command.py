@@ -1,11 +1,11 @@
 """`megatron-vlm plan`: search, print, write the page; where nothing fits, say what would."""
 
 import re
-from pathlib import Path
 
 from rich.console import Console
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.display.html import save_page
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
 from megatron_vlm.errors import ConfigError
@@ -52,10 +52,7 @@ def run_plan(
     console = Console(highlight=False)
     print_plan(plan, console)
     if html is not None:
-        try:
-            Path(html).expanduser().write_text(render_page(plan), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--html {html}: cannot be written: {error.strerror}") from error
+        save_page(html, render_page(plan))
         console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
 
 
