@@ -339,14 +339,8 @@ def test_every_chat_survives_the_cache(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_cache_that_cannot_be_written_is_done_without(
-    packed, tiny, tmp_path, caplog, monkeypatch
-):
+def test_a_cache_that_cannot_be_written_is_done_without(packed, tiny, tmp_path, caplog):
     """Here a file is in its place; the samples are the same, and it is said once."""
-    # Other libraries, that earlier tests have called, may have turned loggers off.
-    monkeypatch.setattr(indexing._log, "disabled", False)
-    monkeypatch.setattr(indexing._log, "propagate", True)
-    caplog.set_level("WARNING", indexing._log.name)
     path = write_set(tmp_path)
     (tmp_path / "cache").write_text("a file")
     if packed:

@@ -505,6 +505,17 @@ def test_the_command_shows_what_is_asked_for(overrides, capsys, tmp_path):
     assert re.findall(r"^sample \d+", output, re.MULTILINE) == ["sample 0", "sample 1"]
 
 
+def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplog):
+    def warnings():
+        return [each for each in caplog.messages if "skipped" in each]
+
+    cfg = load_config(overrides())
+    run_inspect(cfg, None, samples=1, sample=None, ranks=1)
+    assert not warnings()
+    open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, read_sizes(cfg.model.path))
+    assert warnings()  # what calls it afterwards hears them
+
+
 def test_megatron_is_not_imported():
     code = (
         "import sys, megatron_vlm.tools.inspection.command\n"

@@ -3,7 +3,6 @@
 
 import gzip
 import json
-import logging
 import re
 
 import datasets
@@ -386,7 +385,6 @@ def write_wrong(folder):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny, tmp_path, caplog):
     """As docs/troubleshooting.md says, whether files are indexed or streamed."""
-    caplog.set_level(logging.WARNING, "megatron_vlm.data")  # inspect may have turned it down here
     expected = write_wrong(tmp_path)
     spec = {"path": str(tmp_path / name), "streaming": streaming}
     options = dict(shuffle=False, epochs=1, max_tokens=2048)

@@ -1,6 +1,8 @@
 """`megatron-vlm inspect`: open the data of a configuration and report what is in it."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -27,7 +29,6 @@ def run_inspect(
     the first `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
     if samples < 0 or ranks < 1:
         raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
-    logging.getLogger("megatron_vlm.data").setLevel(logging.ERROR)  # told below, once
     if any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
             "data.train streams, and a stream has no sizes to count; give a file with its first "
@@ -35,15 +36,28 @@ def run_inspect(
         )
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
-    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
-    assert isinstance(data, DataSet)
-    count = sum(map(len, data.indexes))
-    if sample is not None and not 0 <= sample < count:
-        raise ConfigError(f"--sample {sample}: there are {count} samples, 0 to {count - 1}")
-    numbers = range(min(samples, count)) if sample is None else [sample]
-    inspection = collect(cfg, data, numbers, ranks, pictures=html is not None)
+    with _no_warnings_of_the_data():
+        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
+        assert isinstance(data, DataSet)
+        count = sum(map(len, data.indexes))
+        if sample is not None and not 0 <= sample < count:
+            raise ConfigError(f"--sample {sample}: there are {count} samples, 0 to {count - 1}")
+        numbers = range(min(samples, count)) if sample is None else [sample]
+        inspection = collect(cfg, data, numbers, ranks, pictures=html is not None)
     console = Console(highlight=False)
     print_inspection(inspection, console)
     if html is not None:
         save_page(html, render_page(inspection))
         console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _no_warnings_of_the_data() -> Iterator[None]:
+    """What they would say stands in the report, once."""
+    log = logging.getLogger("megatron_vlm.data")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
