@@ -39,7 +39,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.worker import MegatronWorker
 
-WANTED = 0.8  # mean reward of the last steps
+WANTED, ENOUGH = 0.8, 0.9  # mean reward of the last steps: to pass, to end early
 WORDS_STEPS, WORDS_ROWS = 60, 64
 PICTURES, COPIES = 32, 8
 KL = 0.02  # to the initial model: a colour that is never tried is never learned
@@ -147,11 +147,14 @@ def main(
     group.export(str(out / "words")).result()
     reference = beside(replace(cfg, model=replace(cfg.model, path=str(out / "words"))))
     rewards: list[float] = []
+    last = 0.0
     for step, questions in zip(range(steps), quiz.draw(PICTURES), strict=False):
         rewards.append(try_out(group, reference, quiz, questions, seed=step))
+        last = fmean(rewards[-LAST:])
         if speaks and (step == 0 or (step + 1) % LAST == 0):
-            print(f"step {step + 1}/{steps}: mean reward {fmean(rewards[-LAST:]):.3f}", flush=True)
-    last = fmean(rewards[-LAST:])
+            print(f"step {step + 1}/{steps}: mean reward {last:.3f}", flush=True)
+        if len(rewards) >= LAST and last >= ENOUGH:
+            break
     score = examine(group, held_out)
     group.export(str(out / "export")).result()
     if speaks:

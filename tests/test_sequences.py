@@ -45,6 +45,7 @@ from tests.pool import Pool
 # Of one layer a stage: most of the time goes into starting runs.
 SMALLEST = dict(layers=2, hidden=32, intermediate=32, heads=2, kv_heads=2, vocab=300)
 SMALLEST |= dict(vision_depth=1, deepstack=1, vision_hidden=16, vision_intermediate=16)
+SEQUENCES = int(os.environ.get("SEQUENCES", "100"))  # of each slow part
 SCALE = 2.0**-10  # strides are whole multiples: sums are exact
 LAYOUTS = {"1": (1, 1), "pp2": (1, 2), "tp2": (2, 1)}  # TP, PP
 STATUS_KILLED = -9
@@ -511,7 +512,7 @@ def own_pool(nursery):
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     ("part", "sequences"),
-    [(0, 4), *(pytest.param(part, 100, marks=pytest.mark.slow) for part in range(1, 6))],
+    [(0, 4), *(pytest.param(part, SEQUENCES, marks=pytest.mark.slow) for part in range(1, 6))],
 )
 def test_any_sequence_of_commands(part, sequences, own_pool, tiny, template):
     @seed(part)
