@@ -33,7 +33,7 @@ test: setup
 
 # SEQUENCES=N plays N random sequences of commands in each of five parts, not 100.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --durations 20 --ignore tests/test_sequences.py
+	$(BIN)/python -m pytest -m slow --ignore tests/test_sequences.py
 	$(BIN)/python -m pytest -m slow -n 2 tests/test_sequences.py
 
 # The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
