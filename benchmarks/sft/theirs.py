@@ -2,6 +2,16 @@
 
 Runs in the environment of `make trl-env`, which has nothing of ours: theirs.py FOLDER ROWS
 MICRO_BATCH. Prints {"loss": ...} after each step.
+
+One thing is set that a user would not set. Transformers declares of Qwen3-VL's class that it takes
+no number of items (`accepts_loss_kwargs = False`), so the Trainer divides the loss of each
+micro-batch by its own supervised tokens and averages the micro-batches: tokens of a micro-batch
+with few of them weigh more. With rows of mixed length that mean differs from the mean over all
+supervised tokens of the step, which we train on, by 1e-3 at 16 rows and 4 micro-batches. TRL
+computes its loss itself and can divide by the tokens of the whole step once the attribute is true;
+it costs no time. The losses of single rows differ by less than 4e-6 then, and not at all beyond the
+last digit of fp32 where a row has no picture: torchvision's resize, which is theirs, differs from
+Pillow's in one level of 255 in 0.3 % of the values.
 """
 
 import json
@@ -68,6 +78,7 @@ def main() -> None:
     """Build the trainer and train until the input ends."""
     folder, rows, micro_batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     model = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/model", dtype=torch.float32)
+    model.accepts_loss_kwargs = True  # see above: the mean over the supervised tokens of a step
     processor = AutoProcessor.from_pretrained(f"{folder}/model")
     config = SFTConfig(
         output_dir=f"{folder}/trl",
