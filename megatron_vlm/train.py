@@ -12,7 +12,14 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
-from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
+from megatron_vlm.data.server import start_server
+from megatron_vlm.distributed.dims import loads_data
+from megatron_vlm.distributed.process import (
+    PREEMPTED,
+    rank_of_process,
+    run_process,
+    world_of_process,
+)
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.early import check_run
 from megatron_vlm.hf.push import check_push
@@ -33,6 +40,8 @@ def train(cfg: Config, signals: "Signals | None" = None) -> int:
 
 
 def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
+    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+        start_server()  # it imports at the same time as we do
     from megatron_vlm.distributed.agree import Stopped
     from megatron_vlm.run.run import Run
 

@@ -2,6 +2,7 @@
 """Mistakes that the command line and config.json show are said before torch is imported."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -99,6 +100,43 @@ def test_mistakes_are_said_before_torch_is_imported(places, tmp_path):
         assert "\n" not in message.strip() or "describes another model" in message
     assert "parallel.tp=3 does not divide" in last
     assert done.stdout.strip() == "[]"
+
+
+STOPPED_AT_TORCH = """
+import sys
+from multiprocessing import forkserver
+class Imports:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(forkserver._forkserver._forkserver_pid is not None)
+            sys.exit()
+sys.meta_path.insert(0, Imports())
+from megatron_vlm.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "started"),
+    [
+        ("train {ok} data.num_workers=2", {}, True),
+        ("train {ok} data.num_workers=0", {}, False),
+        ("eval {base} data.eval={data} platform=cpu", {}, True),
+        # Of two replicas of two stages, ranks 0 and 1 load.
+        ("train {ok} parallel.pp=2", {"RANK": "1", "WORLD_SIZE": "4"}, True),
+        ("train {ok} parallel.pp=2", {"RANK": "2", "WORLD_SIZE": "4"}, False),
+        ("train {ok} parallel.tp=2", {"RANK": "2", "WORLD_SIZE": "4"}, True),
+        ("train {ok} parallel.tp=2", {"RANK": "1", "WORLD_SIZE": "4"}, False),
+    ],
+)
+def test_what_data_workers_import_is_imported_meanwhile(
+    line, environment, started, places, tmp_path
+):
+    """On ranks that load data, their server runs before this process imports torch itself."""
+    words = [sys.executable, "-c", STOPPED_AT_TORCH, *line.format(**places).split()]
+    more = dict(cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env={**os.environ, **environment}, **more)
+    assert done.stdout == f"{started}\n", done.stderr
 
 
 def test_what_is_right_passes(places):

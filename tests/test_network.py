@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_vlm.distributed.agree import job_store, meet
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.distributed.job_store import SECRET, Board
-from megatron_vlm.distributed.process import LAUNCHER
+from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.process import LAUNCHER, SECRET
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.launch.local_job import variables_of

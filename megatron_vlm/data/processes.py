@@ -9,12 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from megatron_vlm.data.scratch import keep_sockets_in_scratch
+from megatron_vlm.data.server import start_server
 from megatron_vlm.errors import LostError
 
 _END = object()
@@ -26,14 +26,6 @@ _SIGNALS = {
     signal.SIGBUS: ", as happens where shared memory runs out: enlarge /dev/shm (`docker run "
     f"--shm-size`), or {_LESS}; or where a file became shorter while it was read",
 }
-
-
-def start_server() -> None:
-    """Start the server in the background unless it runs already; called early, it delays nobody."""
-    keep_sockets_in_scratch()
-    modules = ["megatron_vlm.data.detached", "megatron_vlm.data.batch.loader"]
-    get_context("forkserver").set_forkserver_preload(modules)
-    forkserver.ensure_running()
 
 
 def in_processes(

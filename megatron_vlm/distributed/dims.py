@@ -115,6 +115,11 @@ class ParallelDims:
         return replica * self.tp
 
 
+def loads_data(parallel: ParallelConfig, rank: int, world: int) -> bool:
+    """Whether a rank leads its replica, asked before there is a `ParallelDims`."""
+    return rank % parallel.tp == 0 and rank < world // parallel.pp
+
+
 def _stages(
     asked: list[int] | str | None, pp: int, virtual: int, num_layers: int
 ) -> tuple[int, ...]:

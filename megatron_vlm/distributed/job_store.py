@@ -9,16 +9,15 @@ import datetime
 import hashlib
 import hmac
 import os
-import secrets
 import socket
 import sys
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_vlm.distributed.process import SECRET
 from megatron_vlm.errors import MegatronVLMError
 
-SECRET = "MEGATRON_VLM_SECRET"  # the variable; without it seals only tell what was overwritten
 LOOPBACK = "127.0.0.1"
 _PATIENCE = datetime.timedelta(minutes=5)
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -27,11 +26,6 @@ _SEAL_BYTES = 2 * hashlib.sha256().digest_size
 
 class StoreError(MegatronVLMError):
     """The store cannot listen where it should."""
-
-
-def new_secret() -> str:
-    """For the ranks of one job."""
-    return secrets.token_hex(16)
 
 
 def stay_on_this_machine() -> bool:

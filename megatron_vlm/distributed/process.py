@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # they ask to sa
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
 RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
 SAID = "MEGATRON_VLM_SAID"  # a folder with a file for each error that a rank has said
+SECRET = "MEGATRON_VLM_SECRET"  # of the job: without it seals only tell what was overwritten
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of the launcher, if it is ours
 
 
@@ -42,6 +44,16 @@ def under_launcher() -> bool:
 def rank_of_process() -> int:
     """The rank of this process, as its launcher says; 0 for one that is alone."""
     return int(os.environ.get("RANK", "0"))
+
+
+def world_of_process() -> int:
+    """How many ranks its job has; 1 for one that is alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def new_secret() -> str:
+    """For the ranks of one job."""
+    return secrets.token_hex(16)
 
 
 def restarts() -> int:

@@ -9,7 +9,8 @@ from ray.exceptions import GetTimeoutError  # type: ignore
 from ray.util.placement_group import placement_group, remove_placement_group  # type: ignore
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # type: ignore
 
-from megatron_vlm.distributed.job_store import SECRET, listen_at, new_secret
+from megatron_vlm.distributed.job_store import listen_at
+from megatron_vlm.distributed.process import SECRET, new_secret
 from megatron_vlm.errors import ConfigError
 
 PLACE_S = 60.0  # the cluster has this long to find room

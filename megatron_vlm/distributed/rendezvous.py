@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.job_store import (
     LOOPBACK,
-    SECRET,
     Board,
     listen_at,
     part_of_job,
     stay_on_this_machine,
 )
+from megatron_vlm.distributed.process import SECRET
 from megatron_vlm.errors import MegatronVLMError
 
 _POLL_S = 0.01

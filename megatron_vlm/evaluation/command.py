@@ -12,7 +12,9 @@ from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import require
-from megatron_vlm.distributed.process import rank_of_process, run_process
+from megatron_vlm.data.server import start_server
+from megatron_vlm.distributed.dims import loads_data
+from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hub import hub_name, pin
 
@@ -61,6 +63,8 @@ def run_eval(arguments: Sequence[str]) -> int:
 def _evaluate(
     cfg: Config, checkpoint: Path | None, predictions: str | None, watchdog: Watchdog
 ) -> None:
+    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+        start_server()  # it imports at the same time as we do
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.state import load

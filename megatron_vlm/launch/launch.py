@@ -40,9 +40,11 @@ def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) ->
         from megatron_vlm.launch.ray_job import run_ray_job
 
         return run_ray_job(cfg, arguments, address)
-    from megatron_vlm.distributed.device import count_gpus
+    gpus = 0
+    if cfg.platform != "cpu":
+        from megatron_vlm.distributed.device import count_gpus  # it imports torch
 
-    gpus = count_gpus() if cfg.platform != "cpu" else 0
+        gpus = count_gpus()
     count = processes_for(cfg, gpus)
     if not gpus:
         # Each process would start a thread for every core, and they would slow each other down.

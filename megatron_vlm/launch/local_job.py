@@ -18,8 +18,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_vlm.data.scratch import scratch_folder
-from megatron_vlm.distributed.job_store import SECRET, new_secret
-from megatron_vlm.distributed.process import FAILED, INTERRUPTED, LAUNCHER, RESTART, SAID, say
+from megatron_vlm.distributed.process import (
+    FAILED,
+    INTERRUPTED,
+    LAUNCHER,
+    RESTART,
+    SAID,
+    SECRET,
+    new_secret,
+    say,
+)
 from megatron_vlm.launch.restart import (
     Ending,
     run_with_restarts,

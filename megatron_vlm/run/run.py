@@ -8,7 +8,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.processes import start_server
 from megatron_vlm.distributed.agree import Signals, Vote, agree
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -37,8 +36,6 @@ class Run:
         claim = None
         if rank_of_process() == 0:  # before anything that takes long
             claim = opened.enter_context(held_folder(cfg))
-        if cfg.data.num_workers:
-            start_server()  # it imports while the model is built
         cfg, planned = decided(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
