@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import os
 import re
 
 import datasets
@@ -15,6 +16,7 @@ from megatron_vlm.data.batch.batching import Limits
 from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.data.batch.position import Position
 from megatron_vlm.data.encode import reader as reading
+from megatron_vlm.data.processes import in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.feed.feeder import SharedBatches
 from megatron_vlm.feed.share import share_batch
@@ -49,6 +51,18 @@ def load(path, model, cache, ranks=1, start=Position(), epochs=2, batch=8, train
         assert len({part.after == parts[0].after for part in parts}) == 1
         steps.append((sorted(row for part in parts for row in rows_of(part)), parts[0].after))
     return steps
+
+
+class Standing:
+    """How a worker stands: its niceness and its threads."""
+
+    def __getitem__(self, task: int) -> tuple[int, int]:
+        return os.nice(0), torch.get_num_threads()
+
+
+def test_data_workers_leave_the_cores_to_the_step():
+    (found,) = in_processes(Standing(), range(1), 1, 1)
+    assert found == (min(19, os.nice(0) + 10), 1)
 
 
 @pytest.fixture(scope="module")

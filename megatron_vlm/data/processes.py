@@ -18,6 +18,7 @@ from megatron_vlm.data.server import start_server
 from megatron_vlm.errors import LostError
 
 _END = object()
+_NICER = 10  # than the trainer, of 19
 _GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
 _LESS = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
 _SIGNALS = {
@@ -45,7 +46,7 @@ def in_processes(
         num_workers=processes,
         prefetch_factor=prefetch if processes else None,
         multiprocessing_context="forkserver" if processes else None,
-        worker_init_fn=_let_server_end,
+        worker_init_fn=_stand_back,
     )
     return _finished(_watched(iter(loader)) if processes else iter(loader), drawn)
 
@@ -108,7 +109,15 @@ def _lost(results: Any) -> str | None:
     return None
 
 
-def _let_server_end(_: int) -> None:
+def _stand_back(_: int) -> None:
+    """In a new worker, which torch has given a single thread: where there are fewer cores than
+    threads, take those moments of a core that the step leaves. A step waits for the slowest of its
+    threads, so that a worker beside one of them would hold up all; a worker is steps ahead."""
+    os.nice(_NICER)
+    _let_server_end()
+
+
+def _let_server_end() -> None:
     """In a new worker: drop its copy of the pipe by which the server sees that the trainer is gone.
     Python gives it to every worker, so that a worker can start others; but then a killed trainer
     leaves the server and its workers alive for ever, each because of the other."""
