@@ -102,8 +102,8 @@ def chunked_mrope() -> Iterator[None]:
 
     right = InterleavedMRoPE.__init__
 
-    def init(self, head_dim, theta, section, device):
-        right(self, head_dim, theta, section, device)
+    def init(self, head_dim, theta, section, *rest):
+        right(self, head_dim, theta, section, *rest)
         self.axis = torch.arange(3).repeat_interleave(torch.tensor(section))
 
     with mock.patch.object(InterleavedMRoPE, "__init__", init):

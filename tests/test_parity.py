@@ -18,7 +18,8 @@ BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
-    model = {k: v for k, v in more.items() if k.startswith(("recompute", "freeze", "share"))}
+    of_model = ("recompute", "freeze", "share", "compile")
+    model = {k: v for k, v in more.items() if k.startswith(of_model)}
     parallel = {k: v for k, v in more.items() if k not in model}
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))
 

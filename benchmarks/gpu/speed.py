@@ -27,6 +27,7 @@ from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
 from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.model.chains import Chains
 from megatron_vlm.worker import MegatronWorker
 
 SHARD = 2**31  # values of a file
@@ -174,6 +175,26 @@ def recompute(worker: MegatronWorker, kind: str | None) -> Iterator[None]:
             layer.checkpoint_core_attention = False
 
 
+@contextmanager
+def not_compiled(worker: MegatronWorker) -> Iterator[None]:
+    """As model.compile=false would have built it."""
+    modules = list(worker.chunks[0].modules())
+    layers = [module for module in modules if hasattr(module, "chains")]
+    mlps = [module for module in modules if hasattr(module, "activation_func")]
+    chosen, plain = [module.chains for module in layers], Chains()
+    try:
+        for module in layers:
+            module.chains = plain
+        for module in mlps:
+            module.activation_func = plain.swiglu
+        yield
+    finally:
+        for module, chains in zip(layers, chosen, strict=True):
+            module.chains = chains
+        for module in mlps:
+            module.activation_func = chosen[0].swiglu
+
+
 def variants(
     worker: MegatronWorker, dry: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -182,6 +203,7 @@ def variants(
         "default": nullcontext,
         "recompute selective": partial(recompute, worker, "selective"),
         "recompute full": partial(recompute, worker, "full"),
+        "not compiled": partial(not_compiled, worker),
     }
     if not dry:
         order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

@@ -21,6 +21,7 @@ class ModelConfig:
 
     path: str = MISSING  # a Qwen3-VL checkpoint: folder, or ORG/NAME[@REVISION] on the Hub
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
+    compile: bool | None = None  # fuse a layer's small operations; null: on cuda, with a compiler
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves most
     recompute_vision: bool = False  # recompute each block of the vision tower
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all

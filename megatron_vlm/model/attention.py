@@ -1,8 +1,9 @@
-"""Core attention: the `torch` backend over scaled_dot_product_attention, on CPU and GPU, and the
-cache of generation around any backend.
+"""Attention: the `torch` backend over scaled_dot_product_attention, on CPU and GPU, and the cache
+of generation around any backend.
 
-Shapes: S tokens (Megatron is sequence first), B rows, N query heads, G key/value heads, R query
-heads of each, D head size, T columns of the cache.
+Shapes: S tokens (Megatron is sequence first), B rows, H width, N query heads, G key/value heads, R
+query heads of each, D head size, F half of it, Q outputs of the first linear, T columns of the
+cache.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,11 +11,45 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.model.cache import KVCache
+from megatron_vlm.model.chains import Chains
+
+
+class ChainedAttention(SelfAttention):
+    """Megatron's self attention, with all that lies between its first linear and its core attention
+    as one chain."""
+
+    def __init__(self, *args: Any, chains: Chains, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.chains = chains
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_SBH: Tensor,
+        attention_mask: None = None,
+        *,
+        rotary_pos_emb: Tensor,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`rotary_pos_emb` is cos and sin of the positions, [2, S, B, F]."""
+        mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
+        query_key_value = self.chains.heads(
+            mixed_SBQ,
+            *rotary_pos_emb,
+            self.q_layernorm.weight,
+            self.k_layernorm.weight,
+            self.num_query_groups_per_partition,
+            self.config.layernorm_epsilon,
+        )
+        attend = self.core_attention
+        if self.checkpoint_core_attention and self.training:
+            attend = self._checkpointed_attention_forward
+        return self.linear_proj(attend(*query_key_value, attention_mask))
 
 
 class SDPACoreAttention(MegatronModule):

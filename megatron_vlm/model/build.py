@@ -13,8 +13,10 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.sizes import ModelSizes, TextSizes
+from megatron_vlm.model.chains import Chains, compiles
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
 
 
@@ -25,9 +27,10 @@ def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
 
 
 def transformer_config(
-    cfg: Config, text: TextSizes, dims: ParallelDims, platform: Platform
+    cfg: Config, text: TextSizes, dims: ParallelDims, platform: Platform, compiled: bool
 ) -> TransformerConfig:
     """Megatron's view of the decoder. What it decides beyond sizes is commented."""
+    is_te = cfg.model.backend == "te"
     dtype = compute_dtype(cfg, platform)
     recompute: dict[str, Any] = {}
     if cfg.model.recompute == "full":
@@ -79,8 +82,11 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=platform.is_cuda,
-        bias_dropout_fusion=platform.is_cuda,
+        # Megatron compiles these; the torch backend has chains of its own (model/spec.py), which
+        # Megatron takes in place of its SwiGLU where it believes it to be Transformer Engine's.
+        use_te_activation_func=not is_te,
+        bias_activation_fusion=is_te and compiled,
+        bias_dropout_fusion=is_te and compiled,
         **recompute,
     )
 
@@ -96,7 +102,9 @@ def build_chunks(
     """The chunks of the model that this rank's stage holds: weights unset, on the device in their
     dtype."""
     dims, stage = grid.dims, grid.pp.rank
-    config = transformer_config(cfg, sizes.text, dims, platform)
+    compiled = compiles(cfg.model.compile, platform)
+    config = transformer_config(cfg, sizes.text, dims, platform, compiled)
+    chains = Chains.compiled() if compiled else Chains()
     chunks = []
     for chunk in range(dims.virtual_stages):
         tower = None
@@ -106,11 +114,11 @@ def build_chunks(
             config,
             sizes,
             padded_vocab=dims.padded_vocab(sizes.text.vocab),
-            layers=block_spec(cfg.model.backend, len(dims.layers_of(stage, chunk))),
+            layers=block_spec(cfg.model.backend, len(dims.layers_of(stage, chunk)), chains),
             tower=tower,
             last=grid.last and chunk == dims.virtual_stages - 1,
             share_images=cfg.model.share_images,
-            device=platform.device,
+            rotary=_rotary(cfg, sizes.text, config, platform.device),
             chunk=chunk if dims.virtual_stages > 1 else None,
         )
         check_built(model.config, dims)
@@ -119,3 +127,10 @@ def build_chunks(
             param.data = param.data.to(platform.device, config.params_dtype)
         chunks.append(model)
     return chunks
+
+
+def _rotary(
+    cfg: Config, text: TextSizes, config: TransformerConfig, device: torch.device
+) -> InterleavedMRoPE:
+    dtype = None if cfg.model.backend == "te" else config.params_dtype
+    return InterleavedMRoPE(text.head_dim, text.rope_theta, list(text.mrope_section), device, dtype)

@@ -41,11 +41,11 @@ class Qwen3VLGPTModel(GPTModel):
         tower: nn.Module | None,
         last: bool,
         share_images: bool,
-        device: torch.device,
+        rotary: InterleavedMRoPE,
         chunk: int | None = None,
     ):
-        """`layers` are the decoder layers; the first chunk of the pipeline alone has a `tower`.
-        `chunk`: its number in the stage, where the stage has several."""
+        """`layers` are the decoder layers, `rotary` makes what they rotate by; the first chunk of
+        the pipeline alone has a `tower`. `chunk`: its number in the stage, where it has several."""
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
@@ -61,9 +61,7 @@ class Qwen3VLGPTModel(GPTModel):
         )
         self.sizes = sizes
         self.share_images = share_images
-        self.rotary_pos_emb = InterleavedMRoPE(
-            config.kv_channels, self.rotary_base, config.mrope_section, device
-        )
+        self.rotary_pos_emb = rotary
         if tower is not None:
             self.vision_model = tower
 

@@ -1,7 +1,7 @@
 """Interleaved M-RoPE. Megatron's own `mrope` lays the three axes out in chunks; Qwen3-VL
 interleaves them (t, h, w, t, h, w, ...), which a loose parity test would not notice.
 
-Shapes: S tokens, B rows, D head size, 3 the axes time, height, width.
+Shapes: S tokens, B rows, D head size, F half of it, 3 the axes time, height, width.
 """
 
 from typing import Any
@@ -11,12 +11,22 @@ from torch import Tensor, nn
 
 
 class InterleavedMRoPE(nn.Module):
-    """Angles [S, B, 1, D] from position ids [3, B, S]: what Megatron's attention rotates by."""
+    """From position ids [3, B, S] what attention rotates by: cos and sin [2, S, B, F] in a dtype;
+    for Megatron's own attention, which takes cos and sin in each layer, the angles [S, B, 1, D]."""
 
     inv_freq: Tensor
 
-    def __init__(self, head_dim: int, theta: float, section: list[int], device: torch.device):
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        section: list[int],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ):
+        """`dtype`: of cos and sin; without, angles."""
         super().__init__()
+        self.dtype = dtype
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         axis = torch.zeros(head_dim // 2, dtype=torch.long)
         for dim in (1, 2):  # height, width; time keeps the rest
@@ -28,4 +38,6 @@ class InterleavedMRoPE(nn.Module):
     def forward(self, position_ids_3BS: Tensor, *_: Any, **__: Any) -> Tensor:
         positions_SBF = position_ids_3BS.float().permute(2, 1, 0)[..., self.axis]
         angles_SBF = positions_SBF * self.inv_freq
-        return torch.cat([angles_SBF, angles_SBF], dim=-1)[:, :, None, :]
+        if self.dtype is None:
+            return torch.cat([angles_SBF, angles_SBF], dim=-1)[:, :, None, :]
+        return torch.stack([angles_SBF.cos(), angles_SBF.sin()]).to(self.dtype)

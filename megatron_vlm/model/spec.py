@@ -6,17 +6,17 @@ from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.attention import CachedAttention, SDPACoreAttention
+from megatron_vlm.model.attention import CachedAttention, ChainedAttention, SDPACoreAttention
+from megatron_vlm.model.chains import Chains, Norm
 
 
 class DeepStackLayer(TransformerLayer):
@@ -36,27 +36,35 @@ class DeepStackLayer(TransformerLayer):
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
 
 
-def torch_layer_spec() -> ModuleSpec:
-    """Megatron's parallel linears around torch's attention and RMSNorm."""
+def _norm(chains: Chains) -> ModuleSpec:
+    return ModuleSpec(module=Norm, params={"chains": chains})
+
+
+def torch_layer_spec(chains: Chains) -> ModuleSpec:
+    """Megatron's parallel linears around torch's attention and chains of small operations."""
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=partial(CachedAttention, SDPACoreAttention),
         linear_proj=RowParallelLinear,
-        q_layernorm=WrappedTorchNorm,
-        k_layernorm=WrappedTorchNorm,
+        q_layernorm=_norm(chains),
+        k_layernorm=_norm(chains),
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        activation_func=chains.swiglu,
+        linear_fc2=RowParallelLinear,
+    )
     return ModuleSpec(
         module=DeepStackLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
+            input_layernorm=_norm(chains),
             self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
+                module=ChainedAttention,
+                params={"attn_mask_type": AttnMaskType.causal, "chains": chains},
                 submodules=attention,
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
+            pre_mlp_layernorm=_norm(chains),
             mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -83,12 +91,12 @@ def te_layer_spec() -> ModuleSpec:
     return replace(spec, module=DeepStackLayer)
 
 
-def block_spec(backend: str, num_layers: int) -> TransformerBlockSubmodules:
-    """The decoder layers of one stage and the norm that follows the last of all."""
+def block_spec(backend: str, num_layers: int, chains: Chains) -> TransformerBlockSubmodules:
+    """The decoder layers of one stage and the norm that follows the last of all. Transformer Engine
+    has its own `chains`."""
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules([te_layer_spec()] * num_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(
-        [torch_layer_spec()] * num_layers, layer_norm=WrappedTorchNorm
-    )
+    layers = [torch_layer_spec(chains)] * num_layers
+    return TransformerBlockSubmodules(layers, layer_norm=_norm(chains))

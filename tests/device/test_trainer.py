@@ -15,6 +15,7 @@ import megatron_vlm.worker
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.feed.share import share_batch
 from megatron_vlm.group import local_group
+from megatron_vlm.model import chains
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.device.emulator import CUDA, emulated
@@ -34,6 +35,7 @@ BF16, FP32 = {"precision": "bf16"}, {"precision": "fp32"}
 CASES: dict[str, Case] = {
     "1": replace(layout(), train=BF16),
     "recompute": replace(layout(recompute="full", recompute_vision=True), train=BF16),
+    "compiled": replace(layout(compile=True, recompute="full"), train=BF16),
     "tp2": replace(layout(tp=2, recompute_vision=True), train=BF16),
     "pp2": replace(layout(pp=2, layers_per_stage=[0, 4]), train=FP32),
     "pp2x2": replace(layout(pp=2, virtual_stages=2), train=FP32),
@@ -54,6 +56,7 @@ def with_cuda() -> None:
     """Workers of this process compute on the emulated device, over gloo."""
     platform = Platform("cuda", CUDA, "gloo", torch.bfloat16)
     megatron_vlm.worker.pick_platform = lambda name: platform
+    chains.lacking_compiler = lambda platform: None  # which runs eagerly within the emulator
 
 
 def second_step(path: str, case: Case) -> Watched:
