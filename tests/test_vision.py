@@ -1,11 +1,18 @@
 # .venv/bin/python -m pytest tests/test_vision.py
-"""Sharing images over TP ranks, and the patch embedding as a GEMM."""
+"""Sharing images over TP ranks, the patch embedding as a GEMM, and attention in few calls."""
 
+from unittest import mock
+
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_vlm.data.deal import deal
+from megatron_vlm.family.packed import at_once, by_runs
 from megatron_vlm.family.qwen3_vl import LinearPatchEmbed
 from megatron_vlm.model.vision import ImageShare, image_cost
+from tests import varlen
 
 
 def test_the_costliest_image_goes_first():
@@ -39,3 +46,43 @@ def test_patch_embedding_equals_the_convolution():
     embed = LinearPatchEmbed(conv)
     torch.testing.assert_close(embed(patches), expected, rtol=1e-5, atol=1e-6)
     assert [name for name, _ in embed.named_parameters()] == ["proj.weight", "proj.bias"]
+
+
+# Frames of one video, two images alike that are not neighbours, one image of a single patch.
+LENGTHS = [12, 12, 12, 20, 1, 20]
+STARTS = torch.tensor([0, 12, 24, 36, 56, 57, 77], dtype=torch.int32)
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As transformers has it: [N, P, D]."""
+    parts = [x.transpose(0, 1).split(LENGTHS, 1) for x in (query, key, value)]
+    return torch.cat(
+        [F.scaled_dot_product_attention(*part) for part in zip(*parts, strict=True)], 1
+    )
+
+
+@pytest.mark.parametrize("way", ["by runs", "at once"])
+def test_patches_attend_within_their_image(way):
+    varlen.register()
+    given = [torch.randn(sum(LENGTHS), 3, 8, requires_grad=True) for _ in range(3)]
+    weights = torch.randn(sum(LENGTHS), 3, 8)
+    expected = one_by_one(*given).transpose(0, 1)
+    wanted = torch.autograd.grad((expected * weights).sum(), given)
+    found = by_runs(*given, LENGTHS) if way == "by runs" else at_once(*given, LENGTHS, STARTS)
+    grads = torch.autograd.grad((found * weights).sum(), given)
+    for mine, theirs in zip([found, *grads], [expected, *wanted], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_images_of_one_size_in_a_row_take_one_call():
+    given = [torch.randn(sum(LENGTHS), 3, 8) for _ in range(3)]
+    with mock.patch.object(
+        F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
+    ) as calls:
+        by_runs(*given, LENGTHS)
+    assert [tuple(call.args[0].shape) for call in calls.call_args_list] == [
+        (3, 3, 12, 8),
+        (1, 3, 20, 8),
+        (1, 3, 1, 8),
+        (1, 3, 20, 8),
+    ]

@@ -5,12 +5,13 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu.correct import leave
@@ -26,6 +27,7 @@ from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
+from megatron_vlm.family import packed
 from megatron_vlm.family.qwen3_vl import sizes_of
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.worker import MegatronWorker
@@ -195,6 +197,22 @@ def not_compiled(worker: MegatronWorker) -> Iterator[None]:
             module.activation_func = chosen[0].swiglu
 
 
+def image_by_image(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
+) -> Tensor:
+    """The tower's attention as transformers has it: a call for each image or frame."""
+    given = (x.split(list(lengths)) for x in (query, key, value))
+    parts = zip(*given, lengths, strict=True)
+    return torch.cat([packed.by_runs(q, k, v, [length]) for q, k, v, length in parts])
+
+
+def run_by_run(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
+) -> Tensor:
+    """A call for those of one size in a row."""
+    return packed.by_runs(query, key, value, lengths)
+
+
 def variants(
     worker: MegatronWorker, dry: bool
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -204,6 +222,8 @@ def variants(
         "recompute selective": partial(recompute, worker, "selective"),
         "recompute full": partial(recompute, worker, "full"),
         "not compiled": partial(not_compiled, worker),
+        "tower image by image": partial(mock.patch.object, packed, "attend", image_by_image),
+        "tower run by run": partial(mock.patch.object, packed, "attend", run_by_run),
     }
     if not dry:
         order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

@@ -21,6 +21,7 @@ from transformers.vision_utils import (
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family, HFNames, VisionMarks
 from megatron_vlm.family.fields import OBJECT, KnownFields, other_model, refused
+from megatron_vlm.family.packed import PackedAttention
 from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
 from megatron_vlm.family.sizes import (
     ModelSizes,
@@ -218,6 +219,8 @@ def build_tower(
     """Hugging Face's tower with unset weights; loading fills them."""
     tower = _empty_tower(config, device)
     tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
+    for block in tower.blocks:
+        block.attn = PackedAttention(block.attn)
     if recompute:
         # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,
         # and the DeepStack mergers would silently stop learning.
@@ -236,9 +239,10 @@ def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerI
         align_corners=given.interpolation_align_corners,
         spatial_merge_size=given.config.spatial_merge_size,
     )
-    # The blocks split the patches by these lengths, which are read on the host.
-    on_host = {"grid_thw": grid_I3, "cu_seqlens": get_vision_cu_seqlens(grid_I3)}
+    starts = get_vision_cu_seqlens(grid_I3)
+    on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
     return on_host, {
+        "starts": starts,
         "interp_indices": indices_P4,
         "interp_weights": weights_P4,
         "position_ids": get_vision_position_ids(grid_I3, given.spatial_merge_size),

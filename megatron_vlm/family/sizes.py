@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
+from typing import Any
 
 from torch import Tensor, nn
 
-TowerInputs = dict[str, Tensor]
+TowerInputs = dict[str, Any]
 
 
 class Part(StrEnum):

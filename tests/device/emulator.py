@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megatron_vlm.distributed.cpu_stand_in import answer_cuda_calls
+from tests import varlen
 from tests.device.findings import Findings, Kind
 from tests.device.streams import Event, Stream, Streams
 
@@ -247,6 +248,7 @@ def emulated() -> Iterator[Findings]:
     api = _DeviceApi(findings, streams)
     _replace_cuda(findings, streams)
     _replace_attributes(streams)
+    varlen.register()
     torch.compiler.set_stance("force_eager")
     run_backward = torch.autograd._engine_run_backward
 
