@@ -45,6 +45,10 @@ CONFIG_REFUSALS = {
     ),
     "micro_batch_size": (dict(train=TrainConfig(micro_batch_size=0)), r"train\.micro_batch_size=0"),
     "backend": (dict(model=ModelConfig("x", backend="jax")), r"backend='jax' is not one of torch"),
+    "attention of te": (
+        dict(model=ModelConfig("x", backend="te", attention="flash")),
+        r"attention=flash: Transformer Engine chooses .*; set model\.attention=auto, or",
+    ),
     "recompute": (dict(model=ModelConfig("x", recompute="yes")), r"recompute='yes' is not one of"),
     "precision": (
         dict(train=TrainConfig(precision="fp16")),

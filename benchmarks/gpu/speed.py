@@ -19,7 +19,6 @@ from gpu.machine import wait
 from gpu.step import Figures
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -29,6 +28,7 @@ from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
 from megatron_vlm.family import packed
 from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.worker import MegatronWorker
 
@@ -197,6 +197,21 @@ def not_compiled(worker: MegatronWorker) -> Iterator[None]:
             module.activation_func = chosen[0].swiglu
 
 
+@contextmanager
+def attention(worker: MegatronWorker, kernel: str) -> Iterator[None]:
+    """As model.attention would have built it; `torch` is torch's own choice."""
+    modules = worker.chunks[0].modules()
+    layers = [module for module in modules if isinstance(module, SDPACoreAttention)]
+    chosen = layers[0].kernel
+    try:
+        for layer in layers:
+            layer.kernel = kernel
+        yield
+    finally:
+        for layer in layers:
+            layer.kernel = chosen
+
+
 def image_by_image(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
@@ -225,9 +240,8 @@ def variants(
         "tower image by image": partial(mock.patch.object, packed, "attend", image_by_image),
         "tower run by run": partial(mock.patch.object, packed, "attend", run_by_run),
     }
-    if not dry:
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        found["cuDNN attention"] = partial(sdpa_kernel, order, set_priority=True)
+    for kernel in ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn"):
+        found[f"attention {kernel}"] = partial(attention, worker, kernel)
     return found
 
 

@@ -12,6 +12,7 @@ from megatron_vlm.config.sources import EvalSource, SourceSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[int] | Literal["auto"] | None
+AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -21,6 +22,7 @@ class ModelConfig:
 
     path: str = MISSING  # a Qwen3-VL checkpoint: folder, or ORG/NAME[@REVISION] on the Hub
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
+    attention: AttentionKernel = "auto"  # the kernel to try first; auto: measured once on cuda
     compile: bool | None = None  # fuse a layer's small operations; null: on cuda, with a compiler
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves most
     recompute_vision: bool = False  # recompute each block of the vision tower

@@ -55,6 +55,11 @@ class Platform:
     def is_cuda(self) -> bool:
         return self.name == "cuda"
 
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
     def memory_allocated(self) -> int:
         """Bytes in use now: of the device, or the resident set of this process on the CPU."""
         if self.is_cuda:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.chains import Chains
+from megatron_vlm.model.kernels import TORCH, first_of
 
 
 class ChainedAttention(SelfAttention):
@@ -55,21 +56,28 @@ class ChainedAttention(SelfAttention):
 class SDPACoreAttention(MegatronModule):
     """Causal attention without a mask: rows are padded on the right, where it changes nothing."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        kernel: str = TORCH,
+        **_: Any,
+    ):
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.kernel = softmax_scale, kernel
 
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        out_BNSD = F.scaled_dot_product_attention(
-            query_SBND.permute(1, 2, 0, 3),
-            key_SBGD.permute(1, 2, 0, 3),
-            value_SBGD.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
-        )
+        with first_of(self.kernel):
+            out_BNSD = F.scaled_dot_product_attention(
+                query_SBND.permute(1, 2, 0, 3),
+                key_SBGD.permute(1, 2, 0, 3),
+                value_SBGD.permute(1, 2, 0, 3),
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
+            )
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 

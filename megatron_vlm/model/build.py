@@ -15,6 +15,7 @@ from megatron_vlm.family.family import Family
 from megatron_vlm.family.sizes import ModelSizes, TextSizes
 from megatron_vlm.model.chains import Chains, compiles
 from megatron_vlm.model.constraints import check_built
+from megatron_vlm.model.kernels import TORCH, Shape, choose_kernel
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
@@ -105,6 +106,10 @@ def build_chunks(
     compiled = compiles(cfg.model.compile, platform)
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)
     chains = Chains.compiled() if compiled else Chains()
+    backend, kernel = cfg.model.backend, TORCH
+    if backend == "torch":
+        shape = Shape.of(cfg, sizes.text, dims, config.params_dtype)
+        kernel = choose_kernel(cfg.model.attention, shape, platform)
     chunks = []
     for chunk in range(dims.virtual_stages):
         tower = None
@@ -114,7 +119,7 @@ def build_chunks(
             config,
             sizes,
             padded_vocab=dims.padded_vocab(sizes.text.vocab),
-            layers=block_spec(cfg.model.backend, len(dims.layers_of(stage, chunk)), chains),
+            layers=block_spec(backend, len(dims.layers_of(stage, chunk)), chains, kernel),
             tower=tower,
             last=grid.last and chunk == dims.virtual_stages - 1,
             share_images=cfg.model.share_images,

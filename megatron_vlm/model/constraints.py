@@ -69,6 +69,10 @@ def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
                 yield "parallel.overlap_param_gather", True, reason, remedy
     if parallel.ep != 1:
         yield "parallel.ep", parallel.ep, "the model has no experts", "set parallel.ep=1"
+    if model.attention != "auto" and model.backend == "te":
+        reason = "Transformer Engine chooses among kernels of its own"
+        remedy = "set model.attention=auto, or model.backend=torch"
+        yield "model.attention", model.attention, reason, remedy
     if model.freeze_vision and model.freeze_merger and model.freeze_language:
         reason = "vision, merger and language are all frozen: nothing is left to train"
         yield "model.freeze_language", True, reason, "unfreeze one of them"

@@ -40,11 +40,11 @@ def _norm(chains: Chains) -> ModuleSpec:
     return ModuleSpec(module=Norm, params={"chains": chains})
 
 
-def torch_layer_spec(chains: Chains) -> ModuleSpec:
+def torch_layer_spec(chains: Chains, kernel: str) -> ModuleSpec:
     """Megatron's parallel linears around torch's attention and chains of small operations."""
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
-        core_attention=partial(CachedAttention, SDPACoreAttention),
+        core_attention=partial(CachedAttention, partial(SDPACoreAttention, kernel=kernel)),
         linear_proj=RowParallelLinear,
         q_layernorm=_norm(chains),
         k_layernorm=_norm(chains),
@@ -91,12 +91,14 @@ def te_layer_spec() -> ModuleSpec:
     return replace(spec, module=DeepStackLayer)
 
 
-def block_spec(backend: str, num_layers: int, chains: Chains) -> TransformerBlockSubmodules:
+def block_spec(
+    backend: str, num_layers: int, chains: Chains, kernel: str
+) -> TransformerBlockSubmodules:
     """The decoder layers of one stage and the norm that follows the last of all. Transformer Engine
-    has its own `chains`."""
+    has its own in place of `chains` and of the `kernel` of attention."""
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules([te_layer_spec()] * num_layers, layer_norm=TENorm)
-    layers = [torch_layer_spec(chains)] * num_layers
+    layers = [torch_layer_spec(chains, kernel)] * num_layers
     return TransformerBlockSubmodules(layers, layer_norm=_norm(chains))
