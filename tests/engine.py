@@ -1,0 +1,102 @@
+"""Real vLLM, in a process of its own (`make vllm-env`, vllm_engine/serve.py), and rows of ours as
+it takes them."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import torch
+
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.media.images import ImageSettings
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = ROOT / ".venv-vllm"
+READY = (ENVIRONMENT / "ready").exists()
+MISSING = "vLLM is not there: make vllm-env builds its environment, .venv-vllm"
+ANSWER_S = 300  # loading takes 15 s on an idle machine
+
+
+class EngineError(Exception):
+    """What vLLM said."""
+
+
+class Engine:
+    """A vLLM that serves a checkpoint; `options` are those of `load` in vllm_engine/serve.py."""
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - close() does
+        self.process = subprocess.Popen(
+            [ENVIRONMENT / "bin" / "python", Path(__file__).parent / "vllm_engine" / "serve.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said,
+            text=True,
+            env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "OMP_"))},
+        )
+        try:
+            self.ask("load", folder=folder, **options)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        """The answer to a request."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do, **fields}), file=self.process.stdin, flush=True)
+        if not select.select([self.process.stdout], [], [], ANSWER_S)[0]:
+            raise EngineError(f"no answer to {do} within {ANSWER_S} s\n{self._end()}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise EngineError(f"vLLM has ended during {do}\n{self._end()}")
+        found = json.loads(line)
+        if "error" in found:
+            raise EngineError(found["error"])
+        return found["answer"]
+
+    def _end(self) -> str:
+        """The end of what it said."""
+        self.said.seek(0)
+        return self.said.read()[-5000:]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.said):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+def as_prompt(row: Row, image_id: int, pictures: Sequence[Path]) -> dict[str, Any]:
+    """A row as vLLM takes it: one placeholder for each picture, which it multiplies itself."""
+    ids = row.ids_S.tolist()
+    kept = [ids[0], *(b for a, b in pairwise(ids) if not a == b == image_id)]
+    return {"ids": kept, "pictures": [str(path) for path in pictures]}
+
+
+def write_seen(row: Row, settings: ImageSettings, folder: Path) -> list[Path]:
+    """The pictures of a row as the trainer sees them, resized, as files: its patches put back."""
+    if row.image_grid_I3 is None:
+        return []
+    assert row.pixel_values_PC is not None and row.pixel_values_PC.dtype == torch.uint8
+    folder.mkdir(parents=True)
+    paths = []
+    grids = row.image_grid_I3.tolist()
+    parts = row.pixel_values_PC.split([high * wide for _, high, wide in grids])
+    merge, side = settings.merge_size, settings.patch_size
+    for place, ((_, high, wide), patches_PC) in enumerate(zip(grids, parts, strict=True)):
+        blocks = patches_PC.view(high // merge, wide // merge, merge, merge, 3, side, side)
+        pixels = blocks.permute(0, 2, 5, 1, 3, 6, 4).reshape(high * side, wide * side, 3)
+        paths.append(folder / f"{place}.png")
+        PIL.Image.fromarray(pixels.contiguous().numpy()).save(paths[-1])
+    return paths
