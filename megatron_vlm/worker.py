@@ -5,6 +5,7 @@ ranks of one replica pass the same, replicas pass different ones. A batch is a l
 TensorBatch, cut into micro-batches in order, or a list of micro-batches as the loader plans them.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,13 @@ from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.adapters import (
+    adapted_linears,
+    adapted_weights,
+    adapter_entries,
+    fill,
+    values,
+)
 from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.digest import digests
 from megatron_vlm.hf.export import export_hf
@@ -40,6 +48,7 @@ from megatron_vlm.hf.names import Entry, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
+from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
@@ -82,12 +91,13 @@ class MegatronWorker:
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
         self.source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
-        sizes, family = self.source.sizes, self.source.family
+        sizes = self.source.sizes
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
         self.cfg = cfg = settled(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or a weight.
         self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
         check_config(cfg, sizes, self.dims)
+        self.adapted = adapted_weights(cfg, sizes)
         self.source.read_headers()
         check_tensors(self.source)
         check_tied(self.source)
@@ -100,15 +110,11 @@ class MegatronWorker:
             check_same(_compared(cfg), found, self.platform.device)
         self.grid = Grid.create(self.dims, cfg.train.seed, patience)
         watchdog.at(0, "building the model")
-        self.table = name_table(family, sizes, cfg.model.backend, self.dims)
-        self.chunks = build_chunks(cfg, family, self.source.config, sizes, self.grid, self.platform)
+        self._build()
         self.gather = WeightGather([])
         self._held = held_params(self.chunks, self.table, self.grid.pp.rank)
         watchdog.at(0, "loading the weights", files=True)
-        with fail_together(self.platform.device, CheckpointError):
-            load_hf(self.held, self.source, self.grid, watchdog.busy)
-        for entry, param in self.held.items():
-            param.requires_grad_(not entry.is_frozen(cfg.model))
+        self._load()
         watchdog.at(0, "building the optimizer")
         wrapped: list[Any] = list(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
@@ -121,8 +127,28 @@ class MegatronWorker:
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
+        self.steps = 0  # that the optimizer has done
         self.has_gradients = False  # whether the last global batch had a supervised token
         self.pending_save: Any = None  # checkpoint/state.py: the save that was begun last
+
+    def _build(self) -> None:
+        """The table of parameters, and this stage's chunks of the model with their adapters."""
+        cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
+        self.table = name_table(family, sizes, cfg.model.backend, self.dims)
+        linears = adapted_linears(self.table, self.adapted)
+        self.table += adapter_entries(linears, cfg.lora.rank)
+        self.chunks = build_chunks(cfg, family, self.source.config, sizes, self.grid, self.platform)
+        mine = [linear for linear in linears if linear.stage == self.grid.pp.rank]
+        attach(self.chunks, mine, cfg.lora, self.grid.tp.group)
+
+    def _load(self) -> None:
+        """Fill the parameters, and say which of them learn."""
+        with fail_together(self.platform.device, CheckpointError):
+            load_hf(self.held, self.source, self.grid, self.watchdog.busy)
+            if self.adapted:
+                fill(self.held, self.grid, values(self.cfg, self.adapted, self.source))
+        for entry, param in self.held.items():
+            param.requires_grad_(not entry.is_frozen(self.cfg))
 
     @property
     def held(self) -> Mapping[Entry, torch.nn.Parameter]:
@@ -195,7 +221,9 @@ class MegatronWorker:
         if not self.has_gradients:
             return 0.0, self.lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
-        return apply_gradients(self.optimizer, self.gather, self.platform.device), self.lr
+        norm = apply_gradients(self.optimizer, self.gather, self.platform.device)
+        self.steps += math.isfinite(norm)
+        return norm, self.lr
 
     def export_hf(
         self, path: str, mark: ExportMark | None = None, done: Training | None = None
@@ -224,9 +252,11 @@ class MegatronWorker:
     ) -> tuple[Tensor, Any]:
         self.watchdog.busy()  # a step of many micro-batches may take long
         batch = next(data)
-        output = self.stage.call(
-            chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also=objective.also
-        )
+        where = self.cfg.train.seed, self.steps, self.grid.dp.rank, batch.number
+        with drawing(*where):
+            output = self.stage.call(
+                chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also=objective.also
+            )
         return output, partial(loss_of, objective, batch)
 
 

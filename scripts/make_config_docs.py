@@ -60,9 +60,9 @@ def recipe_table() -> str:
     """Every file of configs/ except the defaults, with its first comment and the keys it sets."""
     rows = ["| recipe | | sets |", "|---|---|---|"]
     for file in sorted(config_dir().glob("*/*.yaml")):
-        if file.stem == "default":
-            continue
         text = file.read_text()
+        if not yaml.safe_load(text):  # the schema's own defaults
+            continue
         lines = [line[2:] for line in text.splitlines() if line.startswith("# ")]
         is_global = bool(lines) and lines[0] == "@package _global_"
         about = " ".join(lines[is_global:])
@@ -108,6 +108,8 @@ def _value(value: Any) -> str:
         return "must be given"
     if value == ():
         return "null"
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(_value, value))}]"
     if isinstance(value, float):
         return f"{value:g}" if 1e-4 <= abs(value) < 1e6 or not value else f"{value:.0e}"
     if value is None or isinstance(value, bool):

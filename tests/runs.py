@@ -14,6 +14,7 @@ from megatron_vlm.config.schema import (
     Config,
     DataConfig,
     LaunchConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -21,6 +22,7 @@ from megatron_vlm.config.schema import (
 )
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.hf.export import gather_tensors
+from megatron_vlm.hf.names import Entry, Origin
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -34,11 +36,13 @@ class Case:
     optim: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
     platform: str = "cpu"
 
     def config(self, path: str) -> Config:
         return Config(
             model=ModelConfig(path=path, **self.model),
+            lora=LoraConfig(**self.lora),
             parallel=ParallelConfig(**self.parallel),
             data=DataConfig(**self.data),
             optim=OptimConfig(**self.optim),
@@ -66,6 +70,13 @@ def my_rows(rows: list[Row]) -> list[Row]:
     return rows[rank * len(rows) // dp : (rank + 1) * len(rows) // dp]
 
 
+def of_interest(worker: MegatronWorker) -> Callable[[Entry], bool]:
+    """All tensors of a Hugging Face checkpoint; with adapters only what is trained."""
+    if worker.cfg.lora.rank:
+        return lambda entry: not entry.is_frozen(worker.cfg)
+    return lambda entry: entry.origin is Origin.hub
+
+
 def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     """Every gradient in Hugging Face names. The distributed optimizer leaves each DP rank its
     part of a bucket: put the parts together first."""
@@ -80,7 +91,7 @@ def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     def grad(param: torch.nn.Parameter) -> Tensor:
         return param.main_grad if param.requires_grad else torch.full_like(param, torch.nan)
 
-    named = gather_tensors(worker.held, worker.table, worker.grid, grad)
+    named = gather_tensors(worker.held, worker.table, worker.grid, grad, of_interest(worker))
     return {name: value.clone() for name, value in named if value is not None}
 
 
@@ -106,7 +117,8 @@ def train(
     for rows in batches:
         losses.append(worker.forward_backward(my_rows(rows)).loss)
         norms.append(worker.optim_step()[0])
-    named = gather_tensors(worker.held, worker.table, worker.grid)
+    of = of_interest(worker)
+    named = gather_tensors(worker.held, worker.table, worker.grid, of=of)
     weights = {name: value.clone() for name, value in named if value is not None}
     if export is not None:
         worker.export_hf(export)

@@ -28,6 +28,12 @@ KEYS = {
     "freeze_vision_tower": "model.freeze_vision",
     "freeze_aligner": "model.freeze_merger",
     "freeze_llm": "model.freeze_language",
+    "lora_rank": "lora.rank",
+    "lora.r": "lora.rank",
+    "peft.r": "lora.rank",
+    "use_rslora": "lora.rslora",
+    "adapter_name_or_path": "lora.path",
+    "log.rank": "lora.rank",
     "vit_lr": "optim.vision_lr",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
@@ -55,12 +61,13 @@ KEYS = {
     "checkpoint.keep_lsat": "checkpoint.keep_last",
 }
 SENTENCES = {
-    "lora.rank": "trains no adapters",
-    "lora_rank": "trains no adapters",
-    "peft.r": "trains no adapters",
+    "use_lora": "lora=default trains adapters",
+    "lora.target_modules": "lora.targets is a list",
+    "modules_to_save": "lora.train names the parts",
+    "use_dora": "adapters are plain LoRA",
     "video_max_pixels": "all frames of a video together",
-    "quantization_bit": "trains no adapters",
-    "finetuning_type": "trains no adapters",
+    "quantization_bit": "not quantized",
+    "finetuning_type": "lora=default trains adapters",
     "per_device_train_batch_size": "train.micro_batch_size is the rows of one pass",
     "gradient_accumulation_steps": "train.global_batch_size is the samples of a whole step",
     "per_device_eval_batch_size": "eval.batch_size is",
@@ -98,6 +105,10 @@ TYPICAL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("optim.lr", "optim.vision_lr", "optim.merger_lr", "optim.eps"), ("1e-5",)),
     **dict.fromkeys(("optim.beta1", "optim.beta2"), ("0.9", "0.95")),
     "optim.clip_grad": ("1.0", "1"),
+    "lora.alpha": ("16", "32.0"),
+    "lora.dropout": ("0.05",),
+    "lora.rslora": _SWITCH,
+    "lora.path": ("out/adapter",),
     "log.wandb": ("project",),
     "run": ("out/first",),
 }
@@ -108,10 +119,10 @@ NAMED = {
     "checkpoint.resume": ("auto", "never"),
 }
 NOTHING = {
-    "foo": "the groups of keys are model, parallel, data",
+    "foo": "the groups of keys are model, lora, parallel, data",
     "rank.foo": "the groups of keys are",
-    "log.rank": "the keys of log are every, tensorboard",
-    "optim.rank": "the keys of optim are lr, vision_lr",
+    "log.xx": "the keys of log are every, tensorboard",
+    "optim.xx": "the keys of optim are lr, vision_lr",
     "parallel.xx": "the keys of parallel are tp, pp",
 }
 
@@ -153,7 +164,9 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def accepted(setting: str) -> None:
-    load_config([setting, *(["model.path=base"] if "model.path" not in setting else [])])
+    more = ["lora.rank=8"] if setting.startswith("lora.") and "lora.rank" not in setting else []
+    more += ["model.path=base"] if "model.path" not in setting else []
+    load_config([setting, *more])
 
 
 @pytest.mark.parametrize("key", _SAME)
@@ -193,7 +206,8 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--model.path", "DIR", "optim.lr=1"], "write model.path=DIR"),
         (["--train.packing", "optim.lr=1"], "write train.packing=VALUE"),
         (["optim.lr=1", "--output_dir", "out"], "write run=out"),
-        (["--lora_rank", "8"], "--lora_rank 8: .* trains no adapters"),
+        (["--lora_rank", "8"], "write lora.rank=8"),
+        (["--use_lora", "true"], "--use_lora true: .* lora=default trains adapters"),
         (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),
         (["--model", "Qwen/Qwen3-VL"], "model=NAME chooses a recipe, model.KEY=VALUE sets a value"),
         (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),

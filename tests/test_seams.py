@@ -21,7 +21,7 @@ from megatron_vlm.checkpoint.pieces import (
 from megatron_vlm.family.sizes import Part, TensorSpec
 from megatron_vlm.hf.export import gather_tensors
 from megatron_vlm.hf.load import held_params, load_hf
-from megatron_vlm.hf.names import WHOLE, Entry, Origin, _columns, exported
+from megatron_vlm.hf.names import WHOLE, Entry, Origin, columns, exported
 from megatron_vlm.worker import MegatronWorker
 from tests.runs import call
 from tests.test_parity import layout
@@ -33,7 +33,7 @@ NORM = torch.arange(5.0)
 
 def adapter_entry(chunk: int) -> Entry:
     spec = TensorSpec("adapter.weight", tuple(ADAPTER.shape), Part.decoder)
-    return Entry("adapter", (spec,), _columns(6), 0, Part.decoder, chunk, Origin.ours)
+    return Entry("adapter", (spec,), columns(6), 0, Part.decoder, chunk, Origin.ours)
 
 
 def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
@@ -55,6 +55,7 @@ def with_second_chunk(worker: MegatronWorker) -> SimpleNamespace:
         grid=worker.grid,
         optimizer=None,
         source=worker.source,
+        cfg=worker.cfg,
     )
 
 

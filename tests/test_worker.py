@@ -18,7 +18,7 @@ from tests.test_parity import layout
 
 
 def _report(worker: MegatronWorker) -> tuple[list[StageReport], set[str]]:
-    reports = stage_reports(worker.cfg.model, worker.dims, worker.table)
+    reports = stage_reports(worker.cfg, worker.dims, worker.table)
     held = worker.held.items()
     return reports, {str(entry.part) for entry, param in held if not param.requires_grad}
 
@@ -123,8 +123,8 @@ def _parts(worker: MegatronWorker) -> set[str]:
 
 def test_each_stage_gets_its_part(pool, tiny):
     first, last = pool.run(call, 2, tiny(), layout(pp=2), _parts)
-    assert first == {"host", "tokens_BS5", "pixel_values_PC", "visuals"}
-    assert last == {"host", "tokens_BS5", "places_N", "targets_N"}
+    assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
+    assert last == {"host", "number", "tokens_BS5", "places_N", "targets_N"}
 
 
 def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:

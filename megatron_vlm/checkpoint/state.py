@@ -200,7 +200,7 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
         for piece in pieces:
             reader.fill(piece)
             worker.watchdog.busy()
-    worker.lr = lr
+    worker.lr, worker.steps = lr, steps
     if worker.optimizer is not None:
         set_step(worker.optimizer, steps)
         set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)

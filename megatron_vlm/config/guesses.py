@@ -15,6 +15,11 @@ _SAME = {
     "model.freeze_vision": "freeze_vit freeze_vision_tower",
     "model.freeze_merger": "freeze_aligner freeze_multi_modal_projector",
     "model.freeze_language": "freeze_llm freeze_language_model",
+    "lora.rank": "lora_rank lora_r peft_r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.rslora": "use_rslora",
+    "lora.path": "adapter_name_or_path adapters adapter_path",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pp_size",
     "parallel.cp": "context_parallel_size cp_size",
@@ -50,9 +55,16 @@ _SAME = {
     "launch.processes": "nproc_per_node num_processes num_gpus n_gpus",
     "run": "output_dir save_dir",
 }
-_NO_ADAPTERS = (
-    "this version trains no adapters, but all weights; model.freeze_vision, model.freeze_merger "
-    "and model.freeze_language keep parts as they are"
+_ADAPTERS = (
+    "lora=default trains adapters, as lora.rank=16 does: in lora.targets; without, all weights are "
+    "trained but those of model.freeze_vision, model.freeze_merger and model.freeze_language"
+)
+_TARGETS = (
+    "lora.targets is a list of parts, such as [attention,mlp], or of names of linear layers, such "
+    "as [q_proj,v_proj]"
+)
+_NO_QUANTIZATION = (
+    "the weights beside adapters are not quantized; train.precision is auto, bf16 or fp32"
 )
 _BATCH = (
     "train.global_batch_size is the samples of a whole step, over all accumulation and all ranks; "
@@ -74,10 +86,16 @@ _BUDGET = (
 _LENGTH = "data.max_tokens counts images, too; data.truncation says what becomes of longer records"
 # Here there is no such key, or a value means something else.
 _OTHER = {
-    _NO_ADAPTERS: "lora peft qlora lora_rank lora_r lora_alpha lora_dropout lora_target use_lora "
-    "use_peft use_rslora use_dora target_modules peft_config adapters adapter_name_or_path "
-    "lora_target_modules quantization_bit load_in_4bit load_in_8bit quant_bits quant_method "
-    "finetuning_type train_type tuner_type sft_type",
+    _ADAPTERS: "peft use_lora use_peft peft_config finetuning_type train_type tuner_type sft_type",
+    _TARGETS: "target_modules lora_target lora_target_modules target_regex",
+    "lora.train names the parts that are trained whole beside adapters, such as [merger]": (
+        "modules_to_save additional_target"
+    ),
+    "lora.init is kaiming or gaussian": "init_lora_weights init_weights",
+    "adapters are plain LoRA; lora.rslora scales them by the root of their rank": (
+        "use_dora dora pissa_init loraplus_lr_ratio"
+    ),
+    _NO_QUANTIZATION: "qlora quantization_bit load_in_4bit load_in_8bit quant_bits quant_method",
     _BATCH: "per_device_train_batch_size train_batch_size batch_size gradient_accumulation_steps "
     "per_gpu_train_batch_size gradient_accumulation accumulate_grad_batches",
     "eval.batch_size is the samples of one pass over all data parallel ranks": (
@@ -160,13 +178,18 @@ def meant(wrong: str) -> Sequence[str]:
             return [_KEYS[name]]
     group, _, last = wrong.rpartition(".")
     if same := [key for key in leaves() if "." in key and key.rpartition(".")[2] == last]:
-        return same
+        near = [key for key in same if _are_near(group, key.rpartition(".")[0])]
+        return near or same
     if wrong.partition(".")[0] in _SENTENCES:
         return []
     if near := difflib.get_close_matches(last, _names_of(group), n=1, cutoff=0.6):
         return [f"{group}.{near[0]}" if group else near[0]]
     known = [] if _names_of(group) and group else list(key_types())
     return difflib.get_close_matches(wrong, known, n=1, cutoff=0.8)
+
+
+def _are_near(group: str, other: str) -> bool:
+    return bool(difflib.get_close_matches(group, [other], n=1, cutoff=0.6))
 
 
 def sentence(wrong: str) -> str | None:

@@ -17,7 +17,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from megatron_vlm.config.file import ConfigFile
 from megatron_vlm.config.guesses import hint
-from megatron_vlm.config.schema import Config, Layers, get, key_types
+from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.errors import ConfigError
@@ -127,7 +127,9 @@ def _composable(cls: Any) -> Any:
         if is_dataclass(kind):
             kind = _composable(kind)
             given = field(default_factory=kind)
-        elif kind == Layers or any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
+        elif kind in (Layers, Export) or any(
+            get_origin(part) is tuple for part in (kind, *get_args(kind))
+        ):
             kind = Any
         elif get_origin(kind) is dict:  # of any keys, which Hydra takes only where nothing is said
             kind, given = Any, field(default=None)
@@ -145,6 +147,7 @@ def _typed(composed: Any) -> Config:
     for group, name in ((data, "train_on"), (evaluation, "candidates")):
         if isinstance(group[name], list):
             group[name] = tuple(map(str, group[name]))
+    values["lora"] |= {name: _names(values["lora"][name]) for name in ("targets", "train")}
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])
     data["template_kwargs"] = {} if data["template_kwargs"] is None else data["template_kwargs"]
@@ -180,6 +183,8 @@ def _plain(override: str) -> str:
     if override[0] == "+":
         return override.lstrip("+")
     default = get(_composable(Config)(), key)
+    if isinstance(default, tuple):
+        default = list(default)
     return f"{key}={'null' if default is None else default}"
 
 

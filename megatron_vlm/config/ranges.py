@@ -40,7 +40,7 @@ _RATE = Range(0, math.inf, open_most=True)
 _SHARE, _DECAY = Range(0, 1), Range(0, 1, open_most=True)
 _KEYS = {
     _COUNT: """
-        parallel.layers_per_stage data.max_errors data.num_workers optim.warmup_steps
+        lora.rank parallel.layers_per_stage data.max_errors data.num_workers optim.warmup_steps
         train.max_nonfinite eval.examples log.profile_steps log.profile_ranks launch.max_restarts
     """,
     _POSITIVE: """
@@ -58,7 +58,8 @@ _KEYS = {
         optim.merger_weight_decay optim.clip_grad launch.cpus_per_rank
     """,
     _SHARE: "optim.min_lr_ratio optim.decay_ratio",
-    _DECAY: "optim.beta1 optim.beta2",
+    _DECAY: "optim.beta1 optim.beta2 lora.dropout",
+    Range(0, math.inf, open_least=True, open_most=True): "lora.alpha",
     Range(0, 1, open_least=True): "optim.eps",
     Range(0, open_least=True): "train.epochs data.video_fps",
     Range(2): "data.video_max_frames",  # a patch spans two in time

@@ -13,6 +13,7 @@ from megatron_vlm.config.sources import EvalSource, SourceSpec
 Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[int] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
+Export = bool | Literal["adapter", "merged", "both"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -30,6 +31,20 @@ class ModelConfig:
     freeze_vision: bool = False  # the vision tower without its mergers
     freeze_merger: bool = False  # the projector and the DeepStack projectors
     freeze_language: bool = False  # embedding, decoder and head
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters: small matrices that learn beside weights that do not. See docs/lora.md."""
+
+    rank: int = 0  # of the adapters; 0: there are none, and the weights themselves learn
+    alpha: float = 16.0  # what adapters add is scaled by alpha / rank
+    rslora: bool = False  # scaled by alpha / sqrt(rank) instead
+    dropout: float = 0.0  # of what goes into the adapters
+    targets: tuple[str, ...] = ("attention", "mlp")  # parts, or names or patterns of linear layers
+    train: tuple[str, ...] = ()  # of merger, vision, language: trained whole beside the adapters
+    init: Literal["kaiming", "gaussian"] = "kaiming"  # of A, as PEFT draws it; B begins at zero
+    path: str | None = None  # folder of an adapter to continue from, of this program or of PEFT
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,7 @@ class CheckpointConfig:
     keep_every: int | None = None  # steps; checkpoints at multiples of it are never deleted
     best: str | None = None  # SET/SCORE of an evaluation, e.g. eval/loss; the best is also kept
     async_save: bool = True  # write while training continues
-    export: bool = True  # write a Hugging Face checkpoint at the end
+    export: Export = True  # a Hugging Face folder at the end; of adapters: these, merged, or both
     push: str | None = None  # ORG/NAME: upload it to the Hub, private where the name is new
 
 
@@ -177,6 +192,7 @@ class Config:
 
     run: str = "runs/run"  # folder of metrics, checkpoints, report and export
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

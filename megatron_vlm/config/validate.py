@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from megatron_vlm.config.lora import check_lora, learns
 from megatron_vlm.config.ranges import check_ranges
 from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
 from megatron_vlm.errors import ConfigError
@@ -28,6 +29,7 @@ def check_values(cfg: Config) -> None:
             raise ConfigError(f"{key}={get(cfg, key)!r} is not one of {choices}")
     _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
     check_ranges(cfg)
+    check_lora(cfg)
     _check_lists(cfg)
     _check_sources(cfg.data)
     _check_together(cfg)
@@ -135,10 +137,10 @@ def _check_new_tokens(cfg: Config) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(f"data.add_tokens has {twice[0]!r} more than once; give each once")
-    if names and cfg.model.freeze_language:
+    if names and not learns(cfg, "language"):
+        why = "lora.train without language" if cfg.lora.rank else "model.freeze_language=true"
         raise ConfigError(
-            "data.add_tokens: with model.freeze_language=true the new tokens would never be "
-            "learnt; change one of them"
+            f"data.add_tokens: with {why} the new tokens would never be learnt; change one of them"
         )
 
 

@@ -34,13 +34,15 @@ def gather_tensors(
     table: Sequence[Entry],
     grid: Grid,
     value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
+    of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Every tensor of a Hugging Face checkpoint, one at a time: on the first rank of each replica
-    its value on the host, on the others None. A collective: all ranks iterate."""
+    its value on the host, on the others None. `of` chooses other entries. A collective: all ranks
+    iterate."""
     stage = grid.pp.rank
     device = next(iter(held.values())).device
     for entry in table:
-        if entry.origin is not Origin.hub:
+        if not of(entry):
             continue
         tensors: list[Tensor] = []
         if stage == entry.stage:

@@ -12,7 +12,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.schema import ModelConfig
+from megatron_vlm.config.lora import learns
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import CutGroup
 from megatron_vlm.family.family import Family
@@ -32,6 +33,7 @@ class Layout:
     axis: int
     load: Callable[[ReadSlice, Sequence[str], int, int], Tensor]
     save: Callable[[Sequence[Tensor]], list[Tensor]]
+    groups: int = 1  # in which the rows of its tensors alternate
 
 
 class Origin(Enum):
@@ -59,9 +61,9 @@ class Entry:
         """The names of its tensors in a checkpoint."""
         return tuple(tensor.name for tensor in self.theirs)
 
-    def is_frozen(self, cfg: ModelConfig) -> bool:
+    def is_frozen(self, cfg: Config) -> bool:
         """Whether the parameter stays as it was loaded."""
-        return bool(getattr(cfg, f"freeze_{self.part.switch}"))
+        return self.origin is not Origin.ours and not learns(cfg, self.part.switch)
 
     @property
     def num_values(self) -> int:
@@ -86,7 +88,18 @@ WHOLE = Layout(
 )
 
 
-def _columns(width: int) -> Layout:
+def rows(height: int) -> Layout:
+    """Each rank holds its rows of one tensor."""
+    return Layout(
+        "tp",
+        0,
+        load=lambda read, names, rank, ranks: read(names[0], (_part(height, rank, ranks),)),
+        save=lambda parts: [torch.cat(list(parts))],
+    )
+
+
+def columns(width: int) -> Layout:
+    """Each rank holds its columns of one tensor."""
     return Layout(
         "tp",
         1,
@@ -136,7 +149,7 @@ def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
         grouped = torch.cat([part.unflatten(0, (-1, sum(per_group))) for part in parts])
         return [piece.flatten(0, 1) for piece in grouped.split(per_group, dim=1)]
 
-    return Layout("tp", 0, load, save)
+    return Layout("tp", 0, load, save, groups)
 
 
 def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
@@ -155,7 +168,7 @@ def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str,
     )
     for x in "qk":
         yield f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), WHOLE
-    yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _columns(text.query)
+    yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns(text.query)
     yield (
         "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight",
         ("post_attention_layernorm.weight",),
@@ -166,7 +179,7 @@ def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str,
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         _gate_up(text.ffn),
     )
-    yield "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _columns(text.ffn)
+    yield "mlp.linear_fc2.weight", ("mlp.down_proj.weight",), columns(text.ffn)
 
 
 def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from rich.text import Text
 
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.config.schema import Config
 from megatron_vlm.display.tables import plain_table
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import Part
@@ -24,9 +24,7 @@ class StageReport:
     trainable: Counter[Part] = field(default_factory=Counter)
 
 
-def stage_reports(
-    cfg: ModelConfig, dims: ParallelDims, table: Sequence[Entry]
-) -> list[StageReport]:
+def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> list[StageReport]:
     """One per stage. TP's vocabulary padding is not counted."""
     chunks = range(dims.virtual_stages)
     reports = [

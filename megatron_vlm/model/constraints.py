@@ -4,6 +4,7 @@ built model, in case something else turned it on."""
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.distributed.dims import ParallelDims
@@ -23,6 +24,10 @@ _GATHER = {
     "distributed_optimizer": "without it each replica has all new weights and gathers none",
     "overlap_grad_reduce": "without it the weights are one piece, with no second to overlap with",
 }
+_TE_LORA = (
+    "Transformer Engine fuses each norm with the linear layer after it, so that an adapter there "
+    "would not see what the layer sees"
+)
 _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which is off here"
 
 
@@ -73,7 +78,10 @@ def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
         reason = "Transformer Engine chooses among kernels of its own"
         remedy = "set model.attention=auto, or model.backend=torch"
         yield "model.attention", model.attention, reason, remedy
-    if model.freeze_vision and model.freeze_merger and model.freeze_language:
+    if cfg.lora.rank and model.backend == "te":
+        remedy = "set model.backend=torch"
+        yield "lora.rank", cfg.lora.rank, _TE_LORA, remedy
+    if not any(learns(cfg, part) for part in SWITCHES) and not cfg.lora.rank:
         reason = "vision, merger and language are all frozen: nothing is left to train"
         yield "model.freeze_language", True, reason, "unfreeze one of them"
 

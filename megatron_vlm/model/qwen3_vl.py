@@ -109,6 +109,7 @@ class Qwen3VLGPTModel(GPTModel):
                     visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
                 given = [pixel_values, pixel_values_videos]
                 hidden_SBH, features_KSBH = self._see(hidden_SBH, given, visuals)
+            hidden_SBH = self._for_recompute(hidden_SBH)
         else:
             assert self.stage_input is not None
             hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
@@ -134,6 +135,15 @@ class Qwen3VLGPTModel(GPTModel):
         is_pad_SB1 = (ids_BS == self.sizes.text.pad_id).T[..., None]
         # Contiguous, whatever the strides of the mask: a stage without layers sends it on.
         return torch.where(is_pad_SB1, hidden_SBH.detach(), hidden_SBH).contiguous()
+
+    def _for_recompute(self, hidden_SBH: Tensor) -> Tensor:
+        """What goes into the decoder. Recomputed layers learn only where an input of theirs has a
+        gradient, which it has not where nothing before them learns."""
+        full = self.config.recompute_granularity == "full" and self.training
+        if hidden_SBH.requires_grad or not full or not torch.is_grad_enabled():
+            return hidden_SBH
+        learns = any(param.requires_grad for param in self.decoder.parameters())
+        return hidden_SBH.detach().requires_grad_() if learns else hidden_SBH
 
     def plan_visuals(
         self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None

@@ -68,7 +68,7 @@ class Run:
 
     def _announce(self) -> None:
         worker, dims = self.worker, self.worker.dims
-        reports = stage_reports(self.cfg.model, dims, worker.table)
+        reports = stage_reports(self.cfg, dims, worker.table)
         where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
         self.log.say(layout_table(self.cfg, dims, where, reports))
         self.log.start(

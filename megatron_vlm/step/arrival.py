@@ -31,6 +31,7 @@ class StageInput:
     targets_N: Tensor | None = None
     values_NF: Tensor | None = None
     weights_N: Tensor | None = None
+    number: int = 0  # of this micro-batch in the step
 
     @property
     def ids_BS(self) -> Tensor:
@@ -48,7 +49,11 @@ class StageInput:
 
 
 def stage_input(
-    batch: MicroBatch, chunk: Qwen3VLGPTModel, sees: bool, move: Callable[[Tensor], Tensor]
+    batch: MicroBatch,
+    number: int,
+    chunk: Qwen3VLGPTModel,
+    sees: bool,
+    move: Callable[[Tensor], Tensor],
 ) -> StageInput:
     """What `chunk` needs of the batch. `move` takes a tensor to the device; who `sees` nothing
     takes placeholders of images for words."""
@@ -67,7 +72,7 @@ def stage_input(
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
         for name in ("targets_N", "values_NF", "weights_N"):
             parts[name] = moved(getattr(batch, name))
-    return StageInput(batch, move(batch.tokens_BS5), **parts)  # type: ignore[arg-type]
+    return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)  # type: ignore[arg-type]
 
 
 def arrivals(
@@ -75,8 +80,8 @@ def arrivals(
 ) -> Iterator[StageInput]:
     """Micro-batches on the device, in order: while one computes, the next is on its way."""
     coming: Callable[[], StageInput] | None = None
-    for batch in batches:
-        following = copies.send(partial(stage_input, batch, chunk, sees))
+    for number, batch in enumerate(batches):
+        following = copies.send(partial(stage_input, batch, number, chunk, sees))
         if coming is not None:
             yield coming()
         coming = following

@@ -60,7 +60,7 @@ def dry_run(cfg: Config) -> int:
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)
     dtype = compute_dtype(cfg, platform)
     where = f"{platform.name}, {dtype}"
-    console.print(layout_table(cfg, dims, where, stage_reports(cfg.model, dims, table)))
+    console.print(layout_table(cfg, dims, where, stage_reports(cfg, dims, table)))
     steps = list(islice(plan_steps(cfg, source.sizes, dims), MEASURED_STEPS))
     if steps:
         console.print("First batches: rows x tokens of each micro-batch (patches of its images)")

@@ -1,0 +1,115 @@
+"""Adapters (LoRA) in Hugging Face's terms: which linear layers have one, and its two tensors.
+
+A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, rank].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.sizes import Part, TensorSpec
+
+PREFIX = "base_model.model."  # of every name in PEFT's files
+GROUPS = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+_SHOWN = 8  # names in an error
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One of Hugging Face's linear layers among those that make up one of ours."""
+
+    base: TensorSpec  # its weight
+    adapted: bool
+
+    @property
+    def leaf(self) -> str:
+        """The last part of its name, such as q_proj."""
+        return self.base.name.split(".")[-2]
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """One of our linear layers with adapters. PEFT has q, k and v apart, and gate and up: so are
+    their adapters here, though the weights themselves are one."""
+
+    name: str  # of the module
+    stage: int
+    chunk: int
+    slots: tuple[Slot, ...]
+    cut: int | None  # the axis of the weight that is cut over TP
+    groups: int  # in which the rows of the slots alternate, over all TP ranks
+
+
+def group_of(tensor: TensorSpec) -> str | None:
+    """Which of GROUPS a weight belongs to; None for what is no linear layer that can be adapted:
+    norms, biases, embeddings, the head."""
+    if len(tensor.shape) != 2:
+        return None
+    if tensor.part is Part.merger:
+        return "merger"
+    prefix = {Part.decoder: "", Part.vision: "vision_"}.get(tensor.part)
+    kinds = {"attn.": "attention", ".mlp.": "mlp"}
+    kind = next((kinds[mark] for mark in kinds if mark in tensor.name), None)
+    return None if prefix is None or kind is None else prefix + kind
+
+
+def module_of(tensor: TensorSpec) -> str:
+    """The name of a weight's module."""
+    return tensor.name.removesuffix(".weight")
+
+
+def adapted(tensors: Sequence[TensorSpec], targets: Sequence[str]) -> list[TensorSpec]:
+    """The weights that get an adapter: those of the groups that are named, and of modules whose
+    name, or its end after a dot, is one of the others or matches it as a pattern."""
+    linears = [tensor for tensor in tensors if group_of(tensor)]
+    found = set()
+    for target in targets:
+        matching = {each for each in linears if _is_meant(each, target)}
+        if not matching:
+            raise ConfigError(
+                f"lora.targets: {target!r} is none of {', '.join(GROUPS)}, nor does it match a "
+                f"linear layer of the model; names are such as {_samples(linears)}"
+            )
+        found |= matching
+    return [each for each in linears if each in found]
+
+
+def _is_meant(tensor: TensorSpec, target: str) -> bool:
+    name = module_of(tensor)
+    if target in GROUPS:
+        return group_of(tensor) == target
+    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
+
+
+def _samples(linears: Sequence[TensorSpec]) -> str:
+    leaves = dict.fromkeys(module_of(each).rpartition(".")[2] for each in linears)
+    return f"{', '.join(list(leaves)[: 2 * _SHOWN])} or *.layers.0.self_attn.q_proj"
+
+
+def check_parts(
+    chosen: Sequence[TensorSpec], trained: Sequence[str], frozen: Sequence[str]
+) -> None:
+    """Refuse adapters in a part that is trained whole, or that is to stay as it is."""
+    for tensor in chosen:
+        where = f"lora.targets has {module_of(tensor)} of the part {tensor.part.switch}, "
+        if tensor.part.switch in trained:
+            raise ConfigError(
+                f"{where}which lora.train trains whole: adapters there would only repeat it; "
+                "remove one of them"
+            )
+        if tensor.part.switch in frozen:
+            raise ConfigError(
+                f"{where}which model.freeze_{tensor.part.switch}=true keeps as it is; set it to "
+                "false: with lora.rank set, the weights stay as they are anyway"
+            )
+
+
+def tensors_of(base: TensorSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:
+    """A and B of the adapter of a weight, by their names in PEFT's files."""
+    rows, columns = base.shape
+    stem = f"{PREFIX}{module_of(base)}.lora_"
+    return (
+        replace(base, name=f"{stem}A.weight", shape=(rank, columns)),
+        replace(base, name=f"{stem}B.weight", shape=(rows, rank)),
+    )

@@ -1,0 +1,216 @@
+"""A folder with an adapter, as PEFT writes and reads it: adapter_config.json and
+adapter_model.safetensors."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_vlm.config.lora import scale_of
+from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family.adapters import PREFIX, module_of, tensors_of
+from megatron_vlm.family.sizes import Part, TensorSpec
+from megatron_vlm.hf.source import FLOATS, HFCheckpoint, read_header
+from megatron_vlm.hub import hub_name
+from megatron_vlm.outside import Field, Outside
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_SHOWN = 5  # names in an error
+# What PEFT can do and we cannot: the value of each that changes nothing.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "bias": (None, "none"),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, {}),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+}
+
+
+def saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
+    """What lora.train trains whole and PEFT's files have a place for: the mergers."""
+    return [each for each in sizes if each.part is Part.merger and "merger" in lora.train]
+
+
+class AdapterFolder:
+    """One of ours or of PEFT's own, checked against the configuration and the base model."""
+
+    def __init__(
+        self, folder: str, lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
+    ):
+        """`weights` are those that get an adapter."""
+        self.folder = Path(folder)
+        self.file = self.folder / WEIGHTS
+        config = read_adapter_config(self.folder)
+        for problem in (*_unknown(config), *_differences(config, lora)):
+            raise CheckpointError(f"lora.path={folder}: {problem}")
+        self._check_base(config, source)
+        self.shapes = {
+            name: tuple(header["shape"]) for name, header in read_header(self.file).items()
+        }
+        whole = saved_whole(source.sizes.tensors, lora)
+        expected = {t.name: t.shape for weight in weights for t in tensors_of(weight, lora.rank)}
+        expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole}
+        for problem in self._problems(expected):
+            raise CheckpointError(f"lora.path={folder}: {problem}")
+
+    def _check_base(self, config: Field, source: HFCheckpoint) -> None:
+        said = config.get("base_model_name_or_path")
+        names = [hub_name(each) for each in (said.string() if said else "", source.name)]
+        repos = [name.repo for name in names if name is not None]
+        if len(set(repos)) == 2:
+            raise CheckpointError(
+                f"lora.path={self.folder} was trained on {repos[0]}, and model.path is {repos[1]}; "
+                "give the same model"
+            )
+
+    def _problems(self, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
+        found = self.shapes
+        lists = {
+            "lacks tensors that lora.targets and lora.train ask for": expected.keys() - found,
+            "has tensors that lora.targets and lora.train do not ask for": found.keys() - expected,
+        }
+        for what, names in lists.items():
+            if names:
+                yield (
+                    f"it {what}, {len(names)} of them, such as "
+                    f"{', '.join(sorted(names)[:_SHOWN])}; give what it was trained with"
+                )
+        for name, shape in expected.items():
+            if found[name] != shape:
+                yield (
+                    f"{name} is {list(found[name])} in it, and {list(shape)} for this model: it "
+                    "was trained on another one; give that one as model.path"
+                )
+
+    def read(self, name: str) -> Tensor | None:
+        """A tensor, whole; None for what is not in it."""
+        if name not in self.shapes:
+            return None
+        with Outside(str(self.file), CheckpointError, "use another adapter").border("unreadable"):  # noqa: SIM117
+            with safe_open(self.file, framework="pt") as opened:
+                found: Tensor = opened.get_tensor(name)
+        return found
+
+
+def read_adapter_config(folder: Path) -> Field:
+    """adapter_config.json of a LoRA adapter."""
+    file = Outside(str(folder / CONFIG), CheckpointError, "give a folder that PEFT or we wrote")
+    config = file.json()
+    if (kind := config["peft_type"].value) != "LORA":
+        raise CheckpointError(
+            f"{folder / CONFIG}: peft_type is {kind!r}, and only LORA is trained here; merge it "
+            "into its base model with PEFT, and give that as model.path"
+        )
+    return config
+
+
+def lora_of(folder: Path, weights: Sequence[TensorSpec]) -> LoraConfig:
+    """The configuration that goes on from an adapter: what its files say. `weights` are those of
+    the base model that can have one."""
+    config = read_adapter_config(folder)
+    names = read_header(folder / WEIGHTS).keys()
+    targets = [w for w in weights if all(t.name in names for t in tensors_of(w, 1))]
+    whole = any(name.startswith(PREFIX) and ".lora_" not in name for name in names)
+    slora = config.get("use_rslora")
+    return LoraConfig(
+        rank=config["r"].whole(1),
+        alpha=float(config["lora_alpha"].number(0)),
+        rslora=bool(slora and slora.value),
+        targets=tuple(module_of(each) for each in targets),
+        train=("merger",) if whole else (),
+        path=str(folder),
+    )
+
+
+def _unknown(config: Field) -> Iterator[str]:
+    for key, plain in _PLAIN.items():
+        value = config.object().get(key)
+        if value is not None and value.value not in plain:
+            yield (
+                f"its {key} is {value.value!r}, which is not supported; merge it into its base "
+                "model with PEFT, and give that as model.path"
+            )
+
+
+def _differences(config: Field, lora: LoraConfig) -> Iterator[str]:
+    rslora = config.get("use_rslora")
+    pairs = {
+        "r": (config["r"].whole(1), "rank", lora.rank),
+        "lora_alpha": (config["lora_alpha"].number(0), "alpha", lora.alpha),
+        "use_rslora": (bool(rslora and rslora.value), "rslora", lora.rslora),
+    }
+    for theirs, (found, ours, asked) in pairs.items():
+        if found != asked:
+            yield (
+                f"its {theirs} is {found}, and lora.{ours}={asked}; set lora.{ours}="
+                f"{str(found).lower()}"
+            )
+
+
+def render_config(
+    lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
+) -> dict[str, Any]:
+    """adapter_config.json of what we trained."""
+    base = hub_name(source.name)
+    modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.repo if base else str(source.path),
+        "revision": base.commit if base else None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": _shortest(weights, source.sizes.tensors),
+        "modules_to_save": modules or None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def _module_to_save(tensor: TensorSpec) -> str:
+    """Each merger as a whole: model.visual.merger, model.visual.deepstack_merger_list.0."""
+    return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
+
+
+def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
+    """target_modules: PEFT adapts every module with one of these names, or one that ends with it
+    after a dot. The last parts of the names where they mean no other module."""
+    chosen = {module_of(each) for each in weights}
+    leaves = {name.rpartition(".")[2] for name in chosen}
+    every = {each.name.rpartition(".")[0] for each in tensors}
+    meant = {name for name in every if name.rpartition(".")[2] in leaves}
+    return sorted(leaves if meant == chosen else chosen)
+
+
+def stored_as(tensor: Tensor, base: TensorSpec, source: HFCheckpoint) -> Tensor:
+    """An adapter's tensor in the type that its base weight is stored in."""
+    return tensor.to(FLOATS[source.tensors[base.name].dtype])
+
+
+def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:
+    """The weight with its adapter in it, in fp32."""
+    return weight.float() + scale_of(lora) * (up.float() @ down.float())

@@ -1,0 +1,124 @@
+"""Adapters in the table of names: two entries for each, and the values that they begin with."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vlm.config.lora import SWITCHES
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.family.adapters import (
+    PREFIX,
+    AdaptedLinear,
+    Slot,
+    adapted,
+    check_parts,
+    tensors_of,
+)
+from megatron_vlm.family.sizes import ModelSizes, TensorSpec
+from megatron_vlm.hf.adapter_files import AdapterFolder
+from megatron_vlm.hf.names import WHOLE, Entry, Origin, ReadSlice, columns, rows
+from megatron_vlm.hf.source import HFCheckpoint
+
+
+def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
+    """The weights beside which there is an adapter; ConfigError where lora.targets cannot be."""
+    if not cfg.lora.rank:
+        return []
+    chosen = adapted(sizes.tensors, cfg.lora.targets)
+    frozen = [part for part in SWITCHES if getattr(cfg.model, f"freeze_{part}")]
+    check_parts(chosen, cfg.lora.train, frozen)
+    return chosen
+
+
+def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> list[AdaptedLinear]:
+    """Our linear layers that hold one of these weights, of every stage."""
+    chosen, found = set(weights), []
+    for entry in table:
+        if entry.origin is Origin.hub and any(tensor in chosen for tensor in entry.theirs):
+            slots = tuple(Slot(tensor, tensor in chosen) for tensor in entry.theirs)
+            cut = None if entry.layout.cut is None else entry.layout.axis
+            name = entry.ours.removesuffix(".weight")
+            found.append(
+                AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
+            )
+    return found
+
+
+def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Entry]:
+    """A and B of each slot that has an adapter, cut as their weight is: where its rows are, B's
+    are, and where its columns are, A's."""
+    for linear in linears:
+        for slot in linear.slots:
+            if slot.adapted:
+                height, width = slot.base.shape
+                layouts = {
+                    "A": columns(width) if linear.cut == 1 else WHOLE,
+                    "B": rows(height) if linear.cut == 0 else WHOLE,
+                }
+                for tensor, (name, layout) in zip(
+                    tensors_of(slot.base, rank), layouts.items(), strict=True
+                ):
+                    yield Entry(
+                        f"{linear.name}.lora.{slot.leaf}.{name}",
+                        (tensor,),
+                        layout,
+                        linear.stage,
+                        slot.base.part,
+                        linear.chunk,
+                        Origin.ours,
+                    )
+
+
+def fill(
+    held: Mapping[Entry, nn.Parameter],
+    grid: Grid,
+    value_of: Callable[[TensorSpec, str], Tensor | None],
+) -> None:
+    """Each rank's part of the values that there are, whole, for a tensor by its name in PEFT's
+    files. Those of Hugging Face's own tensors are of parameters that have one each."""
+    for entry, param in held.items():
+        if len(entry.theirs) > 1:
+            continue
+        name = entry.names[0] if entry.origin is Origin.ours else PREFIX + entry.names[0]
+        whole = value_of(entry.theirs[0], name)
+        if whole is not None:
+            part = entry.layout.load(_slices_of(whole), [name], *grid.along(entry.layout.cut))
+            with torch.no_grad():
+                param.copy_(part)
+
+
+def _slices_of(whole: Tensor) -> ReadSlice:
+    def read(_: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+        return whole[tuple(slice(None) if span is None else slice(*span) for span in spans)]
+
+    return read
+
+
+def values(
+    cfg: Config, weights: Sequence[TensorSpec], source: HFCheckpoint
+) -> Callable[[TensorSpec, str], Tensor | None]:
+    """What training begins with: the values of lora.path, or else as PEFT begins. A is drawn, and B
+    is zero; the numbers are the same in every layout."""
+    lora, seed = cfg.lora, cfg.train.seed
+    if lora.path is not None:
+        folder = AdapterFolder(lora.path, lora, weights, source)
+        return lambda _, name: folder.read(name)
+
+    def begin(tensor: TensorSpec, name: str) -> Tensor | None:
+        if ".lora_" not in name:
+            return None
+        whole = torch.zeros(tensor.shape)
+        if name.endswith("lora_A.weight"):
+            digest = blake2b(repr((seed, name)).encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest))
+            if lora.init == "gaussian":
+                nn.init.normal_(whole, std=1 / lora.rank, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        return whole
+
+    return begin

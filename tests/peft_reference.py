@@ -1,0 +1,123 @@
+"""The oracle for adapters: PEFT on Hugging Face's own model, without any code of ours between."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from megatron_vlm.data.encode.row import IGNORE, Row
+from tests.reference import Reference, load_reference, row_log_probs
+
+# What our groups of targets are, in PEFT's regular expressions.
+GROUPS = {
+    "attention": r"model\.language_model\.layers\.\d+\.self_attn\.[qkvo]_proj",
+    "mlp": r"model\.language_model\.layers\.\d+\.mlp\.(gate|up|down)_proj",
+    "merger": r"model\.visual\..*merger.*\.linear_fc[12]",
+    "vision_attention": r"model\.visual\.blocks\.\d+\.attn\.(qkv|proj)",
+    "vision_mlp": r"model\.visual\.blocks\.\d+\.mlp\.linear_fc[12]",
+}
+MERGERS = r"model\.visual\.(merger|deepstack_merger_list\.\d+)"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of PEFT: with `whole_merger` the mergers are trained beside it."""
+
+    targets: tuple[str, ...] = ("attention", "mlp")
+    rank: int = 4
+    alpha: float = 12.0
+    rslora: bool = False
+    whole_merger: bool = False
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """The same as our configuration."""
+        return dict(
+            rank=self.rank,
+            alpha=self.alpha,
+            rslora=self.rslora,
+            targets=self.targets,
+            train=("merger",) if self.whole_merger else (),
+        )
+
+
+def peft_model(path: str, adapter: Adapter) -> PeftModel:
+    """The model with an adapter whose every tensor is random, B too."""
+    model = load_reference(path)
+    pattern = "|".join(GROUPS.get(target, target) for target in adapter.targets)
+    mergers = [name for name, _ in model.named_modules() if re.fullmatch(MERGERS, name)]
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        use_rslora=adapter.rslora,
+        target_modules=pattern,
+        modules_to_save=mergers if adapter.whole_merger else None,
+    )
+    wrapped = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if ".lora_" in name:  # together about as large as the weights beside them
+                param.normal_(std=0.1 if ".lora_A." in name else 0.03, generator=generator)
+    return wrapped.train()
+
+
+def trained(model: PeftModel) -> dict[str, torch.nn.Parameter]:
+    """What learns, by our names: PEFT's for adapters, Hugging Face's for whole weights."""
+    found = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            plain = name.replace(".default", "")
+            if ".modules_to_save" in plain:
+                plain = plain.replace(".modules_to_save", "").removeprefix("base_model.model.")
+            found[plain] = param
+    return found
+
+
+def run_peft(model: PeftModel, rows: Sequence[Row]) -> Reference:
+    """Losses and gradients of a batch."""
+    params = trained(model)
+    model.zero_grad()
+    count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
+    total, log_probs = 0.0, []
+    for row in rows:
+        out = row_log_probs(model, row)
+        loss = -out.sum() / count
+        if loss.requires_grad:
+            loss.backward()
+        log_probs.append(out.detach())
+        total += float(-out.detach().double().sum())
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in params.items()
+    }
+    return Reference(total / count, log_probs, grads)
+
+
+def train_peft(
+    model: PeftModel, batches: Sequence[Sequence[Row]], optim: dict[str, float]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Gradient norms of a step per batch, and the weights after them."""
+    params = trained(model)
+    groups = [
+        {"params": [p for p in params.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in params.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=optim["lr"])
+    norms = []
+    for rows in batches:
+        run_peft(model, rows)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), optim["clip_grad"])))
+        optimizer.step()
+    return norms, {name: p.detach().clone() for name, p in params.items()}
+
+
+def save(model: PeftModel, folder: Path) -> str:
+    """The folder that PEFT writes."""
+    model.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,186 @@
+# .venv/bin/python -m pytest tests/test_lora.py
+"""Adapters equal PEFT's on Hugging Face's model, at each layout: losses, every gradient, weights
+after three steps."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.peft_reference import Adapter, peft_model, run_peft, save, train_peft
+from tests.runs import loss_and_grads, train
+from tests.test_parity import layout
+
+# Relative, as in test_parity.py. Measured worst case over all cases below: 2.8e-6.
+TOLERANCE = 5e-6
+OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
+STEPS = 3
+
+BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE_RANK}
+EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+LANGUAGE = Adapter()
+ALL = Adapter(EVERY)
+TOWER = Adapter(("vision_attention", "vision_mlp"))
+BESIDE_MERGER = Adapter(("attention",), whole_merger=True)
+
+CASES = {
+    # name: (layout, adapter, sizes of the tiny model, batch)
+    "1x1x1": (layout(), LANGUAGE, {}, "mixed"),
+    "all-1x1x1": (layout(), ALL, {}, "mixed"),
+    "all-tp2": (layout(tp=2), ALL, {}, "mixed"),
+    "all-pp2": (layout(pp=2), ALL, {}, "mixed"),
+    "all-tp2-pp2": (layout(tp=2, pp=2), ALL, {}, "mixed"),
+    "language-tp2-pp2-recompute": (layout(tp=2, pp=2, recompute="full"), LANGUAGE, {}, "mixed"),
+    "recompute-text": (layout(recompute="full"), LANGUAGE, {}, "all_text"),
+    "recompute-all": (layout(recompute="full", recompute_vision=True), ALL, {}, "mixed"),
+    "recompute-selective": (layout(recompute="selective"), LANGUAGE, {}, "mixed"),
+    "dp2-overlap": (
+        layout(dp=2, overlap_grad_reduce=True, overlap_param_gather=True),
+        ALL,
+        {},
+        "text_on_one_rank",
+    ),
+    "tp2-dp2-overlap": (
+        layout(tp=2, dp=2, overlap_grad_reduce=True),
+        ALL,
+        {},
+        "text_on_one_rank",
+    ),
+    "plain-optimizer-dp2": (layout(dp=2, distributed_optimizer=False), LANGUAGE, {}, "mixed"),
+    "pp2x2": (layout(pp=2, virtual_stages=2), ALL, {}, "mixed"),
+    "language-pp2x2-recompute": (
+        layout(pp=2, virtual_stages=2, recompute="full"),
+        LANGUAGE,
+        {},
+        "mixed",
+    ),
+    "stage0-0-layers": (layout(pp=2, layers_per_stage=[0, 4]), LANGUAGE, {}, "mixed"),
+    "tower-pp2": (layout(pp=2), TOWER, {}, "mixed"),
+    "tower-tp2": (layout(tp=2), TOWER, {}, "mixed"),
+    "tower-tp2-not-shared": (layout(tp=2, share_images=False), TOWER, {}, "mixed"),
+    "tower-text": (layout(pp=2), TOWER, {}, "all_text"),
+    "merger-adapters-tp2": (layout(tp=2), Adapter(("merger",)), {}, "mixed"),
+    "mlp-tp2": (layout(tp=2), Adapter(("mlp",)), {}, "mixed"),
+    "q-v-tp2": (layout(tp=2), Adapter(("q_proj", "v_proj")), {}, "mixed"),
+    "up-tp2": (layout(tp=2), Adapter(("up_proj",)), {}, "mixed"),
+    "last-layer-pp2": (layout(pp=2), Adapter(("layers.3.self_attn.o_proj",)), {}, "mixed"),
+    "merger-whole": (layout(), BESIDE_MERGER, {}, "mixed"),
+    "merger-whole-tp2-pp2": (layout(tp=2, pp=2), BESIDE_MERGER, {}, "mixed"),
+    "tied-tp2-pp2": (layout(tp=2, pp=2), ALL, {"tied": True}, "mixed"),
+    "tied-language": (layout(), LANGUAGE, {"tied": True}, "mixed"),
+    "rslora-tp2": (layout(tp=2), Adapter(EVERY, rslora=True), {}, "mixed"),
+    "kv-heads-4-tp2": (layout(tp=2), LANGUAGE, {"kv_heads": 4}, "mixed"),
+    "no-deepstack-pp2": (layout(pp=2), ALL, {"deepstack": 0}, "mixed"),
+}
+
+
+# `make test` runs these, `make test-slow` the rest.
+QUICK = (
+    "all-tp2-pp2",
+    "recompute-text",
+    "pp2x2",
+    "dp2-overlap",
+    "merger-whole-tp2-pp2",
+    "rslora-tp2",
+)
+PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny, tmp_path_factory):
+    """The folder of PEFT's adapter, its results for a batch, and after three steps."""
+    root = tmp_path_factory.mktemp("adapters")
+
+    @cache
+    def folder(adapter, sizes):
+        return save(
+            peft_model(tiny(**dict(sizes)), in_peft(adapter)), root / str(len(list(root.iterdir())))
+        )
+
+    @cache
+    def batch(adapter, sizes, name):
+        vocab = dict(sizes).get("vocab", 512)
+        model = peft_model(tiny(**dict(sizes)), in_peft(adapter))
+        return run_peft(model, make_rows(BATCHES[name], vocab))
+
+    @cache
+    def steps(adapter, sizes, name):
+        model = peft_model(tiny(**dict(sizes)), in_peft(adapter))
+        return train_peft(model, batches(name), OPTIM)
+
+    return folder, batch, steps
+
+
+def in_peft(adapter):
+    """Names that end another one, as regular expressions."""
+    found = {
+        "q_proj": r".*\.q_proj",
+        "v_proj": r".*\.v_proj",
+        "up_proj": r".*\.up_proj",
+        "layers.3.self_attn.o_proj": r".*layers\.3\.self_attn\.o_proj",
+    }
+    return replace(adapter, targets=tuple(found.get(each, each) for each in adapter.targets))
+
+
+def batches(name):
+    return [make_rows(BATCHES[name], 512, seed) for seed in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_equals_peft(name, pool, tiny, adapters, record_property):
+    case, adapter, sizes, batch = CASES[name]
+    folder, reference, _ = adapters
+    key = tuple(sorted(sizes.items()))
+    case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)))
+    expected = reference(adapter, key, batch)
+    rows = make_rows(BATCHES[batch], sizes.get("vocab", 512))
+    outcomes = pool.run(loss_and_grads, case.world, tiny(**sizes), case, rows)
+    ours = outcomes[0]
+    found = {"loss": abs(ours.loss - expected.loss) / abs(expected.loss)}
+    tp = case.parallel["tp"]
+    replicas = case.world // (tp * case.parallel["pp"])
+    for kind in ("log_probs", "train_log_probs"):
+        said = [row for i in range(replicas) for row in getattr(outcomes[i * tp], kind)]
+        pairs = zip(said, expected.log_probs, strict=True)
+        found[kind] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    assert ours.grads.keys() == expected.grads.keys()
+    for tensor, want in expected.grads.items():
+        error = float((ours.grads[tensor] - want).norm())
+        found[f"grad {tensor}"] = error / float(want.norm()) if want.any() else error
+    worst = max(found, key=lambda each: found[each])
+    record_property("worst", found[worst])
+    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+
+
+STEP_CASES = [
+    "all-tp2-pp2",
+    "dp2-overlap",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("1x1x1", "pp2x2", "merger-whole-tp2-pp2")),
+]
+# As in test_steps.py, in units of the learning rate. Measured 3.0e-5, 0.014 and 3.9e-7.
+MEAN_TOLERANCE_LR = 3e-4
+MAX_TOLERANCE_LR = 0.2
+NORM_TOLERANCE = 8e-6
+
+
+@pytest.mark.parametrize("name", STEP_CASES)
+def test_weights_after_three_steps(name, pool, tiny, adapters, record_property):
+    case, adapter, sizes, batch = CASES[name]
+    folder, _, steps = adapters
+    key = tuple(sorted(sizes.items()))
+    case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)), optim=dict(OPTIM))
+    want_norms, want = steps(adapter, key, batch)
+    _, norms, weights = pool.run(train, case.world, tiny(**sizes), case, batches(batch))[0]
+    norm_error = max(abs(a / b - 1) for a, b in zip(norms, want_norms, strict=True))
+    assert weights.keys() == want.keys()
+    mean = {n: float((weights[n] - want[n]).abs().mean()) / OPTIM["lr"] for n in weights}
+    most = {n: float((weights[n] - want[n]).abs().max()) / OPTIM["lr"] for n in weights}
+    record_property("mean", max(mean.values()))
+    record_property("max", max(most.values()))
+    record_property("norm", norm_error)
+    assert norm_error <= NORM_TOLERANCE
+    worst = max(mean, key=lambda n: mean[n])
+    assert mean[worst] <= MEAN_TOLERANCE_LR, f"{worst}: {mean[worst]:.2e} lr on average"
+    worst = max(most, key=lambda n: most[n])
+    assert most[worst] <= MAX_TOLERANCE_LR, f"{worst}: {most[worst]:.2e} lr"
