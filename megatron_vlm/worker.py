@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from megatron_vlm.hf.adapters import (
     values,
 )
 from megatron_vlm.hf.card import Training
-from megatron_vlm.hf.digest import digests
+from megatron_vlm.hf.digest import digests, weights_digest
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf
@@ -149,6 +149,11 @@ class MegatronWorker:
                 fill(self.held, self.grid, values(self.cfg, self.adapted, self.source))
         for entry, param in self.held.items():
             param.requires_grad_(not entry.is_frozen(self.cfg))
+
+    @cached_property
+    def base_digest(self) -> str:
+        """Of the weights that were loaded."""
+        return weights_digest(self.source)
 
     @property
     def held(self) -> Mapping[Entry, torch.nn.Parameter]:

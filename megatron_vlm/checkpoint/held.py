@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megatron_vlm.checkpoint.pieces import Piece, TensorShape, blocks_of, cut
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.hf.names import Entry, Origin
 from megatron_vlm.worker import MegatronWorker
@@ -70,9 +71,16 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
 
 
+def is_kept(cfg: Config, entry: Entry) -> bool:
+    """Whether a checkpoint has a parameter. Beside adapters it has only those that are trained: the
+    others are in model.path."""
+    return not (cfg.lora.rank and entry.is_frozen(cfg))
+
+
 def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
     """The shape of every tensor of a checkpoint, by name."""
-    return {tensor.name: tensor.shape for entry in worker.table for tensor in entry.theirs}
+    kept = (entry for entry in worker.table if is_kept(worker.cfg, entry))
+    return {tensor.name: tensor.shape for entry in kept for tensor in entry.theirs}
 
 
 def held_pieces(worker: MegatronWorker, writing: bool) -> Iterator[Piece]:
@@ -84,6 +92,8 @@ def held_pieces(worker: MegatronWorker, writing: bool) -> Iterator[Piece]:
         parts = optimizer_parts(worker.optimizer, worker.held.values())
     numbers = {entry: number for number, entry in enumerate(worker.table)}
     for entry, param in worker.held.items():
+        if not is_kept(worker.cfg, entry):
+            continue
         part, turn = parts.get(param), numbers[entry]
         if writing and not _writes(worker.grid, entry, part is not None and part.sharded, turn):
             continue

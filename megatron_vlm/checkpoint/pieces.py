@@ -194,8 +194,9 @@ class PieceReader:
         if faults:
             lines = [f"{key} {fault}" for key, fault in list(faults.items())[:10]]
             raise CheckpointError(
-                f"{self.folder} is not of this model and its model.freeze_*: {len(faults)} tensors "
-                "differ; resume with the configuration in its config.yaml\n  " + "\n  ".join(lines)
+                f"{self.folder} is not of this model, its model.freeze_* and lora.*: {len(faults)} "
+                "tensors differ; resume with the configuration in its config.yaml\n  "
+                + "\n  ".join(lines)
             )
 
     def fill(self, piece: Piece) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.checkpoint import store
+from megatron_vlm.checkpoint.base import check_base
 from megatron_vlm.checkpoint.held import get_step, held_pieces, set_step, shapes_of
 from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
 from megatron_vlm.checkpoint.pieces import (
@@ -32,10 +33,12 @@ from megatron_vlm.checkpoint.pieces import (
     safetensors_chunks,
 )
 from megatron_vlm.config import to_yaml
+from megatron_vlm.config.lora import scale_of
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.distributed.messages import broadcast_json, gather_json
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.folders import begin, discard, partial_of
+from megatron_vlm.outside import Field
 from megatron_vlm.step.optimizer import set_lr
 from megatron_vlm.worker import MegatronWorker
 
@@ -72,6 +75,8 @@ def save(
         "lr": worker.lr,
         "progress": progress,
     }
+    if worker.cfg.lora.rank:
+        state["lora"] = {"base": worker.base_digest, "scale": scale_of(worker.cfg.lora)}
     texts = {
         "state.json": json.dumps(state, indent=1) + "\n",
         "config.yaml": to_yaml(worker.cfg),
@@ -190,6 +195,7 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
         added = state.get("add_tokens")  # older ones have none
         tokens = [] if added is None else [each.string() for each in added.items()]
         _check_tokens(worker, folder, tokens)
+        _check_lora(worker, folder, state)
         lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
         progress = state["progress"]
         progress.object()
@@ -215,6 +221,19 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
             f"{folder} was trained with data.add_tokens={saved}, and now it is {asked}: the same "
             "rows would be of other tokens; give the same ones in the same order, or add to its "
             f"export: megatron-vlm export {folder} DIR, model.path=DIR"
+        )
+
+
+def _check_lora(worker: MegatronWorker, folder: Path, state: Field) -> None:
+    """Adapters mean nothing beside other weights, nor with another factor."""
+    saved = state.get("lora")
+    if saved is None or not worker.cfg.lora.rank:
+        return  # then the tensors differ, which is said next
+    check_base(folder, state, worker.base_digest, str(worker.source.path))
+    if (found := saved["scale"].number()) != (asked := scale_of(worker.cfg.lora)):
+        raise CheckpointError(
+            f"{folder} has adapters that are scaled by {found:g}, and lora.alpha, lora.rank and "
+            f"lora.rslora now make it {asked:g}; resume with those in its config.yaml"
         )
 
 

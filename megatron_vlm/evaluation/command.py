@@ -30,6 +30,7 @@ def locate(
     else:
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
+        cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint went on from there
     require(cfg, "data.eval")
     path = pin(cfg.model.path, weights=True)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint

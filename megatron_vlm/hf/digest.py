@@ -26,6 +26,14 @@ def digests(source: HFCheckpoint) -> dict[str, str]:
     return found
 
 
+def weights_digest(source: HFCheckpoint) -> str:
+    """One digest of all files of weights, whatever folder they are in."""
+    hasher = hashlib.sha256()
+    for file in weight_files(source.path):
+        hasher.update(f"{file.name} {_of_weights(file)}\n".encode())
+    return hasher.hexdigest()
+
+
 def settings_digests(folder: Path) -> dict[str, str]:
     """A digest of each file that decides how a record becomes tokens and patches, and of
     config.json."""

@@ -1,0 +1,17 @@
+"""Beside which weights the adapters of a checkpoint were trained."""
+
+from pathlib import Path
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.outside import Field
+
+
+def check_base(folder: Path, state: Field, digest: str, path: str) -> None:
+    """Refuse adapters beside other weights; `state` is the checkpoint's state.json, and `digest`
+    that of the weights in `path`."""
+    saved = state.get("lora")
+    if saved is not None and saved["base"].string() != digest:
+        raise CheckpointError(
+            f"{folder} has adapters that were trained beside other weights than those in {path}; "
+            "give the model that they were trained with: as model.path, or to export with --model"
+        )

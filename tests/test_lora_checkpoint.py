@@ -1,0 +1,129 @@
+# .venv/bin/python -m pytest tests/test_lora_checkpoint.py
+"""Checkpoints of adapters: only what is trained, bit for bit, at any layout; dropout in them."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_vlm.checkpoint.state import load
+from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.worker import MegatronWorker
+from tests.runs import Case
+from tests.test_checkpoint import Part, bf16, go, whole
+from tests.test_parity import layout
+
+EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+LORA = dict(rank=4, alpha=8.0, targets=EVERY, dropout=0.2)
+MERGER = dict(rank=4, targets=("attention",), train=("merger",), dropout=0.1)
+
+
+def with_lora(case: Case, **lora: object) -> Case:
+    return replace(case, lora=lora)
+
+
+SAME = {
+    # Recomputation and chunks of a stage must draw the same dropout, too.
+    "tp2-pp2": with_lora(layout(tp=2, pp=2, recompute="full", recompute_vision=True), **LORA),
+    "dp2-bf16": with_lora(bf16(layout(dp=2)), **LORA),
+    "merger-pp2x2": with_lora(layout(pp=2, virtual_stages=2), **MERGER),
+}
+SLOW = {"dp2-bf16"}
+
+
+def marked(cases):
+    return [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in cases]
+
+
+@pytest.mark.parametrize("name", marked(SAME))
+def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_path):
+    case, path = SAME[name], tiny()
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    figures = pool.run(go, case.world, path, case, Part(straight, range(4), None, (2, 4)))[0]
+    part = Part(resumed, range(2, 4), step_folder(straight, 2), (4,))
+    assert pool.run(go, case.world, path, case, part)[0] == figures[2:]
+    ours, theirs = step_folder(resumed, 4), step_folder(straight, 4)
+    for file in [path.name for path in theirs.iterdir()]:
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+    names = {key.removeprefix("exp_avg/") for key in whole(theirs) if "exp_avg_sq" not in key}
+    frozen = [tensor for tensor in names if ".lora_" not in tensor]
+    if case.lora.get("train"):
+        assert frozen and all("merger" in tensor for tensor in frozen)
+    else:
+        assert frozen == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (layout(tp=2, pp=2, layers_per_stage=[0, 4]), layout(dp=2)),
+        pytest.param(layout(dp=2), layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(layout(tp=2), layout(pp=2, virtual_stages=2), marks=pytest.mark.slow),
+    ],
+)
+def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path):
+    path, lora = tiny(), dict(LORA, train=())
+    first, second = with_lora(first, **lora), with_lora(second, **lora)
+    pool.run(go, first.world, path, first, Part(tmp_path / "a", range(1), None, (1,)))
+    before = step_folder(tmp_path / "a", 1)
+    pool.run(go, second.world, path, second, Part(tmp_path / "b", range(1, 1), before, (1,)))
+    found, expected = whole(step_folder(tmp_path / "b", 1)), whole(before)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert sum(f.stat().st_size for f in before.iterdir()) < 2**21  # the model has 3 MB
+
+
+def loaded(path: str, case: Case, folder) -> str:
+    worker = MegatronWorker(case.config(path))
+    with pytest.raises(CheckpointError) as caught:
+        load(worker, folder)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tiny, tmp_path_factory):
+    run = tmp_path_factory.mktemp("saved")
+    pool.run(go, 1, tiny(), with_lora(layout(), **LORA), Part(run, range(1), None, (1,)))
+    return step_folder(run, 1)
+
+
+def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, saved):
+    def said(path=tiny(), **lora) -> str:
+        return pool.run(loaded, 1, path, with_lora(layout(), **lora), saved)[0]
+
+    assert "is [32, 4] in it, and [32, 8] in the model" in said(**dict(LORA, rank=8, alpha=16.0))
+    assert "adapters that are scaled by 2, and lora.alpha" in said(**dict(LORA, alpha=16.0))
+    assert "lora.*" in said(rank=0)
+    assert said(**dict(LORA, targets=("attention",), train=("merger",))).count("is not in it") >= 4
+    other = tmp_path / "other"
+    shutil.copytree(tiny(), other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.language_model.norm.weight"] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert f"beside other weights than those in {other}" in said(str(other), **LORA)
+    state = json.loads((saved / "state.json").read_text())
+    assert state["lora"]["scale"] == 2.0
+
+
+def figures(pool, path: str, case: Case, tmp_path) -> list[tuple[float, float]]:
+    return pool.run(go, case.world, path, case, Part(tmp_path, range(2)))[0]
+
+
+def test_dropout_is_the_same_whatever_the_layout_and_what_is_recomputed(pool, tiny, tmp_path):
+    """A mask that recomputation drew anew, or that TP ranks do not share, would change the norm."""
+    language = dict(LORA, targets=("attention", "mlp"))
+    plain = figures(pool, tiny(), with_lora(layout(), **language), tmp_path)
+    for other in (layout(tp=2, pp=2, recompute="full"), layout(pp=2, virtual_stages=2)):
+        found = figures(pool, tiny(), with_lora(other, **language), tmp_path)
+        assert found == [pytest.approx(step, rel=2e-5) for step in plain]
+    without = figures(pool, tiny(), with_lora(layout(), **dict(language, dropout=0.0)), tmp_path)
+    # In the first step B is zero, and so is the gradient of A: dropout changes that of B.
+    assert abs(without[0][1] / plain[0][1] - 1) > 1e-3
+    tower = dict(LORA, targets=("merger", "vision_attention", "vision_mlp"))
+    kept = figures(pool, tiny(), with_lora(layout(), **tower), tmp_path)
+    again = figures(pool, tiny(), with_lora(layout(recompute_vision=True), **tower), tmp_path)
+    assert again == [pytest.approx(step, rel=2e-5) for step in kept]
