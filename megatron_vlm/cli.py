@@ -153,6 +153,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="the folder or name on the Hub that was trained, if it has moved since"
     )
+    forms = "of a run with adapters: PEFT's files, or the model that they are merged into"
+    parser.add_argument("--as", dest="kind", choices=["adapter", "merged"], help=forms)
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -166,7 +168,7 @@ def _export(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.checkpoint.export import export_checkpoint
 
-    folder = export_checkpoint(args.checkpoint, args.out, args.model)
+    folder = export_checkpoint(args.checkpoint, args.out, args.model, args.kind)
     print(visible(f"wrote {args.out} from {folder}"))
 
 

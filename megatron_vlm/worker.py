@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from megatron_vlm.config.lora import Exported, exports
 from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
 from megatron_vlm.data.encode.row import Row
@@ -32,6 +33,7 @@ from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.adapter_export import export_adapter
 from megatron_vlm.hf.adapters import (
     adapted_linears,
     adapted_weights,
@@ -231,11 +233,22 @@ class MegatronWorker:
         return norm, self.lr
 
     def export_hf(
-        self, path: str, mark: ExportMark | None = None, done: Training | None = None
+        self,
+        path: str,
+        mark: ExportMark | None = None,
+        done: Training | None = None,
+        kind: Exported | None = None,
     ) -> None:
         """Write a Hugging Face checkpoint: the one that was loaded, with the present weights. The
-        mark says where those are from, and the model card what was `done`."""
-        export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
+        mark says where those are from, and the model card what was `done`. Where there are
+        adapters: these, or the model that they are merged into; by default as cfg says."""
+        if not self.cfg.lora.rank:
+            export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
+            return
+        kind = kind or (*exports(self.cfg), "adapter")[0]
+        trained = [entry for entry in self.table if not entry.is_frozen(self.cfg)]
+        form = self.cfg.lora, self.adapted, self.source
+        export_adapter(self.held, trained, self.table, self.grid, form, path, kind, mark, done)
 
     def micro_batches(
         self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0

@@ -257,13 +257,13 @@ def test_control_characters_are_shown_as_text(pool, tiny):
 
 
 def test_folders(tmp_path, tiny):
-    assert find_model(tiny()) == tiny()
+    assert find_model(tiny()) == (tiny(), None)
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"run has no export .*: megatron-vlm export .*run DIR"):
         find_model(str(run))
     (run / "export").symlink_to(tiny())
-    assert find_model(str(run)) == str(run / "export")
+    assert find_model(str(run)) == (str(run / "export"), None)
     with pytest.raises(ConfigError, match=r"model\.path='nowhere' has no config\.json"):
         find_model("nowhere")
 

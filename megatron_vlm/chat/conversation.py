@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.chat.start import Settings
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.config.schema import CheckpointConfig, Config, LoraConfig, ModelConfig
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.media import image_size
@@ -19,6 +19,7 @@ from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.adapter_files import lora_of
 from megatron_vlm.hub import folder_of
 from megatron_vlm.outside import Outside
 from megatron_vlm.paths import require_file
@@ -33,14 +34,18 @@ class AnswerStopped(Exception):  # noqa: N818 - not an error
 class Conversation:
     """A model, and the messages so far."""
 
-    def __init__(self, folder: str, settings: Settings):
+    def __init__(self, folder: str, settings: Settings, adapter: Path | None = None):
         longest = read_sizes(folder).text.max_positions
         # Users may open any file of theirs; what they type is text, whatever it spells.
         self.rows = RowMaker(folder, image_root="/", max_tokens=longest, special_tokens="escape")
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
         self.stop_ids = _stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
         self.settings = settings
-        self.worker = MegatronWorker(Config(model=ModelConfig(folder)), training=False)
+        lora = LoraConfig() if adapter is None else lora_of(adapter)
+        cfg = Config(
+            model=ModelConfig(folder), lora=lora, checkpoint=CheckpointConfig(export=False)
+        )
+        self.worker = MegatronWorker(cfg, training=False)
         self.messages: list[dict[str, Any]] = []
 
     def medium(self, kind: str, given: str) -> dict[str, str]:

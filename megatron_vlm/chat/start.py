@@ -10,10 +10,14 @@ from megatron_vlm.early import check_model
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.paths import require_file
 
+_CONFIGS = ("config.json", "adapter_config.json")
+
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("where", metavar="DIR", help="a Hugging Face folder, or a run: its export")
+    parser.add_argument(
+        "where", metavar="DIR", help="a Hugging Face folder or an adapter; or a run: its export"
+    )
     picture = "shown with the first question; may be given several times"
     parser.add_argument("--image", action="append", default=[], metavar="PATH", help=picture)
     parser.add_argument("--video", action="append", default=[], metavar="PATH", help=picture)
@@ -29,14 +33,14 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def start_chat(args: argparse.Namespace) -> int:
     """Check the arguments, load the model and chat; the exit status."""
     settings = Settings(args.max_new_tokens, args.temperature, args.seed)
-    folder = find_model(args.where)
+    folder, adapter = find_model(args.where)
     for path in (*args.image, *args.video):
         require_file(Path(path).expanduser())
     if under_launcher():
         raise ConfigError("megatron-vlm chat runs in one process; start it without a launcher")
     from megatron_vlm.chat.terminal import run_chat
 
-    return run_chat(folder, args.image, args.video, args.prompt, settings)
+    return run_chat(folder, adapter, args.image, args.video, args.prompt, settings)
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,23 @@ class Settings:
             raise ConfigError(f"--seed {self.seed}: give at least 0")
 
 
-def find_model(given: str) -> str:
-    """The folder itself, or the export of a run; checked as far as that takes no torch."""
+def find_model(given: str) -> tuple[str, Path | None]:
+    """The folder itself, or the export of a run; and where that is an adapter, the model that it
+    was trained on. Checked as far as that takes no torch."""
     folder = Path(given).expanduser()
     found = folder
-    if not (folder / "config.json").is_file():
-        if (folder / "export" / "config.json").is_file():
+    if not any((folder / name).is_file() for name in _CONFIGS):
+        if any((folder / "export" / name).is_file() for name in _CONFIGS):
             found = folder / "export"
         elif (folder / "checkpoints").is_dir() or (folder / "complete.json").is_file():
             raise ConfigError(
                 f"{given} has no export to chat with; write one: megatron-vlm export {given} DIR"
             )
-    check_model(str(found))
-    return str(found)
+    if (found / "config.json").is_file() or not (found / "adapter_config.json").is_file():
+        check_model(str(found))
+        return str(found), None
+    from megatron_vlm.hf.adapter_files import base_of
+
+    base = base_of(found)
+    check_model(base)
+    return base, found

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from torch import OutOfMemoryError
@@ -25,20 +26,21 @@ HELP = (
 
 def run_chat(
     folder: str,
+    adapter: Path | None,
     images: Sequence[str],
     videos: Sequence[str],
     prompt: str | None,
     settings: Settings,
 ) -> int:
     """Answer one question, or all that are typed; the exit status."""
-    conversation = Conversation(folder, settings)
+    conversation = Conversation(folder, settings, adapter)
     media = [conversation.medium("image", path) for path in images]
     media += [conversation.medium("video", path) for path in videos]
     try:
         if prompt is not None:
             _answer(conversation, prompt, media, sys.stdout)
         else:
-            say(f"{folder} on {conversation.worker.platform.name}. {HELP}.")
+            say(f"{adapter or folder} on {conversation.worker.platform.name}. {HELP}.")
             talk(conversation, media, _typed, sys.stdout)
     except KeyboardInterrupt:  # a second one, or one while a question is encoded
         return INTERRUPTED

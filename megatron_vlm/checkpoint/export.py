@@ -3,16 +3,25 @@
 A checkpoint has Hugging Face's tensors already, only cut into pieces: see pieces.py.
 """
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
+from megatron_vlm.checkpoint.base import check_base
+from megatron_vlm.checkpoint.held import is_kept
 from megatron_vlm.checkpoint.manifest import Manifest, verify
 from megatron_vlm.checkpoint.pieces import PieceReader, outside_file, read_index
 from megatron_vlm.checkpoint.store import find_checkpoint
 from megatron_vlm.config import read_saved
+from megatron_vlm.config.lora import Exported, exports
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.hf.adapter_export import TrainedAdapter, write
+from megatron_vlm.hf.adapters import adapted_linears, adapted_weights, adapter_entries
 from megatron_vlm.hf.card import Training
+from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.export import write_folder
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable
 from megatron_vlm.hf.load import check_tensors
@@ -21,9 +30,12 @@ from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.outside import Field
 
 
-def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Path:
+def export_checkpoint(
+    given: str, out: str, model_path: str | None = None, kind: Exported | None = None
+) -> Path:
     """Write `out` from a checkpoint or the newest one of a run, and return which. All but the
-    weights comes from the Hugging Face folder that was trained, or from `model_path`."""
+    weights comes from the Hugging Face folder that was trained, or from `model_path`. Of adapters,
+    `kind` says in which form, by default as checkpoint.export of the run."""
     check_replaceable(Path(out), None)
     folder = find_checkpoint(Path(given))
     manifest = verify(folder)
@@ -34,18 +46,36 @@ def export_checkpoint(given: str, out: str, model_path: str | None = None) -> Pa
     reader = PieceReader(folder, read_index(folder))
     dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)
-    names = exported(table)
+    done = training_of(folder)
+    mark = None if done is None else mark_of(manifest, done.step)
+    if not cfg.lora.rank:
+        if kind is not None:
+            raise ConfigError(
+                f"{folder} has no adapters, only whole weights; leave out --as {kind}"
+            )
+        named = _tensors(reader, exported(table), source)
+        write_folder(source, table, named, out, mark=mark, done=done)
+        return folder
+    weights = adapted_weights(cfg, source.sizes)
+    state = outside_file(folder / "state.json").json()
+    check_base(folder, state, weights_digest(source), str(source.path))
+    table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
+    names = [name for entry in table if is_kept(cfg, entry) for name in entry.names]
+    adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, names, source)))
+    write(adapter, table, out, kind or (*exports(cfg), "adapter")[0], mark, done)
+    return folder
+
+
+def _tensors(
+    reader: PieceReader, names: Sequence[str], source: HFCheckpoint
+) -> Iterator[tuple[str, Tensor]]:
     missing = [name for name in names if name not in reader.index]
     if missing:
         raise CheckpointError(
-            f"{folder} is not of the model in {source.path}: it lacks {len(missing)} tensors, the "
-            f"first {missing[0]}; give the folder that was trained with --model"
+            f"{reader.folder} is not of the model in {source.path}: it lacks {len(missing)} "
+            f"tensors, the first {missing[0]}; give the folder that was trained with --model"
         )
-    done = training_of(folder)
-    mark = None if done is None else mark_of(manifest, done.step)
-    named = ((name, reader.whole(name)) for name in names)
-    write_folder(source, table, named, out, mark=mark, done=done)
-    return folder
+    return ((name, reader.whole(name)) for name in names)
 
 
 def training_of(folder: Path) -> Training | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_vlm.checkpoint.store import find_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, configured, parse
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.config.validate import require
 from megatron_vlm.data.server import start_server
 from megatron_vlm.distributed.dims import loads_data
@@ -27,6 +27,8 @@ def locate(
     folder = Path(where)
     if (folder / "config.json").is_file() or hub_name(where) is not None:
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
+    elif (folder / "adapter_config.json").is_file():
+        cfg, checkpoint = _with_adapter(folder, overrides, file), None
     else:
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
@@ -36,12 +38,22 @@ def locate(
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
 
+def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | None) -> Config:
+    """The base model that an adapter names, unless another one is given, and the adapter."""
+    from megatron_vlm.hf.adapter_files import base_of, lora_of
+
+    given = any(override.startswith("model.path=") for override in overrides)
+    base = [] if given else [f"model.path={base_of(folder)}"]
+    cfg = load_config([*base, *overrides], file)
+    return replace(cfg, lora=lora_of(folder), checkpoint=CheckpointConfig(export=False))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command and of each of its processes."""
     parser.add_argument(
         "where",
-        help="a Hugging Face folder or a name on the Hub; or a run or one of its checkpoints, with "
-        "its configuration",
+        help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
+        "checkpoints, with its configuration",
     )
     add_overrides(parser)
     parser.add_argument(

@@ -4,6 +4,7 @@ Only what is certainly wrong is refused here; the rest is left to `sizes_of`, wh
 as transformers fills them in.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,11 @@ def read_fields(folder: str | Path) -> Field:
 
 def no_config_json(folder: str | Path) -> ConfigError:
     """The refusal of a folder that is no checkpoint."""
+    if os.path.lexists(Path(folder) / "adapter_config.json"):
+        return ConfigError(
+            f"model.path={str(folder)!r} has an adapter and no model; to continue from it, give "
+            "its base model as model.path and this folder as lora.path"
+        )
     return ConfigError(
         f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
         "checkpoint, or the name of one on the Hub, such as Qwen/Qwen3-VL-2B-Instruct"

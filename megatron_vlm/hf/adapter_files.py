@@ -8,12 +8,12 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_vlm.config.lora import scale_of
+from megatron_vlm.config.lora import Exported, scale_of
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.adapters import PREFIX, module_of, tensors_of
 from megatron_vlm.family.sizes import Part, TensorSpec
-from megatron_vlm.hf.source import FLOATS, HFCheckpoint, read_header
+from megatron_vlm.hf.source import HFCheckpoint, read_header
 from megatron_vlm.hub import hub_name
 from megatron_vlm.outside import Field, Outside
 
@@ -119,20 +119,35 @@ def read_adapter_config(folder: Path) -> Field:
     return config
 
 
-def lora_of(folder: Path, weights: Sequence[TensorSpec]) -> LoraConfig:
-    """The configuration that goes on from an adapter: what its files say. `weights` are those of
-    the base model that can have one."""
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter and no model."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The model that an adapter was trained on, as its files name it."""
+    said = read_adapter_config(folder).get("base_model_name_or_path")
+    if said is None:
+        raise CheckpointError(
+            f"{folder / CONFIG} names no base model; give it as model.path, and the adapter as "
+            "lora.path"
+        )
+    return said.string()
+
+
+def lora_of(folder: Path) -> LoraConfig:
+    """The configuration that goes on from an adapter: what its files say."""
     config = read_adapter_config(folder)
-    names = read_header(folder / WEIGHTS).keys()
-    targets = [w for w in weights if all(t.name in names for t in tensors_of(w, 1))]
-    whole = any(name.startswith(PREFIX) and ".lora_" not in name for name in names)
-    slora = config.get("use_rslora")
+    names = sorted(read_header(folder / WEIGHTS))
+    ending = ".lora_A.weight"
+    targets = [n.removeprefix(PREFIX).removesuffix(ending) for n in names if n.endswith(ending)]
+    rslora = config.get("use_rslora")
     return LoraConfig(
         rank=config["r"].whole(1),
         alpha=float(config["lora_alpha"].number(0)),
-        rslora=bool(slora and slora.value),
-        targets=tuple(module_of(each) for each in targets),
-        train=("merger",) if whole else (),
+        rslora=bool(rslora and rslora.value),
+        targets=tuple(targets),
+        train=("merger",) if any(".lora_" not in name for name in names) else (),
         path=str(folder),
     )
 
@@ -206,9 +221,9 @@ def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> l
     return sorted(leaves if meant == chosen else chosen)
 
 
-def stored_as(tensor: Tensor, base: TensorSpec, source: HFCheckpoint) -> Tensor:
-    """An adapter's tensor in the type that its base weight is stored in."""
-    return tensor.to(FLOATS[source.tensors[base.name].dtype])
+def is_of(kind: Exported, folder: Path) -> bool:
+    """Whether an export is an adapter, or is none, as `kind` says."""
+    return (folder / CONFIG).is_file() == (kind == "adapter")
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 import megatron_vlm
+from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import HUB, SourceSpec
 from megatron_vlm.display.numbers import number
@@ -34,11 +35,7 @@ _LICENSE = ("license", "license_name", "license_link")
 _SHOWN = 40  # added tokens
 _LONGEST = 300  # characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
-_FROZEN = {
-    "freeze_vision": "vision tower",
-    "freeze_merger": "mergers",
-    "freeze_language": "decoder",
-}
+_NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
 
 
 @dataclass(frozen=True)
@@ -52,22 +49,25 @@ class Training:
     scored_step: int | None = None
 
 
-def model_card(source: HFCheckpoint, done: Training | None = None) -> str:
-    """The text of README.md."""
+def model_card(source: HFCheckpoint, done: Training | None = None, is_adapter: bool = False) -> str:
+    """The text of README.md, of a model or of an adapter alone."""
     base = done.cfg.model.path if done else source.name
-    head = yaml.safe_dump(_head(source, base, done), allow_unicode=False, width=10**6)
+    head = yaml.safe_dump(_head(source, base, done, is_adapter), allow_unicode=False, width=10**6)
     return f"---\n{head}---\n\n" + "\n".join(_body(base, done)) + "\n"
 
 
-def _head(source: HFCheckpoint, base: str, done: Training | None) -> dict[str, Any]:
+def _head(
+    source: HFCheckpoint, base: str, done: Training | None, is_adapter: bool
+) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "library_name": "transformers",
+        "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
         "tags": ["megatron_vlm"],
         **_license_of(source.path / CARD),
     }
     if (name := hub_name(base)) is not None:
-        found |= {"base_model": name.repo, "base_model_relation": "finetune"}
+        relation = "adapter" if is_adapter else "finetune"
+        found |= {"base_model": name.repo, "base_model_relation": relation}
     sources = done.cfg.data.train if done else ()
     if named := [spec.path.removeprefix(HUB) for spec in sources if _DATA.fullmatch(spec.path)]:
         found["datasets"] = named
@@ -159,8 +159,12 @@ def _settings(cfg: Config) -> Iterator[str]:
     if new := cfg.data.add_tokens:
         more = f" and {len(new) - _SHOWN:,} more" if len(new) > _SHOWN else ""
         yield f"- added to the vocabulary: {', '.join(map(code, new[:_SHOWN]))}{more}"
-    if frozen := [part for key, part in _FROZEN.items() if getattr(cfg.model, key)]:
-        yield f"- frozen: {', '.join(frozen)}"
+    if cfg.lora.rank:
+        targets = ", ".join(map(code, cfg.lora.targets))
+        yield f"- LoRA of rank {cfg.lora.rank}, alpha {cfg.lora.alpha:g}, in {targets}"
+    if frozen := [part for part in SWITCHES if not learns(cfg, part)]:
+        beside = " but for adapters" if cfg.lora.rank else ""
+        yield f"- frozen{beside}: {', '.join(_NAMES[part] for part in frozen)}"
 
 
 def _line(text: str) -> str:

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -108,27 +109,36 @@ def write_folder(
 ) -> None:
     """Write a Hugging Face checkpoint folder: shards and index, the source's other files (config,
     tokenizer, image processor, chat template) as they are, and a model card that says what was
-    `done`. Tensors keep their dtype.
+    `done`. Tensors keep their dtype. See `new_export`."""
+    with new_export(out, mark) as partial:
+        writer = _ShardWriter(source, table, partial, max_shard_bytes)
+        for name, tensor in named:
+            assert tensor is not None
+            check_finite(name, tensor, out)
+            writer.add(name, tensor)
+        writer.finish()
+        (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
 
-    Written under a temporary name beside `out` and renamed when complete. With a `mark` it takes
-    the place of an earlier export of the same run.
-    """
+
+def check_finite(name: str, tensor: Tensor, out: str | Path) -> None:
+    """Refuse to export what nobody can use."""
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(
+            f"{name} has values that are NaN or infinite, so {out} is not written; export an "
+            "earlier checkpoint"
+        )
+
+
+@contextmanager
+def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
+    """A folder to fill: under a temporary name beside `out`, renamed when complete. With a `mark`
+    it takes the place of an earlier export of the same run."""
     out = Path(out)
     run = None if mark is None else mark.run
     check_replaceable(out, run)
     partial = begin(out, run)
     try:
-        writer = _ShardWriter(source, table, partial, max_shard_bytes)
-        for name, tensor in named:
-            assert tensor is not None
-            if not torch.isfinite(tensor).all():
-                raise CheckpointError(
-                    f"{name} has values that are NaN or infinite, so {out} is not written; export "
-                    "an earlier checkpoint"
-                )
-            writer.add(name, tensor)
-        writer.finish()
-        (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
+        yield partial
         finish_mark(partial, mark)
         for path in partial.iterdir():
             sync(path)
@@ -168,9 +178,7 @@ class _ShardWriter:
             if not self.left[shard]:
                 tensors = self.held.pop(shard)
                 ordered = {key: tensors[key] for key in sorted(tensors)}
-                save_file(ordered, self.folder / shard, metadata={"format": "pt"})
-                # safetensors lets nobody else read it: like any other file, as the umask says.
-                shutil.copymode(self.folder / MARK, self.folder / shard)
+                write_tensors(self.folder / shard, ordered)
 
     def finish(self) -> None:
         assert not self.held, f"tensors never arrived for {sorted(self.held)}"
@@ -184,6 +192,13 @@ class _ShardWriter:
         copy_files(self.source.path, self.folder)
         if self.source.new_tokens is not None:
             self.source.new_tokens.write(self.folder)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file in an export that was begun."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    # safetensors lets nobody else read it: like any other file, as the umask says.
+    shutil.copymode(file.parent / MARK, file)
 
 
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:

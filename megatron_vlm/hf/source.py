@@ -124,8 +124,8 @@ def weight_files(folder: Path) -> list[Path]:
     in the order of their names. Any others are no part of the checkpoint."""
     if os.path.lexists(folder / "adapter_config.json"):
         raise CheckpointError(
-            f"{folder} has an adapter_config.json: an adapter is no whole model; merge it into its "
-            "base model and give that folder"
+            f"{folder} has an adapter_config.json: an adapter is no whole model; to continue "
+            "from it, give its base model as model.path and the adapter as lora.path"
         )
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]

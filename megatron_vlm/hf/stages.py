@@ -11,17 +11,20 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.display.tables import plain_table
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import Part
-from megatron_vlm.hf.names import Entry
+from megatron_vlm.hf.names import Entry, Origin
+
+ADAPTERS = "lora"
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """Parameters of one stage, summed over its TP ranks; replicated ones counted once."""
+    """Parameters of one stage by their part, those of adapters apart, summed over its TP ranks;
+    replicated ones counted once."""
 
     stage: int
     layers: tuple[range, ...]  # of each chunk
-    total: Counter[Part] = field(default_factory=Counter)
-    trainable: Counter[Part] = field(default_factory=Counter)
+    total: Counter[str] = field(default_factory=Counter)
+    trainable: Counter[str] = field(default_factory=Counter)
 
 
 def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> list[StageReport]:
@@ -33,9 +36,10 @@ def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> li
     ]
     for entry in table:
         report = reports[entry.stage]
-        report.total[entry.part] += entry.num_values
+        kind = ADAPTERS if entry.origin is Origin.ours else entry.part
+        report.total[kind] += entry.num_values
         if not entry.is_frozen(cfg):
-            report.trainable[entry.part] += entry.num_values
+            report.trainable[kind] += entry.num_values
     return reports
 
 
@@ -51,13 +55,17 @@ def layout_table(
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
     )
-    for column in ("stage", "layers", *Part, "total", "trainable"):
+    # In a terminal of 80 columns the total gives way to adapters.
+    adapted = any(report.total[ADAPTERS] for report in reports)
+    kinds = [*Part, ADAPTERS] if adapted else [*Part]
+    sums = ("trainable",) if adapted else ("total", "trainable")
+    for column in ("stage", "layers", *kinds, *sums):
         table.add_column(column, justify="right", no_wrap=True)
     for report in reports:
         span = ", ".join(f"{part[0]}-{part[-1]}" if part else "none" for part in report.layers)
-        cells = [_cell(report.total[key], report.trainable[key]) for key in Part]
-        totals = (short(report.total.total()), short(report.trainable.total()))
-        table.add_row(str(report.stage), span, *cells, *totals)
+        cells = [_cell(report.total[key], report.trainable[key]) for key in kinds]
+        totals = [short(counted.total()) for counted in (report.total, report.trainable)]
+        table.add_row(str(report.stage), span, *cells, *totals[-len(sums) :])
     return table
 
 

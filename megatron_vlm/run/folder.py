@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_vlm.checkpoint.store import check_leftovers, last_serial
 from megatron_vlm.config import to_yaml
+from megatron_vlm.config.lora import Exported, exports
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError
@@ -57,16 +58,25 @@ def held_folder(cfg: Config) -> Iterator[Claim]:
             claim = _claim(folder)
             check_leftovers(folder / "checkpoints", claim.run)
             discard_partials((folder / "checkpoints").glob("step-*.partial"), claim.run)
-            discard_partials([partial_of(folder / "export")], claim.run)
-            if cfg.checkpoint.export:
-                check_partial(partial_of(folder / "export"), claim.run)
-                check_replaceable(folder / "export", claim.run)
+            for name in ("export", "merged"):
+                discard_partials([partial_of(folder / name)], claim.run)
+            for target in export_folders(cfg).values():
+                check_partial(partial_of(target), claim.run)
+                check_replaceable(target, claim.run)
             write_text(folder / "config.yaml", to_yaml(cfg))
         except OSError as error:
             raise ConfigError(
                 f"run={cfg.run} cannot be written: {error.strerror}; give another folder"
             ) from error
         yield claim
+
+
+def export_folders(cfg: Config) -> dict[Exported, Path]:
+    """Where each export of a run goes: the first to `export`, a merged one beside it."""
+    kinds = exports(cfg)
+    return {
+        kind: Path(cfg.run) / ("merged" if place else "export") for place, kind in enumerate(kinds)
+    }
 
 
 def _check_free(folder: Path) -> None:

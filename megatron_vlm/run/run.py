@@ -7,17 +7,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_vlm.config.lora import Exported
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Signals, Vote, agree
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
+from megatron_vlm.hf.adapter_files import is_of
 from megatron_vlm.hf.card import versions
 from megatron_vlm.hf.export_mark import read_export_mark
 from megatron_vlm.hf.push import Upload
 from megatron_vlm.hf.stages import layout_table, stage_reports
-from megatron_vlm.run.folder import held_folder
+from megatron_vlm.run.folder import export_folders, held_folder
 from megatron_vlm.run.layers import decided
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.meter import Guard, Meter
@@ -155,27 +157,35 @@ class Run:
         self.at(step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
-        self._export(Path(self.cfg.run) / "export")
+        for kind, target in export_folders(self.cfg).items():
+            self._export(kind, target)
+        if not self.cfg.checkpoint.export:
+            self._say_outdated(Path(self.cfg.run) / "export")
         if text := self.feeder.faults():
             self.log.say(text)
         if self.cfg.log.report and self.log.speaks:
             self.log.say(f"report: {write_report(Path(self.cfg.run))}")
         return self._push(Path(self.cfg.run) / "export")
 
-    def _export(self, target: Path) -> None:
+    def _export(self, kind: Exported, target: Path) -> None:
         """Unless it is there already."""
-        mark, there = self.saver.export_mark(), read_export_mark(target)
-        is_current = self.log.speaks and there is not None and there == mark
-        if not self.cfg.checkpoint.export:
-            if there is not None and not is_current:
-                self.log.say(f"{target} is still of step {there.step}: checkpoint.export=false")
-            return
+        is_current = self.log.speaks and self._is_current(target) and is_of(kind, target)
         if agree(int(is_current), self.worker.platform.device):
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
         self.at(self.progress.step, "export", files=True)
-        self.worker.export_hf(str(target), mark, self.saver.training())
+        mark, done = self.saver.export_mark(), self.saver.training()
+        self.worker.export_hf(str(target), mark, done, kind)
         self.log.say(f"exported to {target}, of step {self.progress.step}")
+
+    def _is_current(self, target: Path) -> bool:
+        there = read_export_mark(target)
+        return there is not None and there == self.saver.export_mark()
+
+    def _say_outdated(self, target: Path) -> None:
+        there = read_export_mark(target)
+        if there is not None and not self._is_current(target):
+            self.log.say(f"{target} is still of step {there.step}: checkpoint.export=false")
 
     def _push(self, target: Path) -> int:
         """Upload the export, where that is asked for: one thread of rank 0, while all ranks wait

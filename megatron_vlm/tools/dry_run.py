@@ -19,6 +19,7 @@ from megatron_vlm.display.tables import plain_table
 from megatron_vlm.distributed.device import Platform, count_gpus, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.hf.adapters import adapted_linears, adapted_weights, adapter_entries
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import name_table
 from megatron_vlm.hf.push import check_push
@@ -58,6 +59,8 @@ def dry_run(cfg: Config) -> int:
         source.read_headers()
         check_tensors(source)
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)
+    linears = adapted_linears(table, adapted_weights(cfg, source.sizes))
+    table += adapter_entries(linears, cfg.lora.rank)
     dtype = compute_dtype(cfg, platform)
     where = f"{platform.name}, {dtype}"
     console.print(layout_table(cfg, dims, where, stage_reports(cfg, dims, table)))

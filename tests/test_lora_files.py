@@ -1,0 +1,232 @@
+# .venv/bin/python -m pytest tests/test_lora_files.py
+"""Adapters in and out: PEFT loads what we write, we load what PEFT writes, and a run with adapters
+can be exported, scored and asked."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from megatron_vlm.chat.start import Settings, find_model
+from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.checkpoint.state import save
+from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.cli import main
+from megatron_vlm.config.lora import scale_of
+from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.hf.adapter_files import lora_of
+from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.peft_reference import Adapter, peft_model
+from tests.peft_reference import save as save_peft
+from tests.reference import load_reference, row_log_probs
+from tests.runs import Case, my_rows
+from tests.test_lora import ALL, BESIDE_MERGER
+from tests.test_parity import layout
+from tests.test_train import go_pooled, steps_of
+
+PLACES = ("adapter", "merged", "from_checkpoint", "merged_from_checkpoint")
+
+
+def train_and_export(path: str, case: Case, folder: Path) -> list[torch.Tensor]:
+    """Two steps, each export, a checkpoint; the log-probs afterwards."""
+    worker = MegatronWorker(case.config(path))
+    for seed in range(2):
+        worker.forward_backward(my_rows(make_rows(MIXED, 512, seed)))
+        worker.optim_step(lr=0.03)
+    for kind in ("adapter", "merged"):
+        worker.export_hf(str(folder / kind), kind=kind)
+    save(worker, step_folder(folder, 2), {"step": 2})
+    return worker.forward(make_rows(MIXED))
+
+
+def log_probs(model: torch.nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [row_log_probs(model.eval(), row) for row in make_rows(MIXED)]
+
+
+def difference(ours, theirs) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "case"),
+    [
+        (ALL, layout(tp=2, pp=2)),
+        (BESIDE_MERGER, layout(dp=2)),
+        pytest.param(replace(ALL, rslora=True), layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(Adapter(("q_proj", "linear_fc1")), layout(tp=2), marks=pytest.mark.slow),
+    ],
+)
+def test_peft_loads_what_is_exported(adapter, case, pool, tiny, tmp_path):
+    case = replace(case, lora=adapter.ours)
+    ours = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
+    base = log_probs(load_reference(tiny()))
+    assert difference(ours, base) > 0.01
+    export_checkpoint(str(step_folder(tmp_path, 2)), str(tmp_path / "from_checkpoint"))
+    merged = str(tmp_path / "merged_from_checkpoint")
+    export_checkpoint(str(step_folder(tmp_path, 2)), merged, kind="merged")
+    for one, other in zip(PLACES[:2], PLACES[2:], strict=True):
+        files = {path.name: path.read_bytes() for path in (tmp_path / one).iterdir()}
+        again = {path.name: path.read_bytes() for path in (tmp_path / other).iterdir()}
+        assert files.keys() == again.keys() - {"megatron_vlm.json"}  # a checkpoint has an id
+        assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
+    loaded = PeftModel.from_pretrained(load_reference(tiny()), tmp_path / "adapter")
+    assert difference(log_probs(loaded), ours) < 5e-6
+    whole = load_reference(str(tmp_path / "merged"))
+    assert difference(log_probs(whole), ours) < 5e-6
+    theirs = dict(loaded.merge_and_unload().named_parameters())
+    for name, tensor in whole.named_parameters():
+        assert torch.allclose(tensor, theirs[name], rtol=0, atol=1e-7), name
+
+
+def log_probs_here(path: str, case: Case) -> list[torch.Tensor]:
+    return MegatronWorker(case.config(path), training=False).forward(make_rows(MIXED))
+
+
+def test_an_adapter_says_how_to_go_on_from_it(pool, tiny, tmp_path):
+    model = peft_model(tiny(), ALL)
+    folder = Path(save_peft(model, tmp_path / "peft"))
+    found = lora_of(folder)
+    assert (found.rank, found.alpha, found.rslora, found.train) == (4, 12.0, False, ())
+    case = replace(layout(), lora=vars(found))
+    assert difference(pool.run(log_probs_here, 1, tiny(), case)[0], log_probs(model)) < 5e-6
+
+
+def refused(path: str, case: Case) -> str:
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        MegatronWorker(case.config(path))
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
+    folder = Path(save_peft(peft_model(tiny(), ALL), tmp_path / "peft"))
+    right = dict(ALL.ours, path=str(folder))
+
+    def said(model=tiny(), edit=None, **lora) -> str:
+        if edit is not None:
+            changed = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
+            shutil.copytree(folder, changed)
+            edit(changed)
+            lora = dict(lora, path=str(changed))
+        return pool.run(refused, 1, model, replace(layout(), lora=dict(right, **lora)))[0]
+
+    def config(**changes):
+        def edit(folder):
+            file = folder / "adapter_config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+        return edit
+
+    def tensors(change):
+        def edit(folder):
+            file = folder / "adapter_model.safetensors"
+            found = load_file(file)
+            change(found)
+            save_file(found, file)
+
+        return edit
+
+    assert "its r is 4, and lora.rank=8; set lora.rank=4" in said(rank=8, alpha=12.0)
+    assert "its lora_alpha is 12.0, and lora.alpha=8.0" in said(alpha=8.0)
+    assert "its use_rslora is False, and lora.rslora=True" in said(rslora=True)
+    assert "do not ask for" in said(targets=("attention",))
+    assert "lacks tensors" in said(edit=tensors(lambda found: found.pop(sorted(found)[0])))
+    assert "trained on another one" in said(tiny(intermediate=192))
+    assert "its use_dora is True, which is not supported" in said(edit=config(use_dora=True))
+    assert "its rank_pattern is" in said(edit=config(rank_pattern={"q_proj": 2}))
+    assert "peft_type is 'IA3'" in said(edit=config(peft_type="IA3"))
+    missing = said(edit=lambda folder: (folder / "adapter_config.json").unlink())
+    assert "adapter_config.json" in missing
+    assert "none of attention, mlp" in said(targets=("q_prj",), path=None)
+    assert "only repeat it" in said(targets=("merger",), train=("merger",), path=None)
+    case = replace(layout(freeze_vision=True), lora=dict(ALL.ours))
+    assert "model.freeze_vision=true keeps as it is" in pool.run(refused, 1, tiny(), case)[0]
+    with pytest.raises(ConfigError, match=r"give its base model as model.path and this folder"):
+        HFCheckpoint(str(folder))
+
+
+@pytest.fixture(scope="module")
+def a_run(pool, tiny, tmp_path_factory):
+    from tests.sets import write_set
+
+    folder = tmp_path_factory.mktemp("run")
+    write_set(folder)
+    words = ("lora=default", "lora.dropout=0.1", "checkpoint.export=both", "train.steps=3")
+    status, out, err = go_pooled(pool, 2, folder, tiny(), "run", *words)
+    assert status == 0, err
+    return folder, out
+
+
+def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
+    folder, out = a_run
+    run = folder / "run"
+    assert re.search(r"head +lora +trainable", out) and "40.4k" in out, out
+    assert str(run / "export") in out.replace("\n", ""), out
+    assert {"adapter_config.json", "adapter_model.safetensors"} < {
+        path.name for path in (run / "export").iterdir()
+    }
+    card = (run / "export" / "README.md").read_text()
+    assert "library_name: peft" in card and "LoRA of rank 16, alpha 32" in card
+    assert (run / "merged" / "config.json").is_file()
+    assert find_model(str(run)) == (str(Path(tiny()).resolve()), run / "export")
+    assert all(step["loss"] > 0 for step in steps_of(run)) and len(steps_of(run)) == 3
+    assert scale_of(LoraConfig(rank=16, alpha=32)) == 2
+
+
+def score(where: str, overrides: list[str]) -> str:
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    from megatron_vlm.evaluation.command import run_eval
+
+    with redirect_stdout(StringIO()) as out:
+        run_eval([where, *overrides])
+    return out.getvalue()
+
+
+def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny):
+    folder, _ = a_run
+    data = [f"data.eval={folder / 'train.jsonl'}", "data.cache_dir=null", "data.num_workers=0"]
+    more = ["model=tiny_cpu", *data]
+    found = [
+        json.loads(pool.run(score, 1, str(folder / "run" / name), words)[0])["loss"]
+        for name, words in (
+            ("", [*data, "parallel.pp=1"]),
+            ("export", more),
+            ("merged", more),
+        )
+    ]
+    assert found == [pytest.approx(found[0], rel=1e-6)] * 3
+
+
+def ask(given: str) -> str:
+    from megatron_vlm.chat.conversation import Conversation
+
+    base, adapter = find_model(given)
+    conversation = Conversation(base, Settings(max_new_tokens=4), adapter)
+    return conversation.ask("What colour?", [], lambda piece: None)
+
+
+def test_an_adapter_answers_as_the_merged_model_does(a_run, pool):
+    run = a_run[0] / "run"
+    adapter, merged = (pool.run(ask, 1, str(path))[0] for path in (run, run / "merged"))
+    assert adapter == merged
+
+
+def test_the_command_writes_either_form(a_run, tmp_path, capfd):
+    run = a_run[0] / "run"
+    assert main(["export", str(run), str(tmp_path / "a")]) == 0
+    assert main(["export", str(run), str(tmp_path / "m"), "--as", "merged"]) == 0
+    for out, there, file in (("a", "export", "adapter_model"), ("m", "merged", "model")):
+        name = f"{file}.safetensors"
+        assert (tmp_path / out / name).read_bytes() == (run / there / name).read_bytes()
