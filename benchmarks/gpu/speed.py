@@ -17,6 +17,7 @@ import torch
 from gpu.correct import leave
 from gpu.machine import wait
 from gpu.step import Figures
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -198,6 +199,21 @@ def not_compiled(worker: MegatronWorker) -> Iterator[None]:
 
 
 @contextmanager
+def rounded(worker: MegatronWorker) -> Iterator[None]:
+    """As model.fp32_weight_gradients=false would have built it."""
+    modules = worker.chunks[0].modules()
+    linears = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    chosen = [linear.gradient_accumulation_fusion for linear in linears]
+    try:
+        for linear in linears:
+            linear.gradient_accumulation_fusion = False
+        yield
+    finally:
+        for linear, before in zip(linears, chosen, strict=True):
+            linear.gradient_accumulation_fusion = before
+
+
+@contextmanager
 def attention(worker: MegatronWorker, kernel: str) -> Iterator[None]:
     """As model.attention would have built it; `torch` is torch's own choice."""
     modules = worker.chunks[0].modules()
@@ -237,6 +253,7 @@ def variants(
         "recompute selective": partial(recompute, worker, "selective"),
         "recompute full": partial(recompute, worker, "full"),
         "not compiled": partial(not_compiled, worker),
+        "weight gradients in bf16": partial(rounded, worker),
         "tower image by image": partial(mock.patch.object, packed, "attend", image_by_image),
         "tower run by run": partial(mock.patch.object, packed, "attend", run_by_run),
     }

@@ -25,6 +25,7 @@ class ModelConfig:
     backend: Literal["torch", "te"] = "torch"  # PyTorch with SDPA, or Transformer Engine
     attention: AttentionKernel = "auto"  # the kernel to try first; auto: measured once on cuda
     compile: bool | None = None  # fuse a layer's small operations; null: on cuda, with a compiler
+    fp32_weight_gradients: bool | None = None  # decoder's, never rounded to bf16; null: on cuda
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves most
     recompute_vision: bool = False  # recompute each block of the vision tower
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all

@@ -19,6 +19,7 @@ from megatron_vlm.model.kernels import TORCH, Shape, choose_kernel
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
+from megatron_vlm.model.weight_gradients import accumulates_fp32
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
@@ -79,8 +80,9 @@ def transformer_config(
         # A receive's `wait` holds up the device's queue until its data is there. Megatron stops the
         # host besides, for versions of torch in which a batched receive's did not.
         batch_p2p_sync=False,
+        gradient_accumulation_fusion=not is_te
+        and accumulates_fp32(cfg.model.fp32_weight_gradients, dtype, platform),
         # These fusions need CUDA kernels of Apex or Transformer Engine.
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         # Megatron compiles these; the torch backend has chains of its own (model/spec.py), which

@@ -1,0 +1,78 @@
+# .venv/bin/python -m pytest tests/device/test_weight_gradients.py
+"""Weight gradients in bf16 training are the exact products, added up in fp32."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.model.weight_gradients import accumulates_fp32
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.device.emulator import CUDA, emulated
+from tests.runs import Case
+from tests.test_parity import layout
+
+
+def rounding(path: str, case: Case) -> dict[str, float]:
+    """The relative error of each linear's gradient against the fp32 sum of the products of what
+    went in and what came back."""
+    worker = MegatronWorker(case.config(path))
+    exact: dict[str, Tensor] = {}
+    linears = {
+        name: module
+        for name, module in worker.chunks[0].decoder.named_modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    }
+
+    def watch(name: str, module: Any, given: Any, made: Any) -> None:
+        x = given[0].detach().flatten(0, 1).double()
+
+        def add(grad: Tensor) -> None:
+            exact[name] = exact.get(name, 0) + grad.flatten(0, 1).double().T @ x
+
+        if made[0].requires_grad:
+            made[0].register_hook(add)
+
+    for name, module in linears.items():
+        module.register_forward_hook(lambda *given, name=name: watch(name, *given))
+    worker.forward_backward(make_rows(MIXED))
+    count = sum(batch.num_supervised for batch in worker.micro_batches(make_rows(MIXED)))
+    found = {}
+    for name, module in linears.items():
+        wanted = exact[name] / count
+        found[name] = float((module.weight.main_grad - wanted).norm() / wanted.norm())
+    return found
+
+
+CASES = {"1": layout(), "recompute": layout(recompute="full"), "tp2": layout(tp=2)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_not_rounded(name, pool, tiny):
+    errors: dict[bool | None, dict[str, float]] = {None: {}, True: {}}
+    for asked, found in errors.items():
+        model = {**CASES[name].model, "fp32_weight_gradients": asked}
+        case = replace(CASES[name], model=model, train={"precision": "bf16"})
+        for rank, of_rank in enumerate(pool.run(rounding, case.world, tiny(), case)):
+            assert len(of_rank) == 16
+            found |= {f"{rank} {linear}": error for linear, error in of_rank.items()}
+    assert max(errors[True].values()) < 1e-6  # measured: 1.0e-7, against 1.6e-3
+    assert min(errors[None].values()) > 5e-4  # on the CPU nothing changes unless asked
+
+
+def on_a_device() -> tuple[bool, list[Any]]:
+    with emulated() as findings:
+        gpu = Platform("cuda", CUDA, "gloo", torch.bfloat16)
+        on = accumulates_fp32(None, torch.bfloat16, gpu)
+        assert not accumulates_fp32(None, torch.float32, gpu)
+        assert not accumulates_fp32(False, torch.bfloat16, gpu)
+    return on, [each for each in findings.all if each.kind != "sync"]
+
+
+def test_on_cuda_it_is_on_in_bf16_alone(device_pool):
+    assert device_pool.run(on_a_device, 1) == [(True, [])]
