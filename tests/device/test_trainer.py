@@ -34,8 +34,7 @@ PER_STEP = {Phase.step: 2, Phase.optimizer: 1, Phase.sharing: 2}
 BF16, FP32 = {"precision": "bf16"}, {"precision": "fp32"}
 CASES: dict[str, Case] = {
     "1": replace(layout(), train=BF16),
-    "recompute": replace(layout(recompute="full", recompute_vision=True), train=BF16),
-    "compiled": replace(layout(compile=True, recompute="full"), train=BF16),
+    "recompute": replace(layout(compile=True, recompute="full", recompute_vision=True), train=BF16),
     "tp2": replace(layout(tp=2, recompute_vision=True), train=BF16),
     "pp2": replace(layout(pp=2, layers_per_stage=[0, 4]), train=FP32),
     "pp2x2": replace(layout(pp=2, virtual_stages=2), train=FP32),
@@ -86,7 +85,8 @@ def on_stand_in(path: str, case: Case) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
     case, path = CASES[name], tiny()
-    [loss, *_] = pool.run(on_stand_in, case.world, path, case)
+    eager = replace(case, model={**case.model, "compile": False})
+    [loss, *_] = pool.run(on_stand_in, case.world, path, eager)
     for rank, done in enumerate(device_pool.run(second_step, case.world, path, case)):
         budget = {phase: count * done.micro_batches for phase, count in PER_MICRO_BATCH.items()}
         budget |= PER_STEP
@@ -94,7 +94,7 @@ def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny)
         over = Counter(each.phase for each in done.found) - Counter(budget)
         wrong = [each for each in done.found if each.kind is not Kind.sync or each.phase in over]
         assert not wrong, f"rank {rank}: " + "\n".join(map(str, wrong))
-        # bf16 differs where Megatron fuses for CUDA.
+        # bf16 differs where CUDA has kernels of its own: in the tower, and of weight gradients.
         assert done.loss == pytest.approx(loss, rel=1e-6 if case.train is FP32 else 1e-3)
 
 
