@@ -55,9 +55,29 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
         )
 
 
-def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
-    """Values that cannot work: the key, the value, the reason and the remedy."""
-    parallel, model = cfg.parallel, cfg.model
+# The key, the value, the reason and the remedy.
+Refusal = tuple[str, object, str, str]
+
+
+def _refusals(cfg: Config) -> Iterator[Refusal]:
+    """Values that cannot work."""
+    yield from _refused_degrees(cfg)
+    model = cfg.model
+    if model.attention != "auto" and model.backend == "te":
+        reason = "Transformer Engine chooses among kernels of its own"
+        remedy = "set model.attention=auto, or model.backend=torch"
+        yield "model.attention", model.attention, reason, remedy
+    if cfg.lora.rank and model.backend == "te":
+        remedy = "set model.backend=torch"
+        yield "lora.rank", cfg.lora.rank, _TE_LORA, remedy
+    if not any(learns(cfg, part) for part in SWITCHES) and not cfg.lora.rank:
+        reason = "vision, merger and language are all frozen: nothing is left to train"
+        yield "model.freeze_language", True, reason, "unfreeze one of them"
+
+
+def _refused_degrees(cfg: Config) -> Iterator[Refusal]:
+    """Of parallelism."""
+    parallel = cfg.parallel
     if cfg.train.packing:
         remedy = "set train.packing=false: micro-batches are not padded to a fixed length anyway"
         yield "train.packing", True, _PACKING, remedy
@@ -74,16 +94,6 @@ def _refusals(cfg: Config) -> Iterator[tuple[str, object, str, str]]:
                 yield "parallel.overlap_param_gather", True, reason, remedy
     if parallel.ep != 1:
         yield "parallel.ep", parallel.ep, "the model has no experts", "set parallel.ep=1"
-    if model.attention != "auto" and model.backend == "te":
-        reason = "Transformer Engine chooses among kernels of its own"
-        remedy = "set model.attention=auto, or model.backend=torch"
-        yield "model.attention", model.attention, reason, remedy
-    if cfg.lora.rank and model.backend == "te":
-        remedy = "set model.backend=torch"
-        yield "lora.rank", cfg.lora.rank, _TE_LORA, remedy
-    if not any(learns(cfg, part) for part in SWITCHES) and not cfg.lora.rank:
-        reason = "vision, merger and language are all frozen: nothing is left to train"
-        yield "model.freeze_language", True, reason, "unfreeze one of them"
 
 
 def check_built(config: "TransformerConfig", dims: ParallelDims) -> None:
