@@ -12,14 +12,14 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.model.kernels import Shape, choose_kernel, fastest, first_of
+from megatron_vlm.model.kernels import AttentionShape, choose_kernel, fastest, first_of
 from tests.batches import MIXED, make_rows
 from tests.reference import run_reference
 from tests.runs import loss_and_grads
 from tests.test_parity import TOLERANCE, errors, layout
 
 CPU = Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
-SHAPE = Shape(2, 4, 2, 33, 24, 4, torch.float)
+SHAPE = AttentionShape(2, 4, 2, 33, 24, 4, torch.float)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_the_shape_is_that_of_training(tiny):
     dims = ParallelDims(tp=2, pp=2, dp=1, ep=1, layers_per_stage=(1, 3))
     cfg = Config(model=ModelConfig("x"), train=TrainConfig(micro_batch_size=3))
     text = read_sizes(tiny()).text
-    shape = Shape.of(cfg, text, dims, torch.bfloat16)
-    assert shape == Shape(3, 2, 1, 2048, 24, 3, torch.bfloat16)
+    shape = AttentionShape.of(cfg, text, dims, torch.bfloat16)
+    assert shape == AttentionShape(3, 2, 1, 2048, 24, 3, torch.bfloat16)
     by_tokens = TrainConfig(micro_batch_tokens=3000)
     cfg = replace(cfg, train=by_tokens, data=DataConfig(max_tokens=1000))
-    shape = Shape.of(cfg, text, dims, torch.bfloat16)
+    shape = AttentionShape.of(cfg, text, dims, torch.bfloat16)
     assert (shape.rows, shape.tokens) == (3, 1000)
 
 

@@ -15,7 +15,7 @@ from megatron_vlm.family.family import Family
 from megatron_vlm.family.sizes import ModelSizes, TextSizes
 from megatron_vlm.model.chains import Chains, compiles
 from megatron_vlm.model.constraints import check_built
-from megatron_vlm.model.kernels import TORCH, Shape, choose_kernel
+from megatron_vlm.model.kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.spec import block_spec
@@ -110,7 +110,7 @@ def build_chunks(
     chains = Chains.compiled() if compiled else Chains()
     backend, kernel = cfg.model.backend, TORCH
     if backend == "torch":
-        shape = Shape.of(cfg, sizes.text, dims, config.params_dtype)
+        shape = AttentionShape.of(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
     chunks = []
     for chunk in range(dims.virtual_stages):

@@ -32,7 +32,7 @@ GAIN = 0.05  # of the time: with less, torch's own choice stays
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Of one rank's attention."""
 
     rows: int
@@ -44,7 +44,9 @@ class Shape:
     dtype: torch.dtype
 
     @staticmethod
-    def of(cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype) -> "Shape":
+    def of(
+        cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype
+    ) -> "AttentionShape":
         """As training will have it, for rows of a usual length."""
         tokens = min(cfg.data.max_tokens, MOST_TOKENS)
         rows, most = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
@@ -52,7 +54,7 @@ class Shape:
             rows = max(1, most // tokens)
         heads, kv_heads = text.heads // dims.tp, text.kv_heads // dims.tp
         layers = max(dims.layers_per_stage)
-        return Shape(rows, heads, kv_heads, tokens, text.head_dim, layers, dtype)
+        return AttentionShape(rows, heads, kv_heads, tokens, text.head_dim, layers, dtype)
 
 
 def first_of(kernel: str) -> AbstractContextManager[None]:
@@ -64,7 +66,7 @@ def first_of(kernel: str) -> AbstractContextManager[None]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def choose_kernel(asked: str, shape: Shape, platform: Platform) -> str:
+def choose_kernel(asked: str, shape: AttentionShape, platform: Platform) -> str:
     """One of KERNELS, or TORCH. A collective for `auto` on CUDA."""
     if asked != "auto":
         if isinstance(seconds := _try(asked, shape, platform), str):
@@ -98,7 +100,7 @@ def fastest(found: Sequence[Mapping[str, float]]) -> str:
     return best if gains else TORCH
 
 
-def _try(kernel: str, shape: Shape, platform: Platform) -> float | str:
+def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
     """Seconds of forward and backward of a micro-batch, the mean over new lengths; or why not. A
     kernel that prepares itself for each new length does so once for all layers."""
     total = 0.0
@@ -113,7 +115,7 @@ def _try(kernel: str, shape: Shape, platform: Platform) -> float | str:
     return total / (LENGTHS - 1)
 
 
-def _seconds(kernel: str, shape: Shape, tokens: int, platform: Platform) -> float:
+def _seconds(kernel: str, shape: AttentionShape, tokens: int, platform: Platform) -> float:
     query, key, value = (
         torch.zeros(
             *(shape.rows, heads, tokens, shape.head_dim),
