@@ -70,6 +70,7 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/data_path.py
 	$(BIN)/python benchmarks/hf_ratio.py
+	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/head_memory.py
 	$(BIN)/python benchmarks/plan.py
