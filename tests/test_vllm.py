@@ -36,16 +36,16 @@ pytestmark = [
 
 PROMPTS, NEW_TOKENS = 120, 8
 # fp32 on the CPU; log-probs of a random model that was trained a little, so of -3 to -12.
-# Measured worst case: 4.3e-6 (an adapter of PEFT), 3.8e-6 without.
-TOLERANCE = 2e-5
+# Measured worst case: 2.9e-6, with an adapter; 2.4e-6 without, at TP2 x PP2, too.
+TOLERANCE = 1e-5
 # Of pixel values, which are between -1 and 1: vLLM multiplies and adds where Hugging Face divides.
 # Measured: 1.2e-7.
 PIXEL_TOLERANCE = 1e-6
 # What vLLM makes of a picture's file is another picture: torchvision's bicubic filter and Pillow's,
-# which Hugging Face's processor without torchvision takes, as we do. Of 256 levels; measured: 25,
-# where the height shrinks, otherwise 1 or 2. This picture is noise.
+# which Hugging Face's processor without torchvision takes, as we do. Of 256 levels; measured: 26,
+# where the height shrinks, otherwise 1 or 2. The pictures are noise.
 RESIZE_LEVELS = 40
-# How far the token that vLLM then takes is behind the likeliest, in log-prob. Measured: 0.0092.
+# How far the token that vLLM then takes is behind the likeliest, in log-prob. Measured: 0.0062.
 RESIZE_MARGIN = 0.05
 
 WORDS = ["what", "colour", "is", "the", "circle", "square", "photo", "red", "how", "many", "0", "7"]
@@ -191,7 +191,7 @@ def test_ids_and_patches_are_the_trainers(engine, prompts, answers, settings, tm
 
 
 @pytest.mark.parametrize("case", [layout(), layout(tp=2, pp=2)], ids=["1x1x1", "tp2-pp2"])
-def test_greedy_answers_are_ours(case, pool, export, prompts, answers):
+def test_greedy_answers_are_ours(case, pool, export, prompts, answers, settings):
     request = dict(
         prompts=[each.row for each in prompts], max_new_tokens=NEW_TOKENS, stop_ids=(), batch_rows=8
     )
@@ -199,7 +199,8 @@ def test_greedy_answers_are_ours(case, pool, export, prompts, answers):
     model, other = load_reference(export).eval(), []
     for prompt, mine, each in zip(prompts, ours, answers, strict=True):
         if mine != each["ids"]:
-            other.append(behind(model, continued(prompt.row, each["ids"]), NEW_TOKENS))
+            row = as_floats(continued(prompt.row, each["ids"]), settings)
+            other.append(behind(model, row, NEW_TOKENS))
     # None was seen to differ; a tie closer than the log-probs agree may fall either way.
     assert len(other) <= 2 and max(other, default=0.0) < 2 * TOLERANCE
 
@@ -246,25 +247,24 @@ def test_files_of_pictures_are_resized_by_another_filter(
         assert behind(model, row, NEW_TOKENS) < (RESIZE_MARGIN if prompt.files else 2 * TOLERANCE)
 
 
-def test_new_weights_in_place_are_those_of_a_fresh_start(engine, base, export, prompts):
+def test_new_weights_in_place_are_those_of_a_fresh_start(engine, base, export, prompts, settings):
     """To the last digit, from a folder and from a file of tensors: nothing that was computed with
     the former ones, of words or of pictures, is used again."""
-    served = [each.served() for each in prompts[:24]]
+    some = prompts[:24]
+    rows, served = [supervised(each, []) for each in some], [each.served() for each in some]
 
     def all_it_says() -> list[Any]:
         more = engine.ask("generate", prompts=served, max_new_tokens=NEW_TOKENS)
         return [more, engine.ask("score", prompts=served)]
 
     fresh = all_it_says()
-    engine.ask("reload", folder=base)
-    before = all_it_says()
-    assert before != fresh
-    engine.ask("reload", tensors=f"{export}/model.safetensors")
-    assert all_it_says() == fresh
-    other = Engine(base)
-    served_fresh = other.ask("generate", prompts=served, max_new_tokens=NEW_TOKENS)
-    other.close()
-    assert before[0] == served_fresh
+    for again in ({"folder": export}, {"tensors": f"{export}/model.safetensors"}):
+        engine.ask("reload", folder=base)
+        assert (
+            worst(reference_scores(base, None, rows, settings), all_it_says()[1], rows) < TOLERANCE
+        )
+        engine.ask("reload", **again)
+        assert all_it_says() == fresh
 
 
 LANGUAGE = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
