@@ -19,10 +19,14 @@ from megatron_vlm.checkpoint.state import save
 from megatron_vlm.checkpoint.store import step_folder
 from megatron_vlm.cli import main
 from megatron_vlm.config.lora import scale_of
-from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
 from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.adapters import adapted
 from megatron_vlm.hf.adapter_files import lora_of
+from megatron_vlm.hf.adapters import adapted_weights, serving_remark
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hf.stages import short
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.peft_reference import Adapter, peft_model
@@ -183,6 +187,22 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
     assert scale_of(LoraConfig(rank=16, alpha=32)) == 2
 
 
+@pytest.mark.parametrize(
+    ("lora", "export", "said"),
+    [
+        (ALL.ours, True, "vLLM serves the adapters of merger and vision only where"),
+        (BESIDE_MERGER.ours, "both", "vLLM serves the adapters of merger only where"),
+        (ALL.ours, "merged", ""),
+        (Adapter().ours, True, ""),
+    ],
+)
+def test_adapters_that_vllm_may_not_serve_are_named(lora, export, said, tiny):
+    cfg = replace(layout(), lora=lora).config(tiny())
+    cfg = replace(cfg, checkpoint=CheckpointConfig(export=export))
+    remark = serving_remark(cfg, adapted_weights(cfg, read_sizes(tiny())))
+    assert bool(remark) == bool(said) and said in remark
+
+
 def score(where: str, overrides: list[str]) -> str:
     from contextlib import redirect_stdout
     from io import StringIO
@@ -230,3 +250,19 @@ def test_the_command_writes_either_form(a_run, tmp_path, capfd):
     for out, there, file in (("a", "export", "adapter_model"), ("m", "merged", "model")):
         name = f"{file}.safetensors"
         assert (tmp_path / out / name).read_bytes() == (run / there / name).read_bytes()
+
+
+def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny, capfd):
+    folder, _ = a_run
+    words = [f"model.path={tiny()}", "model=tiny_cpu", f"data.train={folder / 'train.jsonl'}"]
+    words = ["train", *words, "data.cache_dir=null", "lora=all", "--dry-run"]
+    assert main(words) == 0
+    sizes = read_sizes(tiny())
+    chosen = adapted(
+        sizes.tensors, ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+    )
+    trained = sum(16 * sum(weight.shape) for weight in chosen)
+    out = capfd.readouterr().out
+    assert re.search(r"head +lora +trainable", out) and out.count(short(trained)) == 2, out
+    assert main([*words, "lora.targets=[q_prj]"]) == 2
+    assert "lora.targets: 'q_prj' is none of attention" in capfd.readouterr().err

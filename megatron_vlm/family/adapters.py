@@ -6,6 +6,7 @@ A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, r
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.sizes import Part, TensorSpec
@@ -59,7 +60,8 @@ def module_of(tensor: TensorSpec) -> str:
     return tensor.name.removesuffix(".weight")
 
 
-def adapted(tensors: Sequence[TensorSpec], targets: Sequence[str]) -> list[TensorSpec]:
+@lru_cache(maxsize=8)
+def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[TensorSpec]:
     """The weights that get an adapter: those of the groups that are named, and of modules whose
     name, or its end after a dot, is one of the others or matches it as a pattern."""
     linears = [tensor for tensor in tensors if group_of(tensor)]

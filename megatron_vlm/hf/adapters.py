@@ -7,7 +7,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from megatron_vlm.config.lora import SWITCHES
+from megatron_vlm.config.lora import SWITCHES, exports
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.family.adapters import (
@@ -32,6 +32,20 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
     frozen = [part for part in SWITCHES if getattr(cfg.model, f"freeze_{part}")]
     check_parts(chosen, cfg.lora.train, frozen)
     return chosen
+
+
+def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
+    """What a person who serves the adapter should know when training begins; empty where there is
+    nothing to know."""
+    if "adapter" not in exports(cfg):
+        return ""
+    beyond = {weight.part.switch for weight in weights} - {"language"} | set(cfg.lora.train)
+    if not beyond:
+        return ""
+    return (
+        f"lora: vLLM serves the adapters of {' and '.join(sorted(beyond))} only where its version "
+        "says so; checkpoint.export=both also writes the merged model, which it serves"
+    )
 
 
 def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> list[AdaptedLinear]:

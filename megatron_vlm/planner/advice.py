@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.search import Candidate, Cluster, search
 from megatron_vlm.planner.shapes import Mix
 
 _MOST_GPUS = 512
+_ADAPTERS = LoraConfig(rank=16, alpha=32)  # lora=default
 
 
 def advice(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate) -> str:
@@ -40,13 +41,24 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
             yield f"{count} such GPUs ({need})"
             break
     model = cfg.model
-    if not model.freeze_vision and (
-        need := _need(replace(cfg, model=replace(model, freeze_vision=True)), sizes, mix, cluster)
+    whole = not cfg.lora.rank  # adapters keep all else as it is already
+    if whole and (need := _need(replace(cfg, lora=_ADAPTERS), sizes, mix, cluster)):
+        yield f"adapters alone trained, with lora=default ({need})"
+    if (
+        whole
+        and not model.freeze_vision
+        and (
+            need := _need(
+                replace(cfg, model=replace(model, freeze_vision=True)), sizes, mix, cluster
+            )
+        )
     ):
         yield f"model.freeze_vision=true ({need})"
     frozen = replace(model, freeze_vision=True, freeze_language=True)
-    if not model.freeze_language and (
-        need := _need(replace(cfg, model=frozen), sizes, mix, cluster)
+    if (
+        whole
+        and not model.freeze_language
+        and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster))
     ):
         yield f"only the mergers trained, with model.freeze_language=true, too ({need})"
     longest = max(row.tokens for row in mix.rows)

@@ -100,7 +100,7 @@ def trained(cfg: Config, sizes: ModelSizes, tp: int, pp: int) -> tuple[int, int,
 
     def of(split: Split, stage: int) -> int:
         dims = ParallelDims(tp, pp, 1, 1, split)
-        params = chunk_params(cfg.model, sizes, dims, stage)
+        params = chunk_params(cfg, sizes, dims, stage)
         return sum(param.values for param in params if param.trained)
 
     none = (0,) * pp

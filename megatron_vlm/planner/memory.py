@@ -6,10 +6,12 @@ tests/test_planner_memory.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.adapters import adapted
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.model.head import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
@@ -63,12 +65,12 @@ def stage_memory(
     counts = count(cfg, sizes, dims, stage)
     # Adam's moments, and fp32 main weights where the model's are not fp32.
     copies = 2 if itemsize == _FP32 else 3
-    kept, working = [], []
+    model, kept, working = as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
-        of_chunk = [activations(cfg.model, sizes, dims, place, each, itemsize) for each in batches]
+        of_chunk = [activations(model, sizes, dims, place, each, itemsize) for each in batches]
         kept.append(sorted(of_chunk, reverse=True))
-        working += [_working(cfg.model, sizes, dims, place, each, itemsize) for each in batches]
+        working += [_working(model, sizes, dims, place, each, itemsize) for each in batches]
     under_way = max(
         sum(sum(each[:number]) for each, number in zip(kept, numbers, strict=True))
         for numbers in in_flight(dims, stage, len(batches))
@@ -80,6 +82,15 @@ def stage_memory(
         under_way,
         max(working, default=0),
     )
+
+
+def as_trained(cfg: Config, sizes: ModelSizes) -> ModelConfig:
+    """The model with the freeze_* that say what is kept for the backward: a part with adapters
+    keeps what goes into its layers, as one that is trained whole does."""
+    chosen = adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else []
+    parts = {weight.part.switch for weight in chosen}
+    vision, merger, language = (not (learns(cfg, each) or each in parts) for each in SWITCHES)
+    return replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
 
 
 def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:

@@ -1,19 +1,22 @@
 """The parameters that a rank of each stage holds, and what its optimizer keeps of them."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
 
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.config.lora import learns
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.sizes import ModelSizes, Part
+from megatron_vlm.family.adapters import adapted, module_of
+from megatron_vlm.family.sizes import ModelSizes, Part, TextSizes
 
 # megatron-core 0.16.1, _ParamAndGradBuffer and DistributedDataParallel.
 _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
 _LEAST_BUCKET = 40_000_000
 _BUCKET_OF_RANK = 1_000_000
+_CUT_COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Hel
 
 
 def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> HeldValues:
-    params = list(chunk_params(cfg.model, sizes, dims, place))
+    params = list(chunk_params(cfg, sizes, dims, place))
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
@@ -55,13 +58,12 @@ def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) ->
     return HeldValues(held, values, *_shards(trained, dims.dp, bucket))
 
 
-def chunk_params(
-    cfg: ModelConfig, sizes: ModelSizes, dims: ParallelDims, place: int
-) -> Iterator[Held]:
+def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> Iterator[Held]:
     """Every parameter of one rank in the chunk at a place in the pipeline, in the order of the
     built module."""
-    text, tp, language = sizes.text, dims.tp, not cfg.freeze_language
+    text, tp, language = sizes.text, dims.tp, learns(cfg, "language")
     first, last = place == 0, dims.is_last(place)
+    adapters = _adapters(cfg, sizes, tp)
     vocabulary = Held(
         dims.padded_vocab(text.vocab) // tp * text.hidden,
         language,
@@ -69,27 +71,63 @@ def chunk_params(
     )
     if first:
         yield vocabulary
-    layer = (
-        text.hidden,
-        text.hidden * text.query // tp,
-        (text.query + 2 * text.kv) // tp * text.hidden,
-        text.head_dim,
-        text.head_dim,
-        text.hidden,
-        2 * text.ffn // tp * text.hidden,
-        text.hidden * text.ffn // tp,
-    )
-    for _ in range(dims.layers_per_stage[place]):
-        yield from (Held(values, language) for values in layer)
+    start = sum(dims.layers_per_stage[:place])
+    for number in range(start, start + dims.layers_per_stage[place]):
+        for values, modules in _layer(sizes.text, tp):
+            yield Held(values, language)
+            for module in modules:
+                yield from adapters.get(f"layers.{number}.{module}", ())
     if last:
         yield Held(text.hidden, language)  # the final norm
         if not sizes.tied or dims.pp > 1:
             yield vocabulary
     if first:
-        frozen = {Part.vision: cfg.freeze_vision, Part.merger: cfg.freeze_merger}
-        for tensor in sizes.tensors:
-            if tensor.part in frozen:
-                yield Held(tensor.num_values, not frozen[tensor.part])
+        yield from _tower(cfg, sizes, adapters)
+
+
+def _layer(text: TextSizes, tp: int) -> list[tuple[int, tuple[str, ...]]]:
+    """The values of each parameter of a decoder layer on one rank, and which of Hugging Face's
+    linear layers are in it."""
+    return [
+        (text.hidden, ()),
+        (text.hidden * text.query // tp, ("self_attn.o_proj",)),
+        (
+            (text.query + 2 * text.kv) // tp * text.hidden,
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ),
+        (text.head_dim, ()),
+        (text.head_dim, ()),
+        (text.hidden, ()),
+        (2 * text.ffn // tp * text.hidden, ("mlp.gate_proj", "mlp.up_proj")),
+        (text.hidden * text.ffn // tp, ("mlp.down_proj",)),
+    ]
+
+
+def _tower(
+    cfg: Config, sizes: ModelSizes, adapters: Mapping[str, tuple[Held, Held]]
+) -> Iterator[Held]:
+    for tensor in sizes.tensors:
+        if tensor.part in (Part.vision, Part.merger):
+            yield Held(tensor.num_values, learns(cfg, tensor.part.switch))
+            if tensor.name.endswith(".bias"):  # adapters come after their layer's own
+                yield from adapters.get(tensor.name.removesuffix(".bias"), ())
+
+
+def _adapters(cfg: Config, sizes: ModelSizes, tp: int) -> dict[str, tuple[Held, Held]]:
+    """A and B on one rank, by the module: a decoder's begins with `layers`. Where the weight's rows
+    are cut over TP, B's are, and where its columns are, A's."""
+    found = {}
+    for weight in adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else ():
+        rows, columns = weight.shape
+        name = module_of(weight)
+        if weight.part is Part.decoder:
+            name = name[name.index("layers.") :]
+            if name.endswith(_CUT_COLUMNS):
+                columns //= tp
+            else:
+                rows //= tp
+        found[name] = (Held(cfg.lora.rank * columns, True), Held(cfg.lora.rank * rows, True))
+    return found
 
 
 def _shards(params: Sequence[Held], ranks: int, bucket_size: int | None) -> tuple[int, int]:

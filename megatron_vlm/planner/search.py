@@ -9,7 +9,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.costs import ReplicaCosts, Stages, trained
 from megatron_vlm.planner.machine import Machine
-from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
+from megatron_vlm.planner.memory import USABLE, StageMemory, as_trained, estimate
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.shapes import Mix, Step, heaviest_share
 from megatron_vlm.planner.split import choose, even_split, level, most_layers, replicas_of
@@ -124,7 +124,7 @@ def _modes(
 ) -> Iterator[Candidate]:
     """With the least recomputation that fits; without a time, those that do not fit."""
     for recompute, vision in _RECOMPUTES:
-        if vision and cfg.model.freeze_vision:
+        if vision and as_trained(cfg, sizes).freeze_vision:
             continue
         model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
         tried = replace(cfg, model=model)

@@ -4,12 +4,14 @@ A multiplication and an addition count as two operations. Padding is computed by
 neither by the tower nor by the head, which takes supervised tokens alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.memory import block_values, kept_of_layer
+from megatron_vlm.planner.memory import as_trained, block_values, kept_of_layer
 from megatron_vlm.planner.parameters import HeldValues
 from megatron_vlm.planner.shapes import BatchSizes
 
@@ -18,6 +20,8 @@ from megatron_vlm.planner.shapes import BatchSizes
 # stages on a CPU (benchmarks/plan.py).
 _TOUCHED_FORWARD, _TOUCHED_BACKWARD = 5, 3
 _FP32 = 4
+
+Products = Mapping[str, int]  # of a backward, for each of a forward, by part
 
 
 @dataclass(frozen=True)
@@ -72,17 +76,26 @@ def micro_work(
     """The parts of a micro-batch's work on one of `tp` ranks."""
     work, text = WorkModel.of(sizes), sizes.text
     hidden = batch.padded_tokens * text.hidden * itemsize
+    model = as_trained(cfg, sizes)
+    # A product for the gradient of what comes in, and one for that of a weight that learns.
+    products = {part: 1 + learns(cfg, part) for part in SWITCHES}
     return MicroWork(
-        _layer(cfg.model, sizes, work, tp, batch, itemsize),
-        _first(cfg.model, sizes, work, tp, batch, itemsize),
-        _head(cfg.model, sizes, work, tp, batch, itemsize),
+        _layer(model, products, sizes, work, tp, batch, itemsize),
+        _first(model, products, sizes, work, tp, batch, itemsize),
+        _head(products, sizes, work, tp, batch, itemsize),
         hidden,
         sizes.vision.deepstack if batch.patches else 0,
     )
 
 
 def _layer(
-    cfg: ModelConfig, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
+    cfg: ModelConfig,
+    products: Products,
+    sizes: ModelSizes,
+    work: WorkModel,
+    tp: int,
+    batch: BatchSizes,
+    itemsize: int,
 ) -> Pass:
     """One decoder layer."""
     text, tokens = sizes.text, batch.padded_tokens
@@ -99,7 +112,7 @@ def _layer(
     )
     again = {"none": Work(), "selective": Work(attention=forward.attention), "full": forward}
     backward = Work(
-        (1 if cfg.freeze_language else 2) * forward.matmul,
+        products["language"] * forward.matmul,
         2 * forward.attention,
         _TOUCHED_BACKWARD * kept,
         reduced,
@@ -109,7 +122,13 @@ def _layer(
 
 
 def _first(
-    cfg: ModelConfig, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
+    cfg: ModelConfig,
+    products: Products,
+    sizes: ModelSizes,
+    work: WorkModel,
+    tp: int,
+    batch: BatchSizes,
+    itemsize: int,
 ) -> Pass:
     """Embedding, tower, and features on their way into the sequence."""
     vision, tokens = sizes.vision, batch.padded_tokens
@@ -130,16 +149,23 @@ def _first(
     scattered = Work(moved=2 * vision.levels * embedded)
     backward = scattered
     if not cfg.freeze_vision:
-        backward += Work(2 * tower.matmul, 2 * tower.attention, _TOUCHED_BACKWARD * kept)
+        backward += Work(
+            products["vision"] * tower.matmul, 2 * tower.attention, _TOUCHED_BACKWARD * kept
+        )
         backward += Work(layers=vision.depth)
         backward += tower if cfg.recompute_vision else Work()
     if not (cfg.freeze_vision and cfg.freeze_merger):
-        backward += mergers * (1 if cfg.freeze_merger else 2)
+        backward += mergers * products["merger"]
     return found + Pass(tower + mergers + scattered, backward)
 
 
 def _head(
-    cfg: ModelConfig, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
+    products: Products,
+    sizes: ModelSizes,
+    work: WorkModel,
+    tp: int,
+    batch: BatchSizes,
+    itemsize: int,
 ) -> Pass:
     """The final norm, and the logits of supervised tokens."""
     text = sizes.text
@@ -151,7 +177,7 @@ def _head(
         moved=2 * normed + logits * (2 * itemsize + 3 * _FP32),
     )
     backward = Work(
-        (1 if cfg.freeze_language else 2) * forward.matmul,
+        products["language"] * forward.matmul,
         moved=3 * normed + logits * (2 * itemsize + 2 * _FP32),
         reduced=ring(tp) * batch.supervised * text.hidden * itemsize,
     )

@@ -15,6 +15,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.feed.feeder import Feeder, StepData
 from megatron_vlm.hf.adapter_files import is_of
+from megatron_vlm.hf.adapters import serving_remark
 from megatron_vlm.hf.card import versions
 from megatron_vlm.hf.export_mark import read_export_mark
 from megatron_vlm.hf.push import Upload
@@ -56,7 +57,8 @@ class Run:
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), Guard(cfg)
         self._announce()
-        for remark in [*[planned] * bool(planned), *self.saver.remarks]:
+        serving = serving_remark(cfg, worker.adapted)
+        for remark in filter(None, [planned, serving, *self.saver.remarks]):
             self.log.event(self.resumed_step, remark)
         signals.can_save = True
 

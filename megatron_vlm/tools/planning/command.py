@@ -4,6 +4,7 @@ import re
 
 from rich.console import Console
 
+from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.display.html import save_page
 from megatron_vlm.display.text import visible
@@ -30,7 +31,7 @@ def run_plan(
     """Print the best layouts of `gpus` devices called `name`, and write a page where `html` names
     one. ConfigError where nothing fits, with what would."""
     cluster = _cluster(gpus, memory, name, efficiency)
-    if cfg.model.freeze_vision and cfg.model.freeze_merger and cfg.model.freeze_language:
+    if not cfg.lora.rank and not any(learns(cfg, part) for part in SWITCHES):
         raise ConfigError("model.freeze_*: everything is frozen, and nothing is left to plan for")
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)

@@ -1,0 +1,84 @@
+# .venv/bin/python -m pytest tests/test_lora_config.py
+"""The keys of `lora`: recipes, what they choose, and what is refused."""
+
+import pytest
+
+from megatron_vlm.config import from_yaml, load_config, to_yaml
+from megatron_vlm.config.lora import exports, learns, scale_of
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.adapters import adapted, module_of
+from megatron_vlm.model.constraints import check_supported
+
+HAS = ["model.path=x", "lora=default"]
+
+
+def test_recipes():
+    off = load_config(["model.path=x"])
+    assert off.lora.rank == 0 and exports(off) == ("model",)
+    assert all(learns(off, part) for part in ("vision", "merger", "language"))
+    language = load_config(HAS)
+    assert (language.lora.rank, language.lora.alpha) == (16, 32)
+    assert language.lora.targets == ("attention", "mlp") and exports(language) == ("adapter",)
+    assert not any(learns(language, part) for part in ("vision", "merger", "language"))
+    vision = load_config(["model.path=x", "lora=vision"])
+    assert learns(vision, "merger") and not learns(vision, "vision")
+    assert load_config([*HAS, "checkpoint.export=both"]).checkpoint.export == "both"
+    assert exports(load_config([*HAS, "checkpoint.export=both"])) == ("adapter", "merged")
+    assert exports(load_config([*HAS, "checkpoint.export=false"])) == ()
+    assert load_config([*HAS, "lora.targets=[q_proj]", "~lora.targets"]).lora.targets == (
+        "attention",
+        "mlp",
+    )
+    assert from_yaml(to_yaml(vision)) == vision
+    assert scale_of(load_config([*HAS, "lora.rslora=true"]).lora) == 8
+
+
+REFUSED = {
+    "lora.alpha=8": "lora.alpha=8.0, but lora.rank=0 means that there are no adapters",
+    "lora.targets=[mlp]": r"lora.targets=\[mlp\], but lora.rank=0",
+    "checkpoint.export=merged": "there are no adapters, so set it to true or false",
+    "lora=default checkpoint.export=peft": "give adapter, merged or both",
+    "lora=default lora.targets=[]": "lora.targets is empty",
+    "lora=default lora.train=[tower]": "tower is not one of vision, merger, language",
+    "lora=default lora.train=[merger] model.freeze_merger=true": "trains what model.freeze_merger",
+    "lora=default lora.train=[language]": "set checkpoint.export=merged, or false",
+    "lora=default lora.rank=-1": "lora.rank=-1: give at least 0",
+    "lora=default lora.dropout=1": "lora.dropout=1.0: give 0 to less than 1",
+    "lora=default lora.alpha=0": "lora.alpha=0.0: give a finite number, more than 0",
+    "lora=default lora.init=pissa": "is not one of kaiming, gaussian",
+    "lora=default data.add_tokens=['<a>']": "with lora.train without language the new tokens would",
+    "lora=both": "choose one of all, default, none, vision",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words):
+    with pytest.raises(ConfigError, match=REFUSED[words]):
+        load_config(["model.path=x", *words.split()])
+
+
+def test_transformer_engine_is_refused_with_the_reason():
+    cfg = load_config([*HAS, "model.backend=te"])
+    with pytest.raises(ConfigError, match=r"lora.rank=16: Transformer Engine fuses each norm"):
+        check_supported(cfg)
+
+
+def test_targets_are_parts_names_and_patterns(tiny):
+    tensors = read_sizes(tiny()).tensors
+
+    def names(*targets: str) -> list[str]:
+        return [module_of(each) for each in adapted(tensors, targets)]
+
+    assert len(names("attention")) == 4 * 4 and len(names("mlp")) == 4 * 3
+    assert {name.rpartition(".")[2] for name in names("vision_attention")} == {"qkv", "proj"}
+    assert {name.rpartition(".")[2] for name in names("vision_mlp")} == {"linear_fc1", "linear_fc2"}
+    assert all("merger" in name for name in names("merger")) and len(names("merger")) >= 4
+    assert names("layers.1.mlp.up_proj") == ["model.language_model.layers.1.mlp.up_proj"]
+    assert len(names("layers.[0-2].self_attn.?_proj")) == 3 * 4
+    every = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+    assert len(names(*every)) == sum(len(names(each)) for each in every)
+    with pytest.raises(ConfigError, match=r"'qproj' is none of attention, .* such as .*q_proj"):
+        names("mlp", "qproj")
+    with pytest.raises(ConfigError, match="'embed_tokens' is none of"):
+        names("embed_tokens")
