@@ -6,10 +6,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.family.adapters import AdaptedLinear, Slot
+from megatron_vlm.family.sizes import Part, TensorSpec
+from megatron_vlm.hf.export import gather_tensors
+from megatron_vlm.hf.names import Origin
+from megatron_vlm.model.lora import Adapters, drawing
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.peft_reference import Adapter, peft_model, run_peft, save, train_peft
-from tests.runs import loss_and_grads, train
+from tests.runs import call, loss_and_grads, train
 from tests.test_parity import layout
 
 # Relative, as in test_parity.py. Measured worst case over all cases below: 2.8e-6.
@@ -184,3 +192,78 @@ def test_weights_after_three_steps(name, pool, tiny, adapters, record_property):
     assert mean[worst] <= MEAN_TOLERANCE_LR, f"{worst}: {mean[worst]:.2e} lr on average"
     worst = max(most, key=lambda n: most[n])
     assert most[worst] <= MAX_TOLERANCE_LR, f"{worst}: {most[worst]:.2e} lr"
+
+
+def gathered(worker):
+    """Every adapter's tensors, on rank 0."""
+    named = gather_tensors(
+        worker.held, worker.table, worker.grid, of=lambda entry: entry.origin is Origin.ours
+    )
+    return {name: value.clone() for name, value in named if value is not None}
+
+
+@pytest.mark.parametrize("init", ["kaiming", "gaussian"])
+def test_adapters_begin_as_peft_begins_in_every_layout(init, pool, tiny):
+    lora = dict(rank=8, targets=EVERY, init=init)
+    found = pool.run(call, 1, tiny(), replace(layout(), lora=lora), gathered)[0]
+    again = pool.run(call, 4, tiny(), replace(layout(tp=2, pp=2), lora=lora), gathered)[0]
+    assert found.keys() == again.keys()
+    assert [name for name in found if not torch.equal(found[name], again[name])] == []
+    firsts = {name: value for name, value in found.items() if "lora_A" in name}
+    assert all(not value.any() for name, value in found.items() if "lora_B" in name)
+    assert len({float(value[0, 0]) for value in firsts.values()}) == len(firsts)
+    for name, value in firsts.items():
+        # The variance of kaiming_uniform(a=sqrt(5)) is 1 / (3 inputs), its bound 1 / sqrt(inputs).
+        expected = 1 / 8 if init == "gaussian" else (3 * value.shape[1]) ** -0.5
+        assert float(value.std()) == pytest.approx(expected, rel=0.2), name
+        assert init == "gaussian" or float(value.abs().max()) <= value.shape[1] ** -0.5
+
+
+def operations(worker):
+    """Of the matrix products of a step on text."""
+    with FlopCounterMode(display=False) as counter:
+        worker.forward_backward(make_rows(ALL_TEXT))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, pool, tiny):
+    """Forward and backward of full training are 3 products for each weight; without that for the
+    weight's gradient, 2 are left, and recomputation adds one to either."""
+    case = layout(recompute=recompute)
+    whole = pool.run(call, 1, tiny(), case, operations)[0]
+    lora = dict(rank=1, targets=("attention", "mlp"))
+    found = pool.run(call, 1, tiny(), replace(case, lora=lora), operations)[0]
+    expected = 2 / 3 if recompute == "none" else 3 / 4
+    # Nothing before the first adapters needs a gradient.
+    assert expected - 0.02 < found / whole < expected + 0.06
+
+
+def test_dropout_keeps_the_mean():
+    """Each mask is a function of where it is drawn; over many of them nothing is lost."""
+    base = TensorSpec("a.q_proj.weight", (6, 40), Part.decoder)
+    plan = AdaptedLinear("a", 0, 0, (Slot(base, True),), None, 1)
+    settings = LoraConfig(rank=4, dropout=0.25)
+    linear = torch.nn.Linear(40, 6)
+    adapters = Adapters(linear, plan, settings, None)
+    torch.manual_seed(0)
+    for param in adapters.parameters():
+        torch.nn.init.normal_(param)
+    x = torch.ones(50, 40)
+    with torch.no_grad():
+        whole = adapters.eval()(x)
+        adapters.train()
+        with drawing(1, 2, 3):
+            first = adapters(x)
+            state = torch.get_rng_state()
+        with drawing(1, 2, 3):
+            assert torch.equal(adapters(x), first)
+        seen = []
+        for number in range(40):
+            with drawing(1, 2, number):
+                seen.append(adapters(x))
+        assert not torch.equal(seen[0], seen[1])
+    mean = torch.cat(seen).mean(0)
+    spread = torch.cat(seen).std(0)
+    assert ((mean - whole[0]).abs() < 5 * spread / (50 * 40) ** 0.5).all()
+    assert not torch.equal(torch.get_rng_state(), state)  # as it was before
