@@ -158,9 +158,9 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
         kept = max(kept for _, kept in of_stage)
         expected = activations(as_trained(cfg, sizes), sizes, dims, stage, batch, itemsize)
         if itemsize == 4:  # in bf16 the CPU's norms keep fp32 copies, which no GPU does
-            # Beside frozen weights the norms keep less than is counted.
-            least, most_kept = (1.0, 1.4) if cfg.lora.rank else (1 - TOLERANCE, 1 + TOLERANCE)
-            assert least * kept <= expected <= most_kept * kept
+            # Beside adapters, layers without one keep less than is counted.
+            largest = 1.2 if cfg.lora.rank else 1 + TOLERANCE
+            assert (1 - TOLERANCE) * kept <= expected <= largest * kept
         memory = stage_memory(cfg, sizes, dims, stage, [batch], itemsize)
         assert memory.weights == itemsize * counts.held
         assert memory.gradients == 4 * counts.gradients

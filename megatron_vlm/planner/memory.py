@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_vlm.config.lora import SWITCHES, learns
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.adapters import adapted
 from megatron_vlm.family.sizes import ModelSizes
@@ -65,12 +65,12 @@ def stage_memory(
     counts = count(cfg, sizes, dims, stage)
     # Adam's moments, and fp32 main weights where the model's are not fp32.
     copies = 2 if itemsize == _FP32 else 3
-    model, kept, working = as_trained(cfg, sizes), [], []
+    trained, kept, working = as_trained(cfg, sizes), [], []
     for chunk in range(dims.virtual_stages):
         place = dims.place_of(stage, chunk)
-        of_chunk = [activations(model, sizes, dims, place, each, itemsize) for each in batches]
+        of_chunk = [activations(trained, sizes, dims, place, each, itemsize) for each in batches]
         kept.append(sorted(of_chunk, reverse=True))
-        working += [_working(model, sizes, dims, place, each, itemsize) for each in batches]
+        working += [_working(trained, sizes, dims, place, each, itemsize) for each in batches]
     under_way = max(
         sum(sum(each[:number]) for each, number in zip(kept, numbers, strict=True))
         for numbers in in_flight(dims, stage, len(batches))
@@ -84,13 +84,14 @@ def stage_memory(
     )
 
 
-def as_trained(cfg: Config, sizes: ModelSizes) -> ModelConfig:
-    """The model with the freeze_* that say what is kept for the backward: a part with adapters
+def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
+    """With the freeze_* of the model that say what is kept for the backward: a part with adapters
     keeps what goes into its layers, as one that is trained whole does."""
     chosen = adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else []
     parts = {weight.part.switch for weight in chosen}
     vision, merger, language = (not (learns(cfg, each) or each in parts) for each in SWITCHES)
-    return replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
+    model = replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
+    return replace(cfg, model=model)
 
 
 def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
@@ -111,7 +112,7 @@ def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ..
 
 
 def activations(
-    cfg: ModelConfig,
+    cfg: Config,
     sizes: ModelSizes,
     dims: ParallelDims,
     place: int,
@@ -125,19 +126,19 @@ def activations(
     values = tokens * layers * layer_values(cfg, sizes, dims.tp)
     # Features that have not been added yet arrive with the hidden states.
     arriving = dims.features_after(place - 1, vision.deepstack) if batch.patches else 0
-    if place > 0 or cfg.recompute == "full":
+    if place > 0 or cfg.model.recompute == "full":
         values += tokens * text.hidden * arriving
     if place == 0:
-        patches = batch.patches_of_rank(dims.tp, cfg.share_images)
+        patches = batch.patches_of_rank(dims.tp, cfg.model.share_images)
         values += patches * patch_values(cfg, sizes)
     if dims.is_last(place):
-        norm = 1 if cfg.freeze_language else 2
+        norm = 1 if cfg.model.freeze_language else 2
         values += norm * tokens * text.hidden + batch.supervised * text.hidden
     return values * itemsize
 
 
 def _working(
-    cfg: ModelConfig,
+    cfg: Config,
     sizes: ModelSizes,
     dims: ParallelDims,
     place: int,
@@ -148,12 +149,12 @@ def _working(
     sequence, logits."""
     text, tokens = sizes.text, batch.padded_tokens
     found = [0]
-    if dims.layers_per_stage[place] and cfg.recompute == "full":
+    if dims.layers_per_stage[place] and cfg.model.recompute == "full":
         found.append(tokens * kept_of_layer(cfg, sizes, dims.tp) * itemsize)
     if place == 0 and batch.patches:
         found.append(tokens * text.hidden * sizes.vision.levels * itemsize)
-        if cfg.recompute_vision and not cfg.freeze_vision:
-            patches = batch.patches_of_rank(dims.tp, cfg.share_images)
+        if cfg.model.recompute_vision and not cfg.model.freeze_vision:
+            patches = batch.patches_of_rank(dims.tp, cfg.model.share_images)
             found.append(patches * block_values(sizes) * itemsize)
     if dims.is_last(place):
         # Logits, their fp32 copy and the gradient of one of them.
@@ -162,31 +163,34 @@ def _working(
     return max(found)
 
 
-def layer_values(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
+def layer_values(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     """Numbers that one decoder layer keeps per token for its backward."""
-    return sizes.text.hidden if cfg.recompute == "full" else kept_of_layer(cfg, sizes, tp)
+    return sizes.text.hidden if cfg.model.recompute == "full" else kept_of_layer(cfg, sizes, tp)
 
 
-def kept_of_layer(cfg: ModelConfig, sizes: ModelSizes, tp: int) -> int:
+def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     """The same where nothing is recomputed."""
     text = sizes.text
-    angles = 4 * text.head_dim  # cosines and sines, for queries and for keys
-    if cfg.freeze_language:  # what goes into a frozen linear layer is not needed again
-        whole, cut = 2 * text.hidden, 4 * text.ffn + 4 * text.query + 3 * text.kv
+    if (
+        cfg.model.freeze_language
+    ):  # what goes into a frozen linear layer or norm is not needed again
+        whole, cut = 2 * text.hidden, 3 * text.ffn + 4 * text.query + 4 * text.kv
+    elif not learns(cfg, "language"):  # beside adapters: norms are frozen
+        whole, cut = 4 * text.hidden, 4 * text.ffn + 4 * text.query + 4 * text.kv
     else:
-        whole, cut = 6 * text.hidden, 5 * text.ffn + 5 * text.query + 4 * text.kv
+        whole, cut = 6 * text.hidden, 4 * text.ffn + 5 * text.query + 5 * text.kv
     # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and its output
     # is what the next layer keeps anyway.
-    return whole + angles + cut // tp
+    return whole + cut // tp
 
 
-def patch_values(cfg: ModelConfig, sizes: ModelSizes) -> int:
+def patch_values(cfg: Config, sizes: ModelSizes) -> int:
     """Numbers that the vision tower keeps per patch for its backward."""
     vision = sizes.vision
     merger = vision.levels * (3 * vision.hidden + vision.out_hidden // vision.merge**2)
-    if cfg.freeze_vision:  # nothing before the mergers has a gradient
-        return 0 if cfg.freeze_merger else merger
-    block = vision.hidden if cfg.recompute_vision else block_values(sizes)
+    if cfg.model.freeze_vision:  # nothing before the mergers has a gradient
+        return 0 if cfg.model.freeze_merger else merger
+    block = vision.hidden if cfg.model.recompute_vision else block_values(sizes)
     return vision.patch_values + vision.depth * block + merger
 
 

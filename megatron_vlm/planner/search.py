@@ -124,7 +124,7 @@ def _modes(
 ) -> Iterator[Candidate]:
     """With the least recomputation that fits; without a time, those that do not fit."""
     for recompute, vision in _RECOMPUTES:
-        if vision and as_trained(cfg, sizes).freeze_vision:
+        if vision and as_trained(cfg, sizes).model.freeze_vision:
             continue
         model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
         tried = replace(cfg, model=model)

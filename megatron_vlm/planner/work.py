@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_vlm.config.lora import SWITCHES, learns
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.memory import as_trained, block_values, kept_of_layer
@@ -76,12 +76,12 @@ def micro_work(
     """The parts of a micro-batch's work on one of `tp` ranks."""
     work, text = WorkModel.of(sizes), sizes.text
     hidden = batch.padded_tokens * text.hidden * itemsize
-    model = as_trained(cfg, sizes)
+    trained = as_trained(cfg, sizes)
     # A product for the gradient of what comes in, and one for that of a weight that learns.
     products = {part: 1 + learns(cfg, part) for part in SWITCHES}
     return MicroWork(
-        _layer(model, products, sizes, work, tp, batch, itemsize),
-        _first(model, products, sizes, work, tp, batch, itemsize),
+        _layer(trained, products, sizes, work, tp, batch, itemsize),
+        _first(trained, products, sizes, work, tp, batch, itemsize),
         _head(products, sizes, work, tp, batch, itemsize),
         hidden,
         sizes.vision.deepstack if batch.patches else 0,
@@ -89,7 +89,7 @@ def micro_work(
 
 
 def _layer(
-    cfg: ModelConfig,
+    cfg: Config,
     products: Products,
     sizes: ModelSizes,
     work: WorkModel,
@@ -118,11 +118,11 @@ def _layer(
         reduced,
         1,
     )
-    return Pass(forward, backward + again[cfg.recompute])
+    return Pass(forward, backward + again[cfg.model.recompute])
 
 
 def _first(
-    cfg: ModelConfig,
+    cfg: Config,
     products: Products,
     sizes: ModelSizes,
     work: WorkModel,
@@ -136,7 +136,7 @@ def _first(
     found = Pass(Work(moved=2 * embedded), Work(moved=2 * embedded))
     if not batch.patches:
         return found
-    patches = batch.patches_of_rank(tp, cfg.share_images)
+    patches = batch.patches_of_rank(tp, cfg.model.share_images)
     share = patches / batch.patches
     kept = patches * vision.depth * block_values(sizes) * itemsize
     tower = Work(
@@ -148,13 +148,13 @@ def _first(
     mergers = Work(work.per_patch_of_mergers * patches)
     scattered = Work(moved=2 * vision.levels * embedded)
     backward = scattered
-    if not cfg.freeze_vision:
+    if not cfg.model.freeze_vision:
         backward += Work(
             products["vision"] * tower.matmul, 2 * tower.attention, _TOUCHED_BACKWARD * kept
         )
         backward += Work(layers=vision.depth)
-        backward += tower if cfg.recompute_vision else Work()
-    if not (cfg.freeze_vision and cfg.freeze_merger):
+        backward += tower if cfg.model.recompute_vision else Work()
+    if not (cfg.model.freeze_vision and cfg.model.freeze_merger):
         backward += mergers * products["merger"]
     return found + Pass(tower + mergers + scattered, backward)
 
