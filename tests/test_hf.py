@@ -226,7 +226,7 @@ def test_an_adapter_is_refused(tiny, tmp_path):
     """With peft installed, transformers would load the base model that it names."""
     folder, _ = copy_of(tiny(), tmp_path)
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="an adapter is no whole model; merge it"):
+    with pytest.raises(CheckpointError, match="an adapter is no whole model; to continue"):
         check(folder)
 
 
