@@ -86,6 +86,8 @@ def test_peft_loads_what_is_exported(adapter, case, pool, tiny, tmp_path):
         assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
     loaded = PeftModel.from_pretrained(load_reference(tiny()), tmp_path / "adapter")
     assert difference(log_probs(loaded), ours) < 5e-6
+    with loaded.disable_adapter():  # whole mergers are modules_to_save, and give way as well
+        assert difference(log_probs(loaded), base) == 0
     whole = load_reference(str(tmp_path / "merged"))
     assert difference(log_probs(whole), ours) < 5e-6
     theirs = dict(loaded.merge_and_unload().named_parameters())
