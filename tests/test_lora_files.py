@@ -192,8 +192,8 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
 @pytest.mark.parametrize(
     ("lora", "export", "said"),
     [
-        (ALL.ours, True, "vLLM serves the adapters of merger and vision only where"),
-        (BESIDE_MERGER.ours, "both", "vLLM serves the adapters of merger only where"),
+        (ALL.ours, True, "vLLM ignores the adapters of merger and vision without a word unless"),
+        (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it"),
         (ALL.ours, "merged", ""),
         (Adapter().ours, True, ""),
     ],

@@ -4,7 +4,7 @@ Hugging Face's, weights replaced in place, and adapters of PEFT."""
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from pathlib import Path
@@ -272,11 +272,43 @@ VISION = r".*visual\.(blocks\.\d+\..*|merger\.|deepstack_merger_list\.\d+\.)(qkv
 BOTH = f"({LANGUAGE}|{VISION})"
 
 
-def write_by_peft(checkpoint: str, targets: str, out: Path) -> None:
-    """A random adapter."""
-    torch.manual_seed(3)
-    settings = LoraConfig(r=8, lora_alpha=16, target_modules=targets, init_lora_weights=False)
-    get_peft_model(load_reference(checkpoint), settings).save_pretrained(out)
+TARGETS = {
+    "language": (LANGUAGE, "attention,mlp"),
+    "vision": (VISION, "vision_attention,vision_mlp,merger"),
+    "both": (BOTH, "attention,mlp,vision_attention,vision_mlp,merger"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapter_of(base, pool, tmp_path_factory) -> Callable[[str, str], Path]:
+    """adapter_of(writer, targets) -> its folder: a random one by PEFT, or what a run of ours of a
+    few steps leaves, with the merged model beside it."""
+
+    def peft(targets: str, out: Path) -> Path:
+        torch.manual_seed(3)
+        chosen, _ = TARGETS[targets]
+        settings = LoraConfig(r=8, lora_alpha=16, target_modules=chosen, init_lora_weights=False)
+        get_peft_model(load_reference(base), settings).save_pretrained(out)
+        return out
+
+    def ours(targets: str, out: Path) -> Path:
+        _, parts = TARGETS[targets]
+        write_set(out)
+        lora = ["lora=default", "lora.rank=8", f"lora.targets=[{parts}]", "checkpoint.export=both"]
+        given = ["run", *lora, "train.steps=4", "optim.lr=0.03"]
+        status, _, said = go_pooled(pool, 2, out, base, *given)
+        assert status == 0, said
+        return out / "run" / "export"
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def adapter_of(writer: str, targets: str) -> Path:
+        out = tmp_path_factory.mktemp("adapter")
+        if (writer, targets) not in made:
+            made[writer, targets] = {"peft": peft, "ours": ours}[writer](targets, out)
+        return made[writer, targets]
+
+    return adapter_of
 
 
 @pytest.fixture(scope="module")
@@ -302,26 +334,35 @@ def reference_scores(
     return found
 
 
-# An adapter of ours goes here beside PEFT's: a function that writes one into a folder.
-@pytest.mark.parametrize("write", [write_by_peft])
-@pytest.mark.parametrize("targets", [LANGUAGE, VISION, BOTH], ids=["language", "vision", "both"])
-def test_an_adapter_is_served(write, targets, adapted, base, prompts, settings, tmp_path):
-    write(base, targets, tmp_path / "adapter")
-    some = prompts[:24]
+@pytest.mark.parametrize("writer", ["peft", "ours"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_an_adapter_is_served(writer, targets, adapted, base, prompts, settings, adapter_of):
+    adapter, some = adapter_of(writer, targets), prompts[:24]
     rows, served = [supervised(each, []) for each in some], [each.served() for each in some]
     plain = reference_scores(base, None, rows, settings)
-    expected = reference_scores(base, tmp_path / "adapter", rows, settings)
-    found = adapted.ask("score", prompts=served, adapter=str(tmp_path / "adapter"))
+    expected = reference_scores(base, adapter, rows, settings)
+    found = adapted.ask("score", prompts=served, adapter=str(adapter))
     assert worst(expected, found, rows) < TOLERANCE
     assert worst(plain, found, rows) > 0.1
     assert worst(plain, adapted.ask("score", prompts=served), rows) < TOLERANCE  # it is off again
 
 
-def test_without_its_option_vllm_ignores_an_adapter_of_the_tower(base, prompts, settings, tmp_path):
+def test_a_merged_adapter_is_served(base, prompts, settings, adapter_of):
+    adapter, some = adapter_of("ours", "both"), prompts[:24]
+    rows, served = [supervised(each, []) for each in some], [each.served() for each in some]
+    engine = Engine(str(adapter.parent / "merged"))
+    found = engine.ask("score", prompts=served)
+    engine.close()
+    assert worst(reference_scores(base, adapter, rows, settings), found, rows) < TOLERANCE
+
+
+def test_without_its_option_vllm_ignores_an_adapter_of_the_tower(
+    base, prompts, settings, adapter_of, tmp_path
+):
     """In silence, and serves its other parts: what our warning is about."""
     some = prompts[:12]
     rows, served = [supervised(each, []) for each in some], [each.served() for each in some]
-    write_by_peft(base, BOTH, tmp_path / "both")
+    shutil.copytree(adapter_of("peft", "both"), tmp_path / "both")
     shutil.copytree(tmp_path / "both", tmp_path / "language")
     file = tmp_path / "language" / "adapter_model.safetensors"
     save_file({k: v * ("language_model" in k) for k, v in load_file(file).items()}, file)

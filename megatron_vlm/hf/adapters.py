@@ -39,12 +39,19 @@ def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
     nothing to know."""
     if "adapter" not in exports(cfg):
         return ""
-    beyond = {weight.part.switch for weight in weights} - {"language"} | set(cfg.lora.train)
-    if not beyond:
+    found, beyond = [], {weight.part.switch for weight in weights} - {"language"}
+    if beyond:
+        found.append(
+            f"ignores the adapters of {' and '.join(sorted(beyond))} without a word unless it is "
+            "started with --enable-tower-connector-lora"
+        )
+    if cfg.lora.train:
+        found.append(f"refuses an adapter with the whole {' and '.join(cfg.lora.train)} beside it")
+    if not found:
         return ""
     return (
-        f"lora: vLLM serves the adapters of {' and '.join(sorted(beyond))} only where its version "
-        "says so; checkpoint.export=both also writes the merged model, which it serves"
+        f"lora: vLLM {', and '.join(found)}; checkpoint.export=both also writes the merged model, "
+        "which it serves"
     )
 
 
