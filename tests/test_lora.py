@@ -84,14 +84,7 @@ CASES = {
 
 
 # `make test` runs these, `make test-slow` the rest.
-QUICK = (
-    "all-tp2-pp2",
-    "recompute-text",
-    "pp2x2",
-    "dp2-overlap",
-    "merger-whole-tp2-pp2",
-    "rslora-tp2",
-)
+QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap")
 PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 
 
