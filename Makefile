@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup trl-env vllm-env wheels gpu gpu-dry demo reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -22,6 +22,12 @@ setup: .venv/ready
 demo: setup
 	rm -rf .demo
 	$(BIN)/python scripts/demo.py .demo
+
+# The model of `make demo`, which is made where it is not there, learns something new by adapters.
+demo-lora: setup
+	test -e .demo/run/export || $(MAKE) demo
+	rm -rf .demo-lora
+	$(BIN)/python scripts/demo_lora.py .demo .demo-lora
 
 reinforce: setup
 	rm -rf .reinforce
@@ -73,6 +79,7 @@ bench: setup
 	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/head_memory.py
+	$(BIN)/python benchmarks/lora.py
 	$(BIN)/python benchmarks/plan.py
 	$(MAKE) trl-env
 	$(BIN)/python benchmarks/sft/compare.py
@@ -121,4 +128,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .venv-trl .venv-vllm site .demo .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-docs .venv-trl .venv-vllm site .demo .demo-lora .reinforce .bench .gpu .wheels

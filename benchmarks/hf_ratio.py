@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from record import record
@@ -77,8 +78,14 @@ def bench_rows(vocab: int, special: dict[str, int]) -> list[Row]:
 
 
 def hf_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
+    """Hugging Face's model in such a loop."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    return loop(model, rows, lr)
+
+
+def loop(model: Any, rows: list[Row], lr: float) -> Callable[[], float]:
     """What a user would write: the model's own loss per micro-batch, AdamW, clipping."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32).train()
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     batches = []
     for start in range(0, len(rows), MICRO_BATCH):
