@@ -85,6 +85,7 @@ def test_peft_loads_what_is_exported(adapter, case, pool, tiny, tmp_path):
         assert files.keys() == again.keys() - {"megatron_vlm.json"}  # a checkpoint has an id
         assert [name for name in files if files[name] != again[name] and name != "README.md"] == []
     loaded = PeftModel.from_pretrained(load_reference(tiny()), tmp_path / "adapter")
+    assert isinstance(loaded.peft_config["default"].lora_alpha, int)  # as PEFT declares it
     assert difference(log_probs(loaded), ours) < 5e-6
     with loaded.disable_adapter():  # whole mergers are modules_to_save, and give way as well
         assert difference(log_probs(loaded), base) == 0

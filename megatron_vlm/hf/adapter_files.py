@@ -190,7 +190,8 @@ def render_config(
         "revision": base.commit if base else None,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        # PEFT and others declare a whole number.
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
