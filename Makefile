@@ -37,10 +37,12 @@ reinforce: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
-# SEQUENCES=N plays N random sequences of commands in each of five parts, not 100.
+# SEQUENCES=N plays N random sequences of commands in each of five parts, not 100. What starts jobs
+# and kills them runs alone.
+SIDE_BY_SIDE := $(addprefix tests/test_,fuzz.py sequences.py chains.py lora.py lora_checkpoint.py lora_files.py)
 test-slow: setup
-	$(BIN)/python -m pytest -m slow --ignore tests/test_sequences.py
-	$(BIN)/python -m pytest -m slow -n 2 tests/test_sequences.py
+	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
 
 # The newest versions that pyproject.toml allows. All quick tests: make test-newest NEWEST=tests
 test-newest: .venv-newest/ready
