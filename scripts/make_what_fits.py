@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import Qwen3VLConfig
 
-from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.family.qwen3_vl import sizes_of
 from megatron_vlm.family.sizes import ModelSizes
@@ -23,6 +23,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
 BEGIN, END = "<!-- fits begin -->\n", "<!-- fits end -->\n"
 CARDS = (24, 48, 80, 141)  # GiB
 COUNTS = (1, 2, 4, 8)
+KINDS = ("all trained", "tower frozen", "adapters")
 _SMALL_TOWER = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16)
 _TOWER = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
 _MARKS = {24: [5, 11, 17], 27: [8, 16, 24]}
@@ -63,10 +64,11 @@ def sizes_of_model(name: str) -> ModelSizes:
     )
 
 
-def cell(sizes: ModelSizes, freeze: bool, count: int, card: int) -> str:
+def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     """The fastest layout that fits; or what the leanest needs."""
     cfg = Config(
-        model=ModelConfig(path="", freeze_vision=freeze),
+        model=ModelConfig(path="", freeze_vision=kind == "tower frozen"),
+        lora=LoraConfig(rank=16, alpha=32) if kind == "adapters" else LoraConfig(),
         train=TrainConfig(global_batch_size=64, micro_batch_tokens=8192, precision="bf16"),
     )
     machine = gpu("H100", PEAK_FLOPS_BF16["H100"])
@@ -82,19 +84,19 @@ def cell(sizes: ModelSizes, freeze: bool, count: int, card: int) -> str:
     return f"**{words}{mode}** {best.need / 2**30:.0f}"
 
 
-def line(name: str, freeze: bool, count: int) -> str:
+def line(name: str, kind: str, count: int) -> str:
     """One line of a model's table."""
-    sizes, words = sizes_of_model(name), "tower frozen" if freeze else "all trained"
-    cells = [cell(sizes, freeze, count, card) for card in CARDS]
-    return f"| {name}, {count} GPU{'s' * (count > 1)}, {words} | {' | '.join(cells)} |"
+    sizes = sizes_of_model(name)
+    cells = [cell(sizes, kind, count, card) for card in CARDS]
+    return f"| {name}, {count} GPU{'s' * (count > 1)}, {kind} | {' | '.join(cells)} |"
 
 
 def tables() -> str:
-    """A table for each model, full and with a frozen tower."""
+    """A table for each model."""
     parts = []
     for name in MODELS:
         lines = [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
-        lines += [line(name, freeze, count) for freeze in (False, True) for count in COUNTS]
+        lines += [line(name, kind, count) for kind in KINDS for count in COUNTS]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
