@@ -83,8 +83,9 @@ def measure(path: str, rows: list[Row]) -> dict[str, float]:
             taken, losses[side] = one_step(pipe)
             if repeat >= WARM_UP:
                 seconds[side].append(taken)
-        # A is random and B zero: after a step of so low a rate the losses are the model's still.
-        assert abs(losses["lora"] - losses["peft"]) < 1e-4 * losses["peft"], losses
+        # B begins at zero, so the first losses are the model's; A is random, and others differ.
+        if repeat == 0:
+            assert max(losses.values()) - min(losses.values()) < 1e-5 * losses["full"], losses
     for found in pipes.values():
         found[0].send(False)
     return {side: statistics.median(taken) for side, taken in seconds.items()}
