@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,17 @@ def actor_pids() -> list[int]:
     return sorted(found)
 
 
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """The processes do nothing for a while."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def whole(folder: Path, model: str, pool) -> list[tuple]:
     """The run without Ray, at DP=2."""
     if not (folder / "whole" / "export").exists():
@@ -120,7 +133,8 @@ def test_a_lost_actor_starts_the_job_again(cluster, folder, tiny, pool):
 def test_a_lost_node_leaves_fewer_replicas(cluster, folder, tiny, pool):
     job = start(cluster, folder, tiny(), "node")
     wait_for_step(job, folder / "node", 4)
-    cluster.remove_node(cluster.second, allow_graceful=False)
+    with stopped(actor_pids()):  # a node takes a second to go, in which the run might end
+        cluster.remove_node(cluster.second, allow_graceful=False)
     out, _ = job.communicate(timeout=400)
     assert job.returncode == 0, out
     assert "dp=2" in out and "dp=1" in out
