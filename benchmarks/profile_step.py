@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hf_ratio
 import torch
 from hf_ratio import SPECS, WARM_UP, bench_rows, hf_step, one_step, our_step, start
 from record import record
@@ -142,8 +141,7 @@ def measure(path: str, rows: list[Row]) -> dict[str, float]:
         "hf_profiled": hf_profiled,
         "ours_profiled": our_profiled,
     }
-    hf_ratio.SIDES |= {name: (make, 1) for name, make in makers.items()}
-    pipes = {name: start(name, path, rows) for name in makers}
+    pipes = {name: start(make, 1, path, rows) for name, make in makers.items()}
     sides = ("hf", "ours")
     steps: dict[str, list[float]] = {side: [] for side in sides}
     groups: dict[str, list[dict[str, float]]] = {side: [] for side in sides}

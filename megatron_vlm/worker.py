@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_vlm.config.lora import Exported, exports
+from megatron_vlm.config.lora import Exported, export_of
 from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
 from megatron_vlm.data.encode.row import Row
@@ -245,7 +245,7 @@ class MegatronWorker:
         if not self.cfg.lora.rank:
             export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
             return
-        kind = kind or (*exports(self.cfg), "adapter")[0]
+        kind = kind or export_of(self.cfg)
         trained = [entry for entry in self.table if not entry.is_frozen(self.cfg)]
         form = self.cfg.lora, self.adapted, self.source
         export_adapter(self.held, trained, self.table, self.grid, form, path, kind, mark, done)

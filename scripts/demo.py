@@ -64,17 +64,17 @@ def hf_answer(model, tokenizer, processor, record: dict, root: Path, most: int) 
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
-def compare(out: Path) -> int:
-    """How many answers of transformers differ from those of the run."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(out / "run" / "export").eval()
-    tokenizer = AutoTokenizer.from_pretrained(out / "run" / "export")
-    processor = Qwen2VLImageProcessorPil.from_pretrained(out / "run" / "export")
-    records = (out / "shapes" / "eval.jsonl").read_text().splitlines()
-    said = (out / "run" / "predictions" / "eval.jsonl").read_text().splitlines()
+def compare(model, folder: Path, data: Path, run: Path) -> int:  # type: ignore[no-untyped-def]
+    """How many of a run's last answers to the held-out questions of `data` a model of transformers
+    does not give; tokenizer and settings of images are in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    records = (data / "eval.jsonl").read_text().splitlines()
+    said = (run / "predictions" / "eval.jsonl").read_text().splitlines()
     wrong = 0
     for record, line in zip(records, said, strict=True):
         ours = json.loads(line)["prediction"]
-        theirs = hf_answer(model, tokenizer, processor, json.loads(record), out / "shapes", 8)
+        theirs = hf_answer(model, tokenizer, processor, json.loads(record), data, 8)
         if theirs != ours:
             wrong += 1
             print(f"   transformers says {theirs!r}, the run said {ours!r}")
@@ -107,17 +107,18 @@ def main(out: Path) -> int:
         f"data.train=[{shapes}/easy.jsonl,{shapes}/train.jsonl]",
         f"data.eval={shapes}/eval.jsonl",
     ]
-    model = ["model=tiny_cpu", f"model.path={out}/base", "parallel.pp=2"]
     run(
         "train",
-        *model,
+        *("model=tiny_cpu", f"model.path={out}/base", "parallel.pp=2"),
         "data=shapes",
         *data,
         "train=demo",
         f"run={out}/run",
     )
     print("\nThe exported checkpoint in transformers:")
-    different = compare(out)
+    export = out / "run" / "export"
+    model = Qwen3VLForConditionalGeneration.from_pretrained(export).eval()
+    different = compare(model, export, out / "shapes", out / "run")
     print("\nPictures of one colour and nothing else:")
     colours = write_colours(out / "colours")
     choice = f"eval.candidates=[{','.join(COLOURS)}]"

@@ -11,10 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from demo import hf_answer, run
+from demo import compare, run
 from peft import PeftModel
-from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
 from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
@@ -53,18 +52,6 @@ def _about_things(record: dict) -> dict:  # type: ignore[type-arg]
     return {"messages": messages, "kind": "thing"}
 
 
-def different(model, base: Path, data: Path, run: Path) -> int:  # type: ignore[no-untyped-def]
-    """How many of a run's last answers to the held-out questions transformers does not give."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    processor = Qwen2VLImageProcessorPil.from_pretrained(base)
-    records = map(json.loads, (data / "eval.jsonl").read_text().splitlines())
-    said = map(json.loads, (run / "predictions" / "eval.jsonl").read_text().splitlines())
-    return sum(
-        hf_answer(model, tokenizer, processor, record, data, 8) != answer["prediction"]
-        for record, answer in zip(records, said, strict=True)
-    )
-
-
 def main(demo: Path, out: Path) -> int:
     """Make the data, train, export, load in PEFT, compare; the exit status."""
     logging.disable_progress_bar()
@@ -83,9 +70,9 @@ def main(demo: Path, out: Path) -> int:
     model = PeftModel.from_pretrained(
         Qwen3VLForConditionalGeneration.from_pretrained(base), out / "run" / "export"
     ).eval()
-    differ = different(model, base, out / "things", out / "run")
+    differ = compare(model, base, out / "things", out / "run")
     with model.disable_adapter():
-        lost = different(model, base, demo / "shapes", demo / "run")
+        lost = compare(model, base, demo / "shapes", demo / "run")
     minutes = (time.perf_counter() - start) / 60
     print(
         f"exact match {score:.1%} (wanted {WANTED:.0%}); {differ} answers differ in PEFT; "

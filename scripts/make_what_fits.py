@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import Qwen3VLConfig
 
+from megatron_vlm.config.lora import USUAL
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.family.qwen3_vl import sizes_of
@@ -68,7 +69,7 @@ def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     """The fastest layout that fits; or what the leanest needs."""
     cfg = Config(
         model=ModelConfig(path="", freeze_vision=kind == "tower frozen"),
-        lora=LoraConfig(rank=16, alpha=32) if kind == "adapters" else LoraConfig(),
+        lora=USUAL if kind == "adapters" else LoraConfig(),
         train=TrainConfig(global_batch_size=64, micro_batch_tokens=8192, precision="bf16"),
     )
     machine = gpu("H100", PEAK_FLOPS_BF16["H100"])

@@ -14,7 +14,7 @@ from megatron_vlm.checkpoint.manifest import Manifest, verify
 from megatron_vlm.checkpoint.pieces import PieceReader, outside_file, read_index
 from megatron_vlm.checkpoint.store import find_checkpoint
 from megatron_vlm.config import read_saved
-from megatron_vlm.config.lora import Exported, exports
+from megatron_vlm.config.lora import Exported, export_of
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError
@@ -62,7 +62,7 @@ def export_checkpoint(
     table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
     names = [name for entry in table if is_kept(cfg, entry) for name in entry.names]
     adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, names, source)))
-    write(adapter, table, out, kind or (*exports(cfg), "adapter")[0], mark, done)
+    write(adapter, table, out, kind or export_of(cfg), mark, done)
     return folder
 
 

@@ -10,6 +10,7 @@ from megatron_vlm.errors import ConfigError
 
 SWITCHES = ("vision", "merger", "language")  # the parts of model.freeze_*
 Exported = Literal["model", "adapter", "merged"]
+USUAL = LoraConfig(rank=16, alpha=32)  # lora=default
 
 
 def learns(cfg: Config, switch: str) -> bool:
@@ -33,6 +34,11 @@ def exports(cfg: Config) -> tuple[Exported, ...]:
     if not cfg.lora.rank:
         return ("model",)
     return {"merged": ("merged",), "both": ("adapter", "merged")}.get(str(asked), ("adapter",))  # type: ignore[return-value]
+
+
+def export_of(cfg: Config) -> Exported:
+    """What to write of adapters where nobody says: as checkpoint.export does, or these alone."""
+    return next(iter(exports(cfg)), "adapter")
 
 
 def check_lora(cfg: Config) -> None:

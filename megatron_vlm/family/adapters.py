@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from hashlib import blake2b
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.sizes import Part, TensorSpec
@@ -105,6 +106,11 @@ def check_parts(
                 f"{where}which model.freeze_{tensor.part.switch}=true keeps as it is; set it to "
                 "false: with lora.rank set, the weights stay as they are anyway"
             )
+
+
+def seed_from(*decides: object) -> int:
+    """What the random numbers of an adapter begin with."""
+    return int.from_bytes(blake2b(repr(decides).encode(), digest_size=7).digest())
 
 
 def tensors_of(base: TensorSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:

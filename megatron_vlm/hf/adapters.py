@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from megatron_vlm.family.adapters import (
     Slot,
     adapted,
     check_parts,
+    seed_from,
     tensors_of,
 )
 from megatron_vlm.family.sizes import ModelSizes, TensorSpec
@@ -134,8 +134,7 @@ def values(
             return None
         whole = torch.zeros(tensor.shape)
         if name.endswith("lora_A.weight"):
-            digest = blake2b(repr((seed, name)).encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest))
+            generator = torch.Generator().manual_seed(seed_from(seed, name))
             if lora.init == "gaussian":
                 nn.init.normal_(whole, std=1 / lora.rank, generator=generator)
             else:

@@ -5,7 +5,6 @@ Shapes: I width of what goes into the layer, O of what comes out, on this rank.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from math import prod
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.config.lora import scale_of
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.family.adapters import AdaptedLinear, Slot
+from megatron_vlm.family.adapters import AdaptedLinear, Slot, seed_from
 
 
 class LowRank(nn.Module):
@@ -95,7 +94,7 @@ class Adapters(nn.ModuleDict):
         part of it each, agree."""
         if not (self.training and self.dropout):
             return x
-        seed = _number(torch.initial_seed(), slot.base.name)
+        seed = seed_from(torch.initial_seed(), slot.base.name)
         generator = torch.Generator(x.device).manual_seed(seed)
         whole = (*x.shape[:-1], slot.base.shape[1])
         kept = torch.rand(prod(whole), generator=generator, device=x.device) >= self.dropout
@@ -135,12 +134,8 @@ def drawing(*where: object) -> Iterator[None]:
     as torch's, gives the generator back the state that it had in the forward.
     """
     before = torch.get_rng_state()
-    torch.default_generator.manual_seed(_number(*where))
+    torch.default_generator.manual_seed(seed_from(*where))
     try:
         yield
     finally:
         torch.set_rng_state(before)
-
-
-def _number(*where: object) -> int:
-    return int.from_bytes(blake2b(repr(where).encode(), digest_size=7).digest())

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.config.lora import USUAL
+from megatron_vlm.config.schema import Config
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.search import Candidate, Cluster, search
 from megatron_vlm.planner.shapes import Mix
 
 _MOST_GPUS = 512
-_ADAPTERS = LoraConfig(rank=16, alpha=32)  # lora=default
 
 
 def advice(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate) -> str:
@@ -40,27 +40,8 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
         if need := _need(more, sizes, mix, replace(cluster, gpus=count)):
             yield f"{count} such GPUs ({need})"
             break
-    model = cfg.model
-    whole = not cfg.lora.rank  # adapters keep all else as it is already
-    if whole and (need := _need(replace(cfg, lora=_ADAPTERS), sizes, mix, cluster)):
-        yield f"adapters alone trained, with lora=default ({need})"
-    if (
-        whole
-        and not model.freeze_vision
-        and (
-            need := _need(
-                replace(cfg, model=replace(model, freeze_vision=True)), sizes, mix, cluster
-            )
-        )
-    ):
-        yield f"model.freeze_vision=true ({need})"
-    frozen = replace(model, freeze_vision=True, freeze_language=True)
-    if (
-        whole
-        and not model.freeze_language
-        and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster))
-    ):
-        yield f"only the mergers trained, with model.freeze_language=true, too ({need})"
+    if not cfg.lora.rank:  # adapters keep all else as it is already
+        yield from _trained_less(cfg, sizes, mix, cluster)
     longest = max(row.tokens for row in mix.rows)
     for tokens in (longest // 2, longest // 4):
         rows_ = tuple(row for row in mix.rows if row.tokens <= tokens)
@@ -72,6 +53,21 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
         if larger.memory > cluster.memory and (need := _need(cfg, sizes, mix, larger)):
             yield f"{cluster.gpus} of {size} GiB ({need})"
             break
+
+
+def _trained_less(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:
+    """Adapters alone, or fewer parts."""
+    model = cfg.model
+    if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
+        yield f"adapters alone trained, with lora=default ({need})"
+    frozen = replace(model, freeze_vision=True)
+    if not model.freeze_vision and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster)):
+        yield f"model.freeze_vision=true ({need})"
+    frozen = replace(frozen, freeze_language=True)
+    if not model.freeze_language and (
+        need := _need(replace(cfg, model=frozen), sizes, mix, cluster)
+    ):
+        yield f"only the mergers trained, with model.freeze_language=true, too ({need})"
 
 
 def _need(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> str | None:

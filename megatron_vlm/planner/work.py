@@ -4,10 +4,9 @@ A multiplication and an addition count as two operations. Padding is computed by
 neither by the tower nor by the head, which takes supervised tokens alone.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_vlm.config.lora import SWITCHES, learns
+from megatron_vlm.config.lora import learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.family.sizes import ModelSizes
@@ -20,8 +19,6 @@ from megatron_vlm.planner.shapes import BatchSizes
 # stages on a CPU (benchmarks/plan.py).
 _TOUCHED_FORWARD, _TOUCHED_BACKWARD = 5, 3
 _FP32 = 4
-
-Products = Mapping[str, int]  # of a backward, for each of a forward, by part
 
 
 @dataclass(frozen=True)
@@ -77,25 +74,23 @@ def micro_work(
     work, text = WorkModel.of(sizes), sizes.text
     hidden = batch.padded_tokens * text.hidden * itemsize
     trained = as_trained(cfg, sizes)
-    # A product for the gradient of what comes in, and one for that of a weight that learns.
-    products = {part: 1 + learns(cfg, part) for part in SWITCHES}
     return MicroWork(
-        _layer(trained, products, sizes, work, tp, batch, itemsize),
-        _first(trained, products, sizes, work, tp, batch, itemsize),
-        _head(products, sizes, work, tp, batch, itemsize),
+        _layer(trained, sizes, work, tp, batch, itemsize),
+        _first(trained, sizes, work, tp, batch, itemsize),
+        _head(trained, sizes, work, tp, batch, itemsize),
         hidden,
         sizes.vision.deepstack if batch.patches else 0,
     )
 
 
+def _products(cfg: Config, part: str) -> int:
+    """Of a backward, for each of a forward: one for the gradient of what comes in, and one for that
+    of a weight that learns."""
+    return 1 + learns(cfg, part)
+
+
 def _layer(
-    cfg: Config,
-    products: Products,
-    sizes: ModelSizes,
-    work: WorkModel,
-    tp: int,
-    batch: BatchSizes,
-    itemsize: int,
+    cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
 ) -> Pass:
     """One decoder layer."""
     text, tokens = sizes.text, batch.padded_tokens
@@ -112,7 +107,7 @@ def _layer(
     )
     again = {"none": Work(), "selective": Work(attention=forward.attention), "full": forward}
     backward = Work(
-        products["language"] * forward.matmul,
+        _products(cfg, "language") * forward.matmul,
         2 * forward.attention,
         _TOUCHED_BACKWARD * kept,
         reduced,
@@ -122,13 +117,7 @@ def _layer(
 
 
 def _first(
-    cfg: Config,
-    products: Products,
-    sizes: ModelSizes,
-    work: WorkModel,
-    tp: int,
-    batch: BatchSizes,
-    itemsize: int,
+    cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
 ) -> Pass:
     """Embedding, tower, and features on their way into the sequence."""
     vision, tokens = sizes.vision, batch.padded_tokens
@@ -150,22 +139,17 @@ def _first(
     backward = scattered
     if not cfg.model.freeze_vision:
         backward += Work(
-            products["vision"] * tower.matmul, 2 * tower.attention, _TOUCHED_BACKWARD * kept
+            _products(cfg, "vision") * tower.matmul, 2 * tower.attention, _TOUCHED_BACKWARD * kept
         )
         backward += Work(layers=vision.depth)
         backward += tower if cfg.model.recompute_vision else Work()
     if not (cfg.model.freeze_vision and cfg.model.freeze_merger):
-        backward += mergers * products["merger"]
+        backward += mergers * _products(cfg, "merger")
     return found + Pass(tower + mergers + scattered, backward)
 
 
 def _head(
-    products: Products,
-    sizes: ModelSizes,
-    work: WorkModel,
-    tp: int,
-    batch: BatchSizes,
-    itemsize: int,
+    cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
 ) -> Pass:
     """The final norm, and the logits of supervised tokens."""
     text = sizes.text
@@ -177,7 +161,7 @@ def _head(
         moved=2 * normed + logits * (2 * itemsize + 3 * _FP32),
     )
     backward = Work(
-        products["language"] * forward.matmul,
+        _products(cfg, "language") * forward.matmul,
         moved=3 * normed + logits * (2 * itemsize + 2 * _FP32),
         reduced=ring(tp) * batch.supervised * text.hidden * itemsize,
     )
