@@ -39,7 +39,8 @@ test: setup
 
 # SEQUENCES=N plays N random sequences of commands in each of five parts, not 100. What starts jobs
 # and kills them runs alone.
-SIDE_BY_SIDE := $(addprefix tests/test_,fuzz.py sequences.py chains.py what_fits.py lora.py lora_checkpoint.py lora_files.py)
+SIDE_BY_SIDE := $(addprefix tests/test_,fuzz.py sequences.py chains.py what_fits.py lora.py lora_checkpoint.py \
+	lora_files.py vllm.py wheel.py simulate_scale.py full_disk.py hub.py sinks.py hostile.py)
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))
