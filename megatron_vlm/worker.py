@@ -228,7 +228,7 @@ class MegatronWorker:
         if not self.has_gradients:
             return 0.0, self.lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
-        norm = apply_gradients(self.optimizer, self.gather, self.platform.device)
+        norm = apply_gradients(self.optimizer, self.gather, self.grid, self.platform.device)
         self.steps += math.isfinite(norm)
         return norm, self.lr
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
+from transformers import Qwen3VLForConditionalGeneration as HFModel
 
 from megatron_vlm.data.encode.row import IGNORE, Row
 
@@ -18,16 +19,14 @@ class Reference:
     grads: dict[str, Tensor]
 
 
-def load_reference(
-    path: str, dtype: torch.dtype = torch.float32
-) -> Qwen3VLForConditionalGeneration:
-    model = Qwen3VLForConditionalGeneration.from_pretrained(
+def load_reference(path: str, dtype: torch.dtype = torch.float32) -> HFModel:
+    model = AutoModelForImageTextToText.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa"
     )
     return model.train()
 
 
-def inputs_of(model: Qwen3VLForConditionalGeneration, row: Row) -> dict[str, Any]:
+def inputs_of(model: HFModel, row: Row) -> dict[str, Any]:
     """A row on its own, as the model takes it: neither padding nor our collation takes part."""
     types = torch.zeros_like(row.ids_S)
     types[row.ids_S == model.config.image_token_id] = 1
@@ -45,13 +44,13 @@ def inputs_of(model: Qwen3VLForConditionalGeneration, row: Row) -> dict[str, Any
     )
 
 
-def row_logits(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
+def row_logits(model: HFModel, row: Row) -> Tensor:
     """Logits [S, V] of a row."""
     logits: Tensor = model(**inputs_of(model, row)).logits[0]
     return logits
 
 
-def row_log_probs(model: Qwen3VLForConditionalGeneration, row: Row) -> Tensor:
+def row_log_probs(model: HFModel, row: Row) -> Tensor:
     """Log-probs of a row's supervised tokens, under the tokens; zero elsewhere."""
     logits = row_logits(model, row)
     log_probs = logits[:-1].float().log_softmax(-1)

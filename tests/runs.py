@@ -80,9 +80,12 @@ def of_interest(worker: MegatronWorker) -> Callable[[Entry], bool]:
 def collect_grads(worker: MegatronWorker) -> dict[str, Tensor]:
     """Every gradient in Hugging Face names. The distributed optimizer leaves each DP rank its
     part of a bucket: put the parts together first."""
-    group = parallel_state.get_data_parallel_group()
-    if worker.cfg.parallel.distributed_optimizer and dist.get_world_size(group) > 1:
-        for buffer in [buffer for chunk in worker.stage.wrapped for buffer in chunk.buffers]:
+    dense, chunks = parallel_state.get_data_parallel_group(), worker.stage.wrapped
+    buffers = [(buffer, dense) for chunk in chunks for buffer in chunk.buffers]
+    experts = parallel_state.get_expert_data_parallel_group()
+    buffers += [(buffer, experts) for chunk in chunks for buffer in chunk.expert_parallel_buffers]
+    if worker.cfg.parallel.distributed_optimizer and dist.get_world_size(dense) > 1:
+        for buffer, group in buffers:
             for bucket in buffer.buckets:
                 size = bucket.grad_data.numel() // dist.get_world_size(group)
                 part = bucket.grad_data.view(-1, size)[dist.get_rank(group)].clone()

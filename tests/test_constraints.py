@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import AutoConfig, Qwen3VLMoeConfig
+from transformers import AutoConfig, Qwen2VLConfig
 
 from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
@@ -38,7 +38,6 @@ CONFIG_REFUSALS = {
         dict(parallel=ParallelConfig(overlap_param_gather=True)),
         r"overlap_param_gather=True: parallel\.overlap_grad_reduce is false, .*; set parallel",
     ),
-    "ep": (dict(parallel=ParallelConfig(ep=2)), r"parallel\.ep=2: the model has no experts; set"),
     "all frozen": (
         dict(model=ModelConfig("x", freeze_vision=True, freeze_merger=True, freeze_language=True)),
         r"nothing is left to train; unfreeze",
@@ -68,8 +67,13 @@ def test_refused_in_the_configuration(name, tiny):
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ConfigError, match=r"model_type='qwen3_vl_moe'; this version trains dense"):
-        family_of(Qwen3VLMoeConfig(), "x")
+    with pytest.raises(ConfigError, match=r"model_type='qwen2_vl'; this version trains Qwen3-VL "):
+        family_of(Qwen2VLConfig(), "x")
+
+
+def test_ep_needs_experts(tiny):
+    with pytest.raises(ConfigError, match=r"parallel\.ep=2: the model has no experts; set"):
+        check_config(Config(model=ModelConfig("x")), read_sizes(tiny()), replace(DIMS, dp=2, ep=2))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ MISTAKES = {
     "train {ok} train.steps=0": "train.steps=0: give at least 1",
     "train model.path={base}": "data.train is not set",
     "train {ok} model.path=nowhere": "model.path='nowhere' has no config.json",
-    "train {ok} model.path={llama}": "says model_type='llama'; this version trains dense",
+    "train {ok} model.path={llama}": "says model_type='llama'; this version trains Qwen3-VL",
     "train {ok} model.path={gelu}": "text_config.hidden_act='gelu', and it computes only 'silu'",
     "train {ok} model.path={broken}": "config.json: not JSON: Expecting",
     "train {ok} parallel.tp=3": "parallel.tp=3 does not divide the model's num_attention_heads=4",

@@ -97,7 +97,7 @@ IDLE: dict[str, Any] = {
 # Values that are refused: of declared fields, and of others that transformers acts upon.
 REFUSED: dict[str, Any] = {
     "is_encoder_decoder": True,
-    "model_type": "qwen3_vl_moe",
+    "model_type": "qwen2_vl",
     "rope_parameters": {"rope_type": "yarn"},
     "quantization_config": {"quant_method": "fp8"},
     "transformers_weights": "other.safetensors",

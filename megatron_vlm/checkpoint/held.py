@@ -113,7 +113,8 @@ def _writes(grid: Grid, entry: Entry, sharded: bool, turn: int) -> bool:
     if entry.origin is Origin.copy:
         return False
     mine = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
-    return mine and (sharded or turn % grid.dp.size == grid.dp.rank)
+    copies = grid.copies_of(entry.layout.cut)
+    return mine and (sharded or turn % copies.size == copies.rank)
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:

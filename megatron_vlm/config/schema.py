@@ -54,7 +54,7 @@ class ParallelConfig:
 
     tp: int = 1  # tensor parallel: ranks that share each layer
     pp: int = 1  # pipeline stages
-    ep: int = 1  # expert parallel; must be 1: dense models have no experts
+    ep: int = 1  # expert parallel: so many replicas share out the experts of each layer
     cp: int = 1  # context parallel; must be 1: see docs/parallelism.md
     sequence_parallel: bool = False  # must be false: see docs/parallelism.md
     virtual_stages: int = 1  # chunks of each stage, of an interleaved pipeline

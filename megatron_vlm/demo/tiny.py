@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3VLConfig
+from transformers import (
+    GenerationConfig,
+    Qwen2Tokenizer,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 from transformers import Qwen3VLForConditionalGeneration as Qwen3VL
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
@@ -39,7 +45,7 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     config.dtype = dtype
     torch.manual_seed(spec.seed)
     logging.disable_progress_bar()
-    model = Qwen3VL(config)
+    model = Qwen3VLMoeForConditionalGeneration(config) if spec.experts else Qwen3VL(config)
     _spread(model, spec.seed)
     if spec.from_scratch:
         _show_positions(model, spec.seed)
@@ -63,7 +69,7 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
                 param.add_(0.1 * torch.randn(param.shape, generator=generator))
 
 
-def _show_positions(model: Qwen3VL, seed: int) -> None:
+def _show_positions(model: Any, seed: int) -> None:
     """In fresh weights the position embeddings are a fiftieth of the patch embeddings: where
     something is would be the last thing that a model learns."""
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +78,7 @@ def _show_positions(model: Qwen3VL, seed: int) -> None:
         weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
-def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qwen3VLMoeConfig:
     """The same fields as the config.json of a released Qwen3-VL."""
     token = tokenizer.convert_tokens_to_ids
     # A released model splits 64 frequencies as 24, 20, 20: here 6, 3, 3 of 12.
@@ -82,8 +88,19 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
     spread = [(i + 1) * depth // (count + 1) for i in range(count)]
     # 0.02 suits thousands of inputs: of a hundred it leaves next to nothing.
     std = 0.08 if spec.from_scratch else 0.02
-    return Qwen3VLConfig(
-        architectures=["Qwen3VLForConditionalGeneration"],
+    experts: dict[str, Any] = {}
+    if spec.experts:
+        experts = dict(
+            num_experts=spec.experts,
+            num_experts_per_tok=spec.top_k,
+            moe_intermediate_size=spec.expert_intermediate,
+            decoder_sparse_step=spec.sparse_step,
+            mlp_only_layers=list(range(spec.dense_layers)),
+        )
+    made: Any = Qwen3VLMoeConfig if experts else Qwen3VLConfig
+    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    found: Qwen3VLConfig | Qwen3VLMoeConfig = made(
+        architectures=[f"{name}ForConditionalGeneration"],
         tie_word_embeddings=spec.tied,
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
@@ -109,6 +126,7 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
             bos_token_id=token("<|endoftext|>"),
             eos_token_id=token("<|im_end|>"),
             pad_token_id=token("<|endoftext|>"),
+            **experts,
         ),
         vision_config=dict(
             initializer_range=std,
@@ -124,6 +142,7 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
             deepstack_visual_indexes=spread if depth > count else list(range(depth)),
         ),
     )
+    return found
 
 
 def train_tokenizer(vocab: int) -> Qwen2Tokenizer:

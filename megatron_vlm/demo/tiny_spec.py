@@ -27,6 +27,11 @@ class TinySpec:
     deepstack: int = _option(3, "DeepStack features: decoder layers that also see the tower")
     patch_size: int = _option(16, "side of a patch in pixels")
     tied: bool = _option(False, "tie embedding and head")
+    experts: int = _option(0, "experts of a decoder layer; with 0 it is a dense model")
+    top_k: int = _option(2, "of the experts, those that each token goes to")
+    expert_intermediate: int = _option(40, "width of an expert")
+    dense_layers: int = _option(0, "first decoder layers that have an MLP in place of experts")
+    sparse_step: int = _option(1, "every so many-th of the other layers has experts")
     from_scratch: bool = _option(
         False, "initial weights from which a model this small learns to see"
     )

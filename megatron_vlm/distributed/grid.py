@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 
-CutGroup = Literal["tp"]  # over which a parameter can be cut; experts will add "ep"
+CutGroup = Literal["tp", "ep"]  # over which a parameter can be cut
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Grid:
     pp: Axis  # its rank is the pipeline stage
     dp: Axis  # its rank is the data parallel replica
     replica: Axis  # the TP x PP ranks of one replica; the first of them loads its data
+    ep: Axis  # the replicas that share out the experts of this stage
+    edp: Axis  # those that hold the same experts
 
     @staticmethod
     def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "Grid":
@@ -57,6 +59,8 @@ class Grid:
             _axis(parallel_state.get_pipeline_model_parallel_group()),
             _axis(parallel_state.get_data_parallel_group()),
             _axis(parallel_state.get_model_parallel_group()),
+            _axis(parallel_state.get_expert_model_parallel_group()),
+            _axis(parallel_state.get_expert_data_parallel_group()),
         )
         place = (dims.tp_rank_of(grid.rank), dims.stage_of(grid.rank), dims.replica_of(grid.rank))
         assert place == (grid.tp.rank, grid.pp.rank, grid.dp.rank), (
@@ -81,14 +85,23 @@ class Grid:
 
     def along(self, cut: CutGroup | None) -> tuple[int, int]:
         """(rank, size) among the processes that a parameter is cut over; (0, 1) for a whole one."""
-        return (self.tp.rank, self.tp.size) if cut == "tp" else (0, 1)
+        axis = self.axis_of(cut)
+        return (0, 1) if axis is None else (axis.rank, axis.size)
+
+    def axis_of(self, cut: CutGroup | None) -> Axis | None:
+        """The processes that a parameter is cut over; None for a whole one."""
+        return {None: None, "tp": self.tp, "ep": self.ep}[cut]
+
+    def copies_of(self, cut: CutGroup | None) -> Axis:
+        """The replicas that hold the same part of a parameter."""
+        return self.edp if cut == "ep" else self.dp
 
     def gather(self, cut: CutGroup | None, mine: Tensor) -> list[Tensor]:
         """The parts of a parameter from all processes that it is cut over. A collective."""
-        if cut is None:
+        if (axis := self.axis_of(cut)) is None:
             return [mine]
-        parts = [mine.new_empty(mine.shape) for _ in range(self.tp.size)]
-        dist.all_gather(parts, mine, group=self.tp.group)
+        parts = [mine.new_empty(mine.shape) for _ in range(axis.size)]
+        dist.all_gather(parts, mine, group=axis.group)
         return parts
 
     def from_last_stage(self, tensor: Tensor) -> None:

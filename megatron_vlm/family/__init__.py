@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def families() -> "dict[str, Family]":
     """The families by the model_type of config.json."""
     from megatron_vlm.family.qwen3_vl import QWEN3_VL  # imports torch and transformers
+    from megatron_vlm.family.qwen3_vl_moe import QWEN3_VL_MOE
 
-    return {family.model_type: family for family in (QWEN3_VL,)}
+    return {family.model_type: family for family in (QWEN3_VL, QWEN3_VL_MOE)}
 
 
 def read_config(folder: str | Path) -> "PretrainedConfig":

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.fields import KnownFields, other_model, refused
-from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
+from megatron_vlm.family.fields import KnownFields, ModelFields, other_model, refused
+from megatron_vlm.family.qwen3_vl_fields import QWEN3_VL_FIELDS
+from megatron_vlm.family.qwen3_vl_moe_fields import QWEN3_VL_MOE_FIELDS
 from megatron_vlm.outside import Field, Outside
 from megatron_vlm.paths import what_is_at
 
 _MOST_BYTES = 2**20
+_FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Counts:
     kv_heads: int
     ffn: int
     deepstack: int
+    experts: int = 0
 
 
 def read_counts(folder: str) -> Counts | None:
@@ -39,7 +42,7 @@ def read_counts(folder: str) -> Counts | None:
         return None
     config = read_fields(folder).value
     check_model_type(config.get("model_type"), folder)
-    if problems := list(_problems(config)):
+    if problems := list(_problems(config, _FIELDS[config["model_type"]])):
         raise other_model(folder, problems)
     return _counts(_part(config, "text_config"), _part(config, "vision_config"))
 
@@ -69,22 +72,23 @@ def no_config_json(folder: str | Path) -> ConfigError:
 
 def check_model_type(model_type: Any, path: str | Path) -> None:
     """Refuse the models of other families."""
-    if model_type not in TOP.fixed["model_type"]:
+    if not isinstance(model_type, str) or model_type not in _FIELDS:
         raise ConfigError(
             f"model.path={path}: its config.json says model_type={model_type!r}; this "
-            "version trains dense Qwen3-VL (model_type='qwen3_vl')"
+            "version trains Qwen3-VL (model_type='qwen3_vl') and Qwen3-VL-MoE ('qwen3_vl_moe')"
         )
 
 
-def _problems(config: dict[str, Any]) -> Iterator[str]:
+def _problems(config: dict[str, Any], known: ModelFields) -> Iterator[str]:
     text, vision = _part(config, "text_config"), _part(config, "vision_config")
-    yield from _other_values("", config, TOP)
-    yield from _other_values("text_config.", text, TEXT)
+    yield from _other_values("", config, known.top)
+    yield from _other_values("text_config.", text, known.text)
     for name in ("rope_parameters", "rope_scaling"):  # the second is older
-        yield from _other_values("text_config.rope_parameters.", _part(text, name), TEXT_ROPE)
-    yield from _other_values("vision_config.", vision, VISION)
+        part = _part(text, name)
+        yield from _other_values("text_config.rope_parameters.", part, known.text_rope)
+    yield from _other_values("vision_config.", vision, known.vision)
     rope = _part(vision, "rope_parameters")
-    yield from _other_values("vision_config.rope_parameters.", rope, VISION_ROPE)
+    yield from _other_values("vision_config.rope_parameters.", rope, known.vision_rope)
 
 
 def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Iterator[str]:
@@ -105,6 +109,7 @@ def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
         text.get("num_key_value_heads", heads),
         text.get("intermediate_size"),
         len(marks) if isinstance(marks, list) else None,
+        text.get("num_experts", text.get("num_local_experts", 0)),
     ]
     if all(type(each) is int and each >= 0 for each in found):
         return Counts(*found)

@@ -41,6 +41,10 @@ POSITIVE = Rule(
     "a finite number above 0",
     lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e300,
 )
+POSITIVE_OR_0 = Rule(
+    "a finite number from 0 on",
+    lambda value: type(value) in (int, float) and 0 <= value <= 1e300,
+)
 SWITCH = Rule("true or false", lambda value: type(value) is bool)
 OBJECT = Rule("an object", lambda value: isinstance(value, Mapping))
 TEXT = Rule("text", lambda value: isinstance(value, str))
@@ -54,6 +58,17 @@ class KnownFields:
     carried_out: Mapping[str, Rule]  # any such value that fits the others
     idle: Set[str]  # any value: nothing that is trained depends on it
     fixed: Mapping[str, tuple[Any, ...]]  # the values with which it computes
+
+
+@dataclass(frozen=True)
+class ModelFields:
+    """The fields of a family's config.json, by its parts."""
+
+    top: KnownFields
+    text: KnownFields
+    text_rope: KnownFields
+    vision: KnownFields
+    vision_rope: KnownFields
 
 
 def other_model(folder: str, problems: Sequence[str]) -> ConfigError:

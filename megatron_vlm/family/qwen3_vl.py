@@ -20,10 +20,11 @@ from transformers.vision_utils import (
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.family import Family, HFNames, VisionMarks
-from megatron_vlm.family.fields import OBJECT, KnownFields, other_model, refused
+from megatron_vlm.family.fields import OBJECT, KnownFields, ModelFields, other_model, refused
 from megatron_vlm.family.packed import PackedAttention
-from megatron_vlm.family.qwen3_vl_fields import TEXT, TEXT_ROPE, TOP, VISION, VISION_ROPE
+from megatron_vlm.family.qwen3_vl_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.sizes import (
+    ExpertSizes,
     ModelSizes,
     Part,
     PlaceholderRun,
@@ -39,28 +40,29 @@ NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
 
-def check_fields(config: PretrainedConfig) -> None:
+def check_fields(config: PretrainedConfig, known: ModelFields) -> None:
     """Refuse a config.json that describes another model than the one computed here."""
-    problems = list(_unknown(config)) or [
+    problems = list(_unknown(config, known)) or [
         said for fits, said in (*_text_fits(config), *_vision_fits(config)) if not fits
     ]
     if problems:
         raise other_model(config.name_or_path, problems)
 
 
-def _unknown(config: PretrainedConfig) -> Iterator[str]:
+def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
     """Fields that are not known, or not with their value."""
     top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
     top |= {"text_config": text, "vision_config": vision}
     # Some tools repeat a field of the text at the top, where nothing reads it.
     repeated = {name for name in top if name in text and top[name] == text[name]}
-    read = top.keys() - (repeated - TOP.fixed.keys())
-    yield from refused("", {name: top[name] for name in read}, TOP)
-    yield from refused("text_config.", text, TEXT)
-    yield from _unknown_of("text_config.rope_parameters.", text["rope_parameters"], TEXT_ROPE)
-    yield from refused("vision_config.", vision, VISION)
+    read = top.keys() - (repeated - known.top.fixed.keys())
+    yield from refused("", {name: top[name] for name in read}, known.top)
+    yield from refused("text_config.", text, known.text)
+    rope = text["rope_parameters"]
+    yield from _unknown_of("text_config.rope_parameters.", rope, known.text_rope)
+    yield from refused("vision_config.", vision, known.vision)
     rope = vision["rope_parameters"]
-    yield from _unknown_of("vision_config.rope_parameters.", rope, VISION_ROPE)
+    yield from _unknown_of("vision_config.rope_parameters.", rope, known.vision_rope)
 
 
 def _unknown_of(part: str, given: Any, known: KnownFields) -> Iterator[str]:
@@ -124,7 +126,12 @@ def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 
 def sizes_of(config: PretrainedConfig) -> ModelSizes:
     """Everything that the rest of the package asks of config.json."""
-    check_fields(config)
+    check_fields(config, QWEN3_VL_FIELDS)
+    return make_sizes(config)
+
+
+def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> ModelSizes:
+    """The sizes that checked fields give, of a decoder with or without experts."""
     text, vision = config.text_config, config.vision_config
     text_sizes = TextSizes(
         layers=text.num_hidden_layers,
@@ -139,6 +146,7 @@ def sizes_of(config: PretrainedConfig) -> ModelSizes:
         rope_theta=text.rope_parameters["rope_theta"],
         mrope_section=tuple(text.rope_parameters.get("mrope_section", _MROPE_SECTION)),
         pad_id=text.pad_token_id,
+        experts=experts,
     )
     vision_sizes = VisionSizes(
         depth=vision.depth,
@@ -182,13 +190,23 @@ def _text_tensors(text: TextSizes) -> Iterator[TensorSpec]:
         "self_attn.k_norm.weight": (text.head_dim,),
         "self_attn.o_proj.weight": (hidden, query),
         "post_attention_layernorm.weight": (hidden,),
+    }
+    dense = {
         "mlp.gate_proj.weight": (ffn, hidden),
         "mlp.up_proj.weight": (ffn, hidden),
         "mlp.down_proj.weight": (hidden, ffn),
     }
+    sparse: dict[str, tuple[int, ...]] = {}
+    if (experts := text.experts) is not None:
+        sparse = {
+            "mlp.gate.weight": (experts.count, hidden),
+            "mlp.experts.gate_up_proj": (experts.count, 2 * experts.ffn, hidden),
+            "mlp.experts.down_proj": (experts.count, hidden, experts.ffn),
+        }
     yield TensorSpec(NAMES.embedding, (text.vocab, hidden), Part.embed)
     for number in range(text.layers):
-        for name, shape in layer.items():
+        has_experts = experts is not None and number in experts.layers
+        for name, shape in (layer | (sparse if has_experts else dense)).items():
             yield TensorSpec(NAMES.layer(number) + name, shape, Part.decoder)
     yield TensorSpec(NAMES.final_norm, (hidden,), Part.decoder)
 

@@ -8,6 +8,7 @@ from megatron_vlm.family.fields import (
     POSITIVE,
     SWITCH,
     KnownFields,
+    ModelFields,
     list_of,
     or_null,
     whole,
@@ -104,3 +105,4 @@ VISION = KnownFields(
     },
 )
 VISION_ROPE = KnownFields({"rope_theta": POSITIVE}, set(), {"rope_type": ("axial",)})
+QWEN3_VL_FIELDS = ModelFields(TOP, TEXT, TEXT_ROPE, VISION, VISION_ROPE)

@@ -43,6 +43,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """The experts that some decoder layers have in place of an MLP."""
+
+    count: int
+    top_k: int  # of them that each token goes to
+    ffn: int  # width of each
+    layers: frozenset[int]  # the layers that have some
+
+
+@dataclass(frozen=True)
 class TextSizes:
     """The decoder."""
 
@@ -58,6 +68,7 @@ class TextSizes:
     rope_theta: float
     mrope_section: tuple[int, ...]  # frequencies of time, height and width
     pad_id: int | None  # the token whose embedding is used and never learns, if there is one
+    experts: ExpertSizes | None = None
 
     @property
     def query(self) -> int:

@@ -88,7 +88,8 @@ def export_hf(
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
     device = next(iter(held.values())).device
-    named = gather_tensors(held, table, grid) if grid.dp.rank == 0 else iter(())
+    # The replicas that share experts with the first one send theirs.
+    named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
     with fail_together(device, CheckpointError):
         try:
             if grid.dp.rank == 0 and grid.leads:
@@ -170,10 +171,10 @@ class _ShardWriter:
         self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        for each in _names_of(name, self.source):
+        for each, value in _stored(name, tensor, self.source):
             dtype = FLOATS[self.source.tensors[each].dtype]
             shard = self.shard_of[each]
-            self.held[shard][each] = tensor.to(dtype, copy=True).contiguous()
+            self.held[shard][each] = value.to(dtype, copy=True).contiguous()
             self.left[shard] -= 1
             if not self.left[shard]:
                 tensors = self.held.pop(shard)
@@ -203,11 +204,17 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:
     """The names under which a tensor is stored: a tied embedding also as the head, where the
-    source does so."""
+    source does so; experts in the source's form."""
     names = source.family.names
     if name == names.embedding and source.sizes.tied and names.head in source.tensors:
         return [name, names.head]
-    return [name]
+    return list(source.experts.stored(name, source.sizes.shapes[name]))
+
+
+def _stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
+    """A tensor as the source stores it."""
+    names, values = _names_of(name, source), source.experts.split(name, tensor)
+    return zip(names, values * (len(names) // len(values)), strict=True)
 
 
 def plan_shards(

@@ -16,7 +16,7 @@ _ROWS = 2**14  # compared at a time
 
 def check_tensors(source: HFCheckpoint) -> None:
     """Compare the shards' headers with what config.json asks for; list every difference."""
-    expected, names = source.sizes.shapes, source.family.names
+    expected, names = source.experts.all_stored(source.sizes.shapes), source.family.names
     found = {name: info.shape for name, info in source.tensors.items()}
     if source.sizes.tied and names.head in found:  # some writers store the tied head as well
         expected[names.head] = expected[names.embedding]
@@ -86,7 +86,7 @@ def load_hf(
     Cut parameters are marked as such, which Megatron 0.16 does only while it initialises weights:
     unmarked, all but TP rank 0's part would be missing from the gradient norm."""
     for entry, param in held.items():
-        if entry.layout.cut is not None and not hasattr(param, "tensor_model_parallel"):
+        if entry.layout.cut == "tp" and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, entry.layout.axis, 1)
         if entry.origin is Origin.ours:
             continue

@@ -152,7 +152,19 @@ def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
     return Layout("tp", 0, load, save, groups)
 
 
-def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
+def _experts(count: int) -> Layout:
+    """Each rank holds some of the experts."""
+    return Layout(
+        "ep",
+        0,
+        load=lambda read, names, rank, ranks: read(names[0], (_part(count, rank, ranks),)),
+        save=lambda parts: [torch.cat(list(parts))],
+    )
+
+
+def _layer_rows(
+    text: TextSizes, backend: str, number: int
+) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
     """One decoder layer: our name, Hugging Face's names, the layout. TE fuses each norm into the
     linear layer that follows it."""
     fused = backend == "te"
@@ -169,6 +181,12 @@ def _layer_rows(text: TextSizes, backend: str) -> Iterator[tuple[str, tuple[str,
     for x in "qk":
         yield f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), WHOLE
     yield "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), columns(text.query)
+    if text.experts is not None and number in text.experts.layers:
+        yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE
+        yield "mlp.router", ("mlp.gate.weight",), WHOLE
+        for ours, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            yield f"mlp.{ours}", (f"mlp.experts.{theirs}",), _experts(text.experts.count)
+        return
     yield (
         "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight",
         ("post_attention_layernorm.weight",),
@@ -208,7 +226,7 @@ def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDi
     entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, (0, 0)))
     for chunk, stage in product(range(dims.virtual_stages), range(dims.pp)):
         for local, number in enumerate(dims.layers_of(stage, chunk)):
-            for ours, theirs, layout in _layer_rows(sizes.text, backend):
+            for ours, theirs, layout in _layer_rows(sizes.text, backend, number):
                 full = [names.layer(number) + name for name in theirs]
                 place = stage, chunk
                 entries.append(entry(f"decoder.layers.{local}.{ours}", full, layout, place))

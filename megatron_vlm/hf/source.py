@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.new_tokens import find_new_tokens
+from megatron_vlm.hf.experts import Form, StoredExperts, find_form
 from megatron_vlm.hub import folder_of, pin
 from megatron_vlm.outside import Field, Outside
 from megatron_vlm.paths import what_is_at
@@ -58,7 +59,8 @@ class HFCheckpoint:
         self.sizes = self.family.sizes_of(self.config)
         self._means: dict[str, Tensor] = {}  # of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}  # as they are stored
+        self.experts = StoredExperts(Form.out_in)
 
     def read_headers(self) -> None:
         """Fill `tensors` from the headers of the weight files. A tensor that is in two of them
@@ -70,12 +72,15 @@ class HFCheckpoint:
                 if self._has_rows_of_tokens(name) and shape[:1] == (self.stored_vocab,):
                     shape = (self.sizes.text.vocab, *shape[1:])
                 self.tensors[name] = TensorInfo(file, shape, info["dtype"])
+        if self.sizes.text.experts is not None:
+            shapes = {name: info.shape for name, info in self.tensors.items()}
+            self.experts = find_form(str(self.path), shapes, self.sizes)
 
     def read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         """A slice of one tensor, (start, end) for each leading dimension; None takes all of it."""
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
             return self._read_grown(name, *(spans or [None]))
-        return self._read(name, spans)
+        return self.experts.read(self._read, name, spans)
 
     def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         file = self.tensors[name].file

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
@@ -15,6 +16,7 @@ from megatron_vlm.family.family import Family
 from megatron_vlm.family.sizes import ModelSizes, TextSizes
 from megatron_vlm.model.chains import Chains, compiles
 from megatron_vlm.model.constraints import check_built
+from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.model.rope import InterleavedMRoPE
@@ -41,6 +43,13 @@ def transformer_config(
         )
     elif cfg.model.recompute == "selective":
         recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    experts: dict[str, Any] = {}
+    if text.experts is not None:
+        experts = dict(
+            num_moe_experts=text.experts.count,
+            moe_router_topk=text.experts.top_k,
+            moe_ffn_hidden_size=text.experts.ffn,
+        )
     return TransformerConfig(
         num_layers=text.layers,
         hidden_size=text.hidden,
@@ -91,6 +100,7 @@ def transformer_config(
         bias_activation_fusion=is_te and compiled,
         bias_dropout_fusion=is_te and compiled,
         **recompute,
+        **experts,
     )
 
 
@@ -112,6 +122,9 @@ def build_chunks(
     if backend == "torch":
         shape = AttentionShape.of(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
+    given = {"group": grid.ep.group, "device": platform.device, "chains": chains}
+    expert_mlp = ModuleSpec(ExpertMLP, given)
+    sparse = sizes.text.experts.layers if sizes.text.experts else frozenset()
     chunks = []
     for chunk in range(dims.virtual_stages):
         tower = None
@@ -121,7 +134,13 @@ def build_chunks(
             config,
             sizes,
             padded_vocab=dims.padded_vocab(sizes.text.vocab),
-            layers=block_spec(backend, len(dims.layers_of(stage, chunk)), chains, kernel),
+            layers=block_spec(
+                backend,
+                chains,
+                kernel,
+                [layer in sparse for layer in dims.layers_of(stage, chunk)],
+                expert_mlp,
+            ),
             tower=tower,
             last=grid.last and chunk == dims.virtual_stages - 1,
             share_images=cfg.model.share_images,

@@ -86,17 +86,17 @@ class Chains:
 
 def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """The chain, over [T] in place of [S, B]: one size that changes instead of two, of which B is
-    often 1, which torch compiles by itself."""
+    often 1, which torch compiles by itself. The rows of experts are [M] already."""
     # What `_flat` marks is dynamic, and nothing else because it differs in another model.
     fast = torch.compile(chain, backend=backend, dynamic=False)
 
     def call(*given: Any) -> Any:
-        rows_SB = given[0].shape[:2]
-        if rows_SB.numel() < 2:  # a generated token of a row
+        rows = given[0].shape[:-1]
+        if rows.numel() < 2:  # a generated token of a row
             return chain(*given)
         try:
             made_T = fast(*map(_flat, given))
-            return tree_map(lambda made: made.unflatten(0, rows_SB), made_T)
+            return tree_map(lambda made: made.unflatten(0, rows), made_T)
         except torch._dynamo.exc.TorchDynamoException as error:
             said = next(iter(str(getattr(error, "inner_exception", error)).splitlines()), "")
             raise ConfigError(
@@ -109,9 +109,9 @@ def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 def _flat(given: Any) -> Any:
     """What has rows, as one of any number of tokens; a weight as it is."""
-    if not isinstance(given, Tensor) or given.dim() < 3:
+    if not isinstance(given, Tensor) or given.dim() < 2:
         return given
-    flat = given.flatten(0, 1)
+    flat = given.flatten(0, -2)
     torch._dynamo.maybe_mark_dynamic(flat, 0)
     return flat
 

@@ -35,7 +35,9 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     """Refuse what cannot work, from the configuration and the checkpoint's config.json alone."""
     check_supported(cfg)
     text, deepstack = sizes.text, sizes.vision.deepstack
-    check_layout(Counts(text.layers, text.heads, text.kv_heads, text.ffn, deepstack), dims)
+    experts = text.experts.count if text.experts else 0
+    counts = Counts(text.layers, text.heads, text.kv_heads, text.ffn, deepstack, experts)
+    check_layout(counts, dims)
 
 
 def check_supported(cfg: Config) -> None:
@@ -52,6 +54,18 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
         raise ConfigError(
             f"the vision tower feeds {counts.deepstack} DeepStack layers, but the decoder has "
             f"{counts.layers}; the checkpoint's config.json is not a Qwen3-VL one"
+        )
+    if dims.ep > 1 and not counts.experts:
+        raise ConfigError(f"parallel.ep={dims.ep}: the model has no experts; set parallel.ep=1")
+    if counts.experts and dims.tp > 1:
+        raise ConfigError(
+            f"parallel.tp={dims.tp}, and the model has {counts.experts} experts: {_MOE_TP}; set "
+            "parallel.tp=1, and share out the weights by parallel.ep and parallel.pp"
+        )
+    if counts.experts % dims.ep:
+        raise ConfigError(
+            f"parallel.ep={dims.ep} does not divide the model's num_experts={counts.experts}; set "
+            f"parallel.ep to a divisor of {counts.experts}"
         )
 
 
@@ -92,8 +106,6 @@ def _refused_degrees(cfg: Config) -> Iterator[Refusal]:
                 reason = f"parallel.{key} is false, and {_GATHER[key]}"
                 remedy = f"set parallel.{key}=true, or parallel.overlap_param_gather=false"
                 yield "parallel.overlap_param_gather", True, reason, remedy
-    if parallel.ep != 1:
-        yield "parallel.ep", parallel.ep, "the model has no experts", "set parallel.ep=1"
 
 
 def check_built(config: "TransformerConfig", dims: ParallelDims) -> None:

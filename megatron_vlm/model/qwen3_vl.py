@@ -21,6 +21,7 @@ from megatron_vlm.model.attention import attending_to
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.head import Also, predict
 from megatron_vlm.model.rope import InterleavedMRoPE
+from megatron_vlm.model.routing import Routing
 from megatron_vlm.model.vision import VisualPlan, encode, touch
 
 
@@ -90,15 +91,18 @@ class Qwen3VLGPTModel(GPTModel):
 
         Who knows these on the host gives them from there, lest the device be asked and waited for:
         `visuals` as `plan_visuals` makes them, in place of the grids; as loss_mask the places [N]
-        that it would pick in the flattened [S * B], and labels [N] of these.
+        that it would pick in the flattened [S * B], and labels [N] of these; as `routing`, which
+        tokens are real, for a model with experts.
 
         Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
         attention_mask [B, S] is taken, and refused where it says anything else.
         """
         if head.pop("packed_seq_params", None) is not None:
             raise ConfigError("packed_seq_params: sequence packing is not supported; pass None")
+        routing: Routing | None = head.pop("routing", None)
         if attention_mask is not None:
             _check_right_padded(attention_mask)
+            routing = routing or Routing(_places(attention_mask.bool()))
         if self.pre_process:
             hidden_SBH = self._embed(input_ids)
             features_KSBH = None
@@ -120,7 +124,10 @@ class Qwen3VLGPTModel(GPTModel):
                 position_ids,
                 None,
                 decoder_input=hidden_SBH if self.pre_process else None,
-                extra_block_kwargs={"context": features_KSBH},
+                extra_block_kwargs={
+                    "context": features_KSBH,
+                    "attention_bias": routing or Routing(),
+                },
             )
         if self.post_process:
             return self._head(output, labels, **head)

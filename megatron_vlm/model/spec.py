@@ -1,5 +1,6 @@
 """The decoder layer as Megatron's ModuleSpec: which class fills each place, for each backend."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.attention import CachedAttention, ChainedAttention, SDPACoreAttention
 from megatron_vlm.model.chains import Chains, Norm
+from megatron_vlm.model.routing import Routing
 
 
 class DeepStackLayer(TransformerLayer):
@@ -24,13 +26,21 @@ class DeepStackLayer(TransformerLayer):
     passes on the rest.
 
     The features travel as `context_KSBH`: the block passes it from layer to layer, and full
-    recompute as an explicit argument, so their gradient survives a reentrant checkpoint.
+    recompute as an explicit argument, so their gradient survives a reentrant checkpoint. The
+    routing of experts, which is no tensor, travels in the place of `attention_bias`: the block
+    hands that to each layer as it is, and full recompute hands over the same object again.
     """
 
     def forward(
-        self, *args: Any, context: Tensor | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        context: Tensor | None = None,
+        attention_bias: Routing | None = None,
+        padding_mask: None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        hidden_SBH, _ = super().forward(*args, context=None, **kwargs)
+        # Megatron's layer passes a padding mask on to its MLP, whatever it is.
+        hidden_SBH, _ = super().forward(*args, context=None, padding_mask=attention_bias, **kwargs)
         if context is None:
             return hidden_SBH, None
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
@@ -92,13 +102,19 @@ def te_layer_spec() -> ModuleSpec:
 
 
 def block_spec(
-    backend: str, num_layers: int, chains: Chains, kernel: str
+    backend: str, chains: Chains, kernel: str, has_experts: Sequence[bool], expert_mlp: ModuleSpec
 ) -> TransformerBlockSubmodules:
-    """The decoder layers of one stage and the norm that follows the last of all. Transformer Engine
-    has its own in place of `chains` and of the `kernel` of attention."""
+    """The decoder layers of one stage, each with or without experts, and the norm that follows the
+    last of all. Transformer Engine has its own in place of `chains` around the experts, and of the
+    `kernel` of attention."""
+    norm: Any = _norm(chains)
+    dense = te_layer_spec() if backend == "te" else torch_layer_spec(chains, kernel)
     if backend == "te":
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return TransformerBlockSubmodules([te_layer_spec()] * num_layers, layer_norm=TENorm)
-    layers = [torch_layer_spec(chains, kernel)] * num_layers
-    return TransformerBlockSubmodules(layers, layer_norm=_norm(chains))
+        norm = TENorm
+    # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
+    submodules = replace(dense.submodules, pre_mlp_layernorm=norm, mlp=expert_mlp)
+    sparse = replace(dense, submodules=submodules)
+    layers = [sparse if experts else dense for experts in has_experts]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)

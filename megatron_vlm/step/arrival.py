@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.model.routing import Routing, real_places
 from megatron_vlm.model.vision import VisualPlan
 
 
@@ -32,6 +33,7 @@ class StageInput:
     values_NF: Tensor | None = None
     weights_N: Tensor | None = None
     number: int = 0  # of this micro-batch in the step
+    routing: Routing | None = None  # where there are experts
 
     @property
     def ids_BS(self) -> Tensor:
@@ -61,7 +63,7 @@ def stage_input(
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else move(tensor)
 
-    parts: dict[str, Tensor | VisualPlan | None] = {}
+    parts: dict[str, Tensor | VisualPlan | Routing | None] = {}
     if chunk.pre_process and sees:
         plan = chunk.plan_visuals(batch.ids_BS, batch.image_grid_I3, batch.video_grid_I3)
         parts["visuals"] = plan.moved(move)
@@ -72,6 +74,10 @@ def stage_input(
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
         for name in ("targets_N", "values_NF", "weights_N"):
             parts[name] = moved(getattr(batch, name))
+    if chunk.sizes.text.experts is not None:
+        # A filler has rows of nobody: they are padding.
+        lengths = batch.lengths if batch.rows else (0,) * len(batch.lengths)
+        parts["routing"] = Routing(move(real_places(lengths, batch.tokens_BS5.shape[1])))
     return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)  # type: ignore[arg-type]
 
 

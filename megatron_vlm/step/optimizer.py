@@ -14,6 +14,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor, nn
@@ -159,12 +160,12 @@ def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
 
 
 def apply_gradients(
-    optimizer: MegatronOptimizer, gather: WeightGather, device: torch.device
+    optimizer: MegatronOptimizer, gather: WeightGather, grid: Grid, device: torch.device
 ) -> float:
     """Clip and apply the gradients; return their norm before clipping. Nothing is applied if it is
     not finite: Megatron checks that only with a loss scaler, which bf16 and fp32 do not use."""
     optimizer.prepare_grads()
-    norm = gradient_norm(optimizer, device)
+    norm = gradient_norm(optimizer, grid, device)
     if math.isfinite(norm):
         gather.finish()  # what no forward has waited for, such as a tower without images
         _clip(optimizer, norm)
@@ -174,18 +175,37 @@ def apply_gradients(
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
+def gradient_norm(optimizer: MegatronOptimizer, grid: Grid, device: torch.device) -> float:
     """The norm of all gradients, the same on every rank. A collective.
 
     Megatron's own asks the device for the norm of each tensor, one after the other, where neither
     Transformer Engine nor Apex is installed; here the host waits once."""
     parts = optimizer.chained_optimizers
-    grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
-    squared = torch.zeros((), device=device)
-    if grads:
-        squared = torch.stack(torch._foreach_norm(grads)).norm() ** 2
-    dist.all_reduce(squared, group=optimizer.get_grad_stats_parallel_group())
+    if grid.ep.size == 1:
+        squared, group = _squared(parts, device), optimizer.get_grad_stats_parallel_group()
+    else:
+        # Experts and the rest have different numbers of copies, and a stage may have no experts:
+        # all ranks add up what they hold, each its share of what others hold as well.
+        squared, group = torch.zeros((), device=device), dist.group.WORLD
+        for part in parts:
+            sharded = isinstance(part, DistributedOptimizer)
+            copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
+            squared += _squared([part], device) / copies
+    dist.all_reduce(squared, group=group)
     return float(squared) ** 0.5
+
+
+def _squared(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
+    """The sum of the squares of this rank's gradients."""
+    grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+    if not grads:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(grads)).norm() ** 2
+
+
+def _has_experts(part: MegatronOptimizer) -> bool:
+    """Whether it updates experts: Megatron makes an optimizer of their own for those."""
+    return any(group["is_expert_parallel"] for group in part.param_groups)
 
 
 @torch.no_grad()

@@ -98,5 +98,6 @@ def _forward_order(chunk: DistributedDataParallel) -> list[Any]:
     """The groups of a chunk, in the order in which a forward first needs them."""
     groups = [group for part in _parts(chunk.module) for group in _groups_of(chunk, part)]
     order = list(dict.fromkeys(groups))
-    assert set(order) == set(chunk.bucket_groups), "a part of the model is missing in _parts"
+    every = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    assert set(order) == set(every), "a part of the model is missing in _parts"
     return order

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
@@ -54,12 +55,14 @@ class Stage:
 
         `batch_of` gives the micro-batch of an item that is none itself, and `arriving` what `step`
         takes of the items of a chunk, in place of `arrivals`. Interleaved stages take items in
-        groups of as many as there are stages: `filler` makes those that are lacking.
+        groups of as many as there are stages, and replicas that share experts as many as each
+        other: `filler` makes those that are lacking.
         """
         dims, config, given = self.grid.dims, self.chunks[0].config, len(items)
+        count = self.most(given)
         if dims.virtual_stages > 1:
-            lacking = -given % dims.pp if given else dims.pp
-            items = [*items, *(filler() for _ in range(lacking))]
+            count += -count % dims.pp if count else dims.pp
+        items = [*items, *(filler() for _ in range(count - given))]
         between: dict[str, Any] = {}
         if dims.pp > 1:
             batches = [batch_of(item) for item in items]
@@ -79,6 +82,15 @@ class Stage:
         )
         return outputs[:given]
 
+    def most(self, count: int) -> int:
+        """The largest of the counts of the replicas that share experts with this one: each of them
+        takes part in every pass of the others. A collective of theirs, if there are any."""
+        if self.grid.ep.size == 1:
+            return count
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.grid.ep.group)
+        return int(largest)
+
     def arrivals(
         self, batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: bool = True
     ) -> Iterator[StageInput]:
@@ -93,6 +105,7 @@ class Stage:
             pixel_values=self.pixels.images(batch.pixel_values_PC),
             pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
             visuals=batch.visuals,
+            routing=batch.routing,
             **more,
         )
         return output

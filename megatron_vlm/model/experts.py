@@ -1,0 +1,172 @@
+"""The MLP of a decoder layer with experts, which the ranks of an expert parallel group share out:
+tokens travel to the ranks of their experts and back.
+
+Shapes: S tokens of a row, B rows, H width of the decoder, N tokens without padding, K experts of
+each, M of these token-expert pairs on one rank, F width of an expert, E all experts, e this
+rank's.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_vlm.distributed.device import to_device
+from megatron_vlm.model.chains import Chains
+from megatron_vlm.model.routing import Counts, Routing, route
+
+
+class ExpertMLP(MegatronModule):
+    """Router and experts. No token is dropped, and padding goes to no expert.
+
+    It is our own because Megatron's (0.16) routes padding as well, needs CUDA streams, and replays
+    a routing from one list for all models of a process.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        chains: Chains,
+    ):
+        super().__init__(config=config)
+        self.group, self.swiglu = group, chains.swiglu
+        ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        experts, width = config.num_moe_experts, config.moe_ffn_hidden_size
+        assert experts is not None and width is not None and experts % ranks == 0
+        self.experts, self.top_k = experts, config.moe_router_topk
+        self.layer = 0  # `set_layer_number` sets it
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
+
+        mine = experts // ranks
+        self.router = weight(experts, config.hidden_size)
+        self.gate_up = weight(mine, 2 * width, config.hidden_size)
+        self.down = weight(mine, config.hidden_size, width)
+        for param in (self.gate_up, self.down):
+            # Megatron's mark of parameters whose gradients are summed over the expert data
+            # parallel group: the ranks of one expert parallel group hold different ones.
+            param.allreduce = ranks == 1  # type: ignore[attr-defined]
+
+    def set_layer_number(self, number: int) -> None:
+        """The layer's number in the whole model, from 1: Megatron calls it."""
+        self.layer = number
+
+    def forward(self, hidden_SBH: Tensor, padding_mask: Routing) -> tuple[Tensor, None]:
+        """The experts' output, zero for padding, and no bias. A collective of the expert parallel
+        group: a rank without tokens takes part. Megatron's layer names the argument."""
+        routing, flat_H = padding_mask, hidden_SBH.flatten(0, 1)
+        places_N = routing.places_N
+        hidden_NH = flat_H if places_N is None else flat_H.index_select(0, places_N)
+        chosen_NK, weights_NK = route(hidden_NH, self.router, self.top_k, routing, self.layer)
+        counts = routing.counts_of(self.layer, self.experts, self.group)
+
+        order_M = chosen_NK.flatten().argsort(stable=True)  # by expert, so by rank
+        back_M = order_M.argsort()
+        sent_MH = _Take.apply(hidden_NH, order_M // self.top_k, back_M)
+        got_MH = self._experts(sent_MH, counts)
+        by_token_NKH = _Take.apply(got_MH, back_M, order_M).unflatten(0, (-1, self.top_k))
+        out_NH = (weights_NK[:, None] @ by_token_NKH)[:, 0]
+        if places_N is None:
+            return out_NH.view_as(hidden_SBH), None
+        out_H = torch.zeros_like(flat_H).index_copy(0, places_N, out_NH)
+        return out_H.view_as(hidden_SBH), None
+
+    def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
+        """What the experts of all ranks make of this rank's rows, which are in their order."""
+        mine = len(self.down)
+        first = self.rank * mine
+        held = [ranks[first : first + mine] for ranks in counts]  # of each rank, for my experts
+        totals = [sum(expert) for expert in zip(*held, strict=True)]
+        if len(counts) == 1:
+            return self._feed(sent_MH, totals)
+        ours = counts[self.rank]
+        send = [sum(ours[start : start + mine]) for start in range(0, self.experts, mine)]
+        receive = [sum(ranks) for ranks in held]
+        by_rank_MH = _Exchange.apply(sent_MH, send, receive, self.group)
+        order_M = to_device(_by_expert(held), sent_MH.device)
+        back_M = order_M.argsort()
+        by_expert_MH = _Take.apply(by_rank_MH, order_M, back_M)
+        done_MH = self._feed(by_expert_MH, totals)
+        done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
+        found: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
+        return found
+
+    def _feed(self, x_MH: Tensor, counts: Sequence[int]) -> Tensor:
+        """This rank's experts: of the rows of x, so many in a row are of each. One kernel for all
+        of them where torch has it, and SwiGLU at once for all."""
+        if x_MH.is_cuda and x_MH.dtype is torch.bfloat16 and len(x_MH):
+            ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+            ends_e = to_device(ends, x_MH.device)
+            both_M2F = F.grouped_mm(x_MH, self.gate_up.mT, offs=ends_e)
+            return F.grouped_mm(self.swiglu(both_M2F), self.down.mT, offs=ends_e)
+        both_M2F = _each(x_MH, self.gate_up, counts)
+        return _each(self.swiglu(both_M2F), self.down, counts)
+
+
+def _each(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's linear layer, one after the other: I values of a row in, O out."""
+    # Unbound at once: the gradient of each expert taken alone would be as large as all of them.
+    # An expert without a row, too: every parameter must have a gradient, if only zero.
+    parts = zip(x_MI.split(list(counts)), weight_eOI.unbind(), strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+
+
+def _by_expert(held: Counts) -> Tensor:
+    """Rows arrive by rank, and of each rank by expert: their places by expert first [M]. On the
+    host."""
+    sizes = torch.tensor(held)  # [ranks, e]
+    starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
+    lengths, firsts = sizes.T.flatten(), starts.T.flatten()
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(sizes.sum())) + (firsts - before).repeat_interleave(lengths)
+
+
+class _Take(torch.autograd.Function):
+    """x[index], where the index takes each row of x equally often. Backward takes, too, and sums:
+    scattering would sum in another order each time on a GPU. `back` undoes the index: of each row
+    of x, one after the other, where its copies are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = len(index) // max(len(x), 1)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        taken = grads[0].index_select(0, back)
+        if ctx.copies > 1:
+            taken = taken.unflatten(0, (-1, ctx.copies)).sum(1)
+        return taken, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows: so many sent to each rank of the group, so many received from each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.given = (send, receive, group)
+        return _all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive, group = ctx.given
+        return _all_to_all(grads[0], receive, send, group), None, None, None
+
+
+def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    return out

@@ -1,0 +1,61 @@
+"""Which experts the tokens of a micro-batch go to.
+
+Shapes: N tokens, without padding, K experts of each, E all experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Counts = list[list[int]]  # of each rank of the expert parallel group, its tokens for each expert
+
+
+@dataclass
+class Routing:
+    """Of one pass of a micro-batch through a chunk of the model: which of its tokens are real, and
+    by layer, counted from 1, what each router has chosen for them.
+
+    A choice that is there already is kept. So a layer that is recomputed sends every token where
+    it went the first time, whatever rounding does to the router; and who fills `chosen` decides.
+    """
+
+    places_N: Tensor | None = None  # of the real tokens in the flattened [S * B]; None: all are
+    chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
+    counts: dict[int, Counts] = field(default_factory=dict)
+
+    def counts_of(self, layer: int, experts: int, group: dist.ProcessGroup) -> Counts:
+        """How many tokens each rank of the group sends to each expert. A collective the first
+        time: the host waits for the device, since shapes depend on these numbers."""
+        if layer not in self.counts:
+            mine_E = torch.bincount(self.chosen[layer].flatten(), minlength=experts)
+            every_E = mine_E.new_empty(dist.get_world_size(group) * experts)
+            dist.all_gather_into_tensor(every_E, mine_E, group=group)
+            self.counts[layer] = every_E.view(-1, experts).tolist()
+        return self.counts[layer]
+
+
+def real_places(lengths: Sequence[int], tokens: int) -> Tensor:
+    """Places [N] in the flattened [S * B] of the tokens of rows that are padded on the right to
+    `tokens`, row by row. On the host."""
+    real_BS = torch.arange(tokens) < torch.tensor(lengths, dtype=torch.long)[:, None]
+    row_N, column_N = real_BS.nonzero(as_tuple=True)
+    return column_N * len(lengths) + row_N
+
+
+def route(
+    hidden_NH: Tensor, weight_EH: Tensor, top_k: int, routing: Routing, layer: int
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token [N, K], and their weights, which add up to 1. As in transformers:
+    probabilities in fp32 over all experts, then those of the chosen ones normalised."""
+    logits_NE = F.linear(hidden_NH, weight_EH)
+    probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
+    if layer not in routing.chosen:
+        routing.chosen[layer] = probs_NE.detach().topk(top_k, dim=-1).indices
+    chosen_NK = routing.chosen[layer]
+    weights_NK = probs_NE.gather(1, chosen_NK)
+    weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
+    return chosen_NK, weights_NK.to(hidden_NH.dtype)

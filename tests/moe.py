@@ -1,0 +1,32 @@
+"""Checkpoints of Qwen3-VL-MoE in the forms that others store experts in."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_vlm.hf.experts import Form
+
+
+def stored_as(folder: str, out: Path, form: Form) -> str:
+    """A copy of a checkpoint that transformers 5 has written, in another form. The conversion is
+    written out here, and shares no code with what is tested."""
+    shutil.copytree(folder, out)
+    weights = {}
+    for name, value in load_file(out / "model.safetensors").items():
+        if ".mlp.experts." not in name or form is Form.out_in:
+            weights[name] = value
+        elif form is Form.in_out:
+            weights[name] = torch.stack([expert.T for expert in value])
+        else:
+            prefix, _, kind = name.rpartition(".")
+            for number, expert in enumerate(value):
+                if kind == "down_proj":
+                    weights[f"{prefix}.{number}.down_proj.weight"] = expert.clone()
+                    continue
+                half = len(expert) // 2
+                weights[f"{prefix}.{number}.gate_proj.weight"] = expert[:half].clone()
+                weights[f"{prefix}.{number}.up_proj.weight"] = expert[half:].clone()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return str(out)

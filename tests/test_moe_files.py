@@ -1,0 +1,173 @@
+# .venv/bin/python -m pytest tests/test_moe_files.py
+"""Qwen3-VL-MoE: what config.json says of experts, and the forms that checkpoints store them in."""
+
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.family import read_family, read_sizes
+from megatron_vlm.family.early import read_counts
+from megatron_vlm.family.sizes import ExpertSizes
+from megatron_vlm.hf.experts import Form
+from megatron_vlm.hf.load import check_tensors
+from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import ALL_TEXT, make_rows
+from tests.moe import stored_as
+from tests.reference import load_reference, row_log_probs
+from tests.runs import Case, loss_and_grads
+from tests.test_parity import layout
+
+TINY = dict(experts=4, layers=3, deepstack=1, vision_depth=2)
+OF_LAYER = "model.language_model.layers.{}.mlp.experts.{}"
+
+
+def changed(folder: str, out: Path, **fields: object) -> str:
+    """A copy with other fields in text_config."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    config["text_config"] |= fields
+    (out / "config.json").write_text(json.dumps(config))
+    return str(out)
+
+
+def check(folder: str) -> HFCheckpoint:
+    source = HFCheckpoint(folder)
+    source.read_headers()
+    check_tensors(source)
+    return source
+
+
+def test_the_sizes_of_experts(tiny, tmp_path):
+    path = tiny(**TINY)
+    assert read_family(path).model_type == "qwen3_vl_moe"
+    sizes = read_sizes(path).text
+    assert sizes.experts == ExpertSizes(count=4, top_k=2, ffn=40, layers=frozenset({0, 1, 2}))
+    assert read_counts(path).experts == 4
+    every_other = changed(path, tmp_path / "a", decoder_sparse_step=2, mlp_only_layers=[0])
+    assert read_sizes(every_other).text.experts.layers == {1}
+    released = changed(path, tmp_path / "b", mlp_only_layers=[1], norm_topk_prob=True)
+    assert read_sizes(released).text.experts.layers == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"norm_topk_prob": False}, "text_config.norm_topk_prob=False, and it computes only True"),
+        ({"num_experts_per_tok": 5}, "text_config.num_experts_per_tok=5, of num_experts=4"),
+        ({"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\], not layers of num_hidden_layers=3"),
+        ({"output_router_logits": True}, "text_config.output_router_logits=True, and it computes"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8, a field that"),
+        ({"decoder_sparse_step": 0}, "text_config.decoder_sparse_step=0, not a whole number"),
+    ],
+)
+def test_other_experts_are_refused(fields, words, tiny, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        read_sizes(changed(tiny(**TINY), tmp_path / "a", **fields))
+
+
+@pytest.mark.parametrize("form", [Form.out_in, Form.in_out])
+def test_transformers_reads_both_forms_alike(form, tiny, tmp_path):
+    """What the forms mean is transformers' to say."""
+    path = tiny(**TINY)
+    row = make_rows(ALL_TEXT)[0]
+    with torch.no_grad():
+        found = row_log_probs(load_reference(stored_as(path, tmp_path / "a", form)), row)
+        torch.testing.assert_close(found, row_log_probs(load_reference(path), row), atol=0, rtol=0)
+
+
+def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict[str, list]]:
+    """Its log-probs and what this rank read of experts, after an export."""
+    reads: dict[str, list] = {}
+    right = HFCheckpoint._read
+
+    def noted(self, name, spans):
+        found = right(self, name, spans)
+        if ".mlp.experts." in name:
+            reads.setdefault(name, []).append(list(found.shape))
+        return found
+
+    with mock.patch.object(HFCheckpoint, "_read", noted):
+        worker = MegatronWorker(case.config(path))
+    worker.export_hf(out)
+    return worker.forward(make_rows(ALL_TEXT)), reads
+
+
+@pytest.mark.parametrize("form", Form)
+def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
+    """Bit by bit, whatever form it has; and each rank reads its own experts alone."""
+    source = stored_as(tiny(**TINY), tmp_path / "source", form)
+    out = tmp_path / "out"
+    case = layout(dp=2, ep=2)
+    found = pool.run(export_of, 2, source, case, str(out))
+    before, after = (load_file(Path(f) / "model.safetensors") for f in (source, out))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+    for log_probs, reads in found:
+        for ours, theirs in zip(log_probs, found[0][0], strict=True):
+            assert torch.equal(ours, theirs)
+        if form is Form.single:
+            assert len(reads) == 3 * 2 * 3  # of 3 layers, two experts of four, each in three
+        else:
+            assert len(reads) == 6 and all(shapes[0][0] == 2 for shapes in reads.values())
+    if form is not Form.single:
+        with torch.no_grad():
+            theirs = AutoModelForImageTextToText.from_pretrained(out).eval()
+            want = row_log_probs(theirs, make_rows(ALL_TEXT)[0])
+        torch.testing.assert_close(found[0][0][0], want, atol=2e-5, rtol=0)
+
+
+def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
+    """At hidden = 2 x width gate_up is square: down tells, and transformers must agree."""
+    path = tiny(**TINY, expert_intermediate=32)
+    assert check(path).experts.form is Form.out_in
+    turned = stored_as(path, tmp_path / "turned", Form.in_out)
+    with pytest.raises(CheckpointError, match=r"down_proj is stored as \[experts, in, out\], but"):
+        check(turned)
+    assert check(stored_as(path, tmp_path / "a", Form.single)).experts.form is Form.single
+    other = tiny(**TINY, expert_intermediate=64)  # down is square
+    assert check(other).experts.form is Form.out_in
+    with pytest.raises(CheckpointError, match=r"down_proj \(4, 64, 64\) is square"):
+        check(stored_as(other, tmp_path / "b", Form.in_out))
+
+
+def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
+    folder = Path(stored_as(tiny(**TINY), tmp_path / "a", Form.single))
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(OF_LAYER.format(1, "2.up_proj.weight"))
+    weights[OF_LAYER.format(1, "4.up_proj.weight")] = torch.zeros(2)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        check(str(folder))
+    assert "1 missing:\n  model.language_model.layers.1.mlp.experts.2.up_proj.weight (40, 64)" in (
+        str(caught.value)
+    )
+    assert "1 surplus:\n  model.language_model.layers.1.mlp.experts.4." in str(caught.value)
+    # One layer turned, the others not.
+    folder = Path(stored_as(tiny(**TINY), tmp_path / "b", Form.out_in))
+    weights = load_file(folder / "model.safetensors")
+    name = OF_LAYER.format(1, "down_proj")
+    weights[name] = weights[name].transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"is \(4, 40, 64\), config.json asks for"):
+        check(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (layout(tp=2), r"parallel\.tp=2, and the model has 4 experts: .*sequence parallelism"),
+        (layout(dp=3, ep=3), r"parallel\.ep=3 does not divide the model's num_experts=4; set"),
+    ],
+)
+def test_layouts_without_meaning_are_refused(case, words, pool, tiny):
+    with pytest.raises(RuntimeError, match=words):
+        pool.run(loss_and_grads, case.world, tiny(**TINY), case, make_rows(ALL_TEXT))
