@@ -90,6 +90,8 @@ def ranking(
                 )
             log_probs = candidate_log_probs(stage, question.prompt, ids, rows)
             found.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
+        for _ in range(stage.most(len(questions)) - len(questions)):
+            stage.score([])  # with the replicas that share its experts and have more questions
         return found
 
     return _answers(held_out, voice, answer, alive)
@@ -129,7 +131,7 @@ def _answers(
 ) -> tuple[float, list[Answer]]:
     handles, stage = held_out.handles(), held_out.worker.stage
     found: list[Answer] = []
-    for start in range(0, len(handles), BLOCK):
+    for start in range(0, stage.most(len(handles)), BLOCK):
         alive()
         questions = held_out.ask(handles[start : start + BLOCK])
         for question, said in zip(questions, answer(questions), strict=True):

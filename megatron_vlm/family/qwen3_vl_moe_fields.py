@@ -22,7 +22,8 @@ TEXT = KnownFields(
         # transformers adds this loss only where it is asked for the router's logits.
         "router_aux_loss_coef": POSITIVE_OR_0,
     },
-    DENSE.text.idle,
+    # How transformers would cut the model, which it notes where the head is tied.
+    {*DENSE.text.idle, "base_model_tp_plan"},
     {
         **DENSE.text.fixed,
         "model_type": ("qwen3_vl_moe_text",),

@@ -1,10 +1,10 @@
 """From a checkpoint's config.json to one pipeline stage: the TransformerConfig and the model."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
@@ -48,6 +48,7 @@ def transformer_config(
         experts = dict(
             num_moe_experts=text.experts.count,
             moe_router_topk=text.experts.top_k,
+            moe_router_pre_softmax=True,  # what is chosen from are probabilities
             moe_ffn_hidden_size=text.experts.ffn,
         )
     return TransformerConfig(
@@ -122,9 +123,10 @@ def build_chunks(
     if backend == "torch":
         shape = AttentionShape.of(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
-    given = {"group": grid.ep.group, "device": platform.device, "chains": chains}
-    expert_mlp = ModuleSpec(ExpertMLP, given)
     sparse = sizes.text.experts.layers if sizes.text.experts else frozenset()
+    # What Megatron reads of a ModuleSpec. Given one, it warns of an MLP that is not its own.
+    params = {"group": grid.ep.group, "device": platform.device, "chains": chains}
+    expert_mlp = SimpleNamespace(module=ExpertMLP, params=params)
     chunks = []
     for chunk in range(dims.virtual_stages):
         tower = None

@@ -54,8 +54,13 @@ def route(
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
     if layer not in routing.chosen:
-        routing.chosen[layer] = probs_NE.detach().topk(top_k, dim=-1).indices
+        routing.chosen[layer] = choose(probs_NE.detach(), top_k)
     chosen_NK = routing.chosen[layer]
     weights_NK = probs_NE.gather(1, chosen_NK)
     weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
     return chosen_NK, weights_NK.to(hidden_NH.dtype)
+
+
+def choose(probs_NE: Tensor, top_k: int) -> Tensor:
+    """The likeliest experts of each token [N, K]."""
+    return probs_NE.topk(top_k, dim=-1).indices

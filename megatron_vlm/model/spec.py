@@ -102,7 +102,7 @@ def te_layer_spec() -> ModuleSpec:
 
 
 def block_spec(
-    backend: str, chains: Chains, kernel: str, has_experts: Sequence[bool], expert_mlp: ModuleSpec
+    backend: str, chains: Chains, kernel: str, has_experts: Sequence[bool], expert_mlp: Any
 ) -> TransformerBlockSubmodules:
     """The decoder layers of one stage, each with or without experts, and the norm that follows the
     last of all. Transformer Engine has its own in place of `chains` around the experts, and of the

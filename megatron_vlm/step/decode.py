@@ -69,13 +69,14 @@ def generate(
     batches = _batches(stage, prompts, batch_rows)
     together = stage.grid.pp.size
     with stage.evaluating():
-        # While the last stage works on one batch, the first can take up the next.
-        for start in range(0, len(batches), together):
+        # While the last stage works on one batch, the first can take up the next. Replicas that
+        # share experts go on until the last of them has all its answers.
+        for start in range(0, stage.most(len(batches)), together):
             passes = [
                 DecodePass.prefill(batch, max_new_tokens, stage.device)
                 for batch in batches[start : start + together]
             ]
-            while passes:
+            while stage.most(len(passes)):
                 picked = _run(stage, passes, sampling)
                 unfinished = [
                     each.extend(answers, ids, max_new_tokens, stop_ids, on_token)
@@ -212,7 +213,7 @@ def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) 
     )
     counts = [len(one.batch.rows) for one in passes]
     ids = torch.empty(sum(counts), dtype=torch.long, device=stage.device)
-    if stage.grid.last:
+    if stage.grid.last and outputs:
         ids = torch.cat(outputs)
     # Every stage needs the ids: the first to continue, all to know which rows have stopped.
     stage.grid.from_last_stage(ids)

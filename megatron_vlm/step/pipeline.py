@@ -112,7 +112,8 @@ class Stage:
 
     def score(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
-        where a token is not supervised. The same on every rank of the replica."""
+        where a token is not supervised. The same on every rank of the replica. Replicas that share
+        experts call it together, one that has nothing to score without batches."""
         with self.evaluating():
             outputs = self.run(batches, self._score_step, forward_only=True)
         return self.per_row(batches, outputs)
@@ -121,7 +122,7 @@ class Stage:
         """The last stage's log-probs [N] of each micro-batch, by row, on every rank."""
         counts = [batch.num_supervised for batch in batches]
         flat = torch.empty(sum(counts), device=self.device)
-        if self.grid.last:
+        if self.grid.last and counts:
             flat.copy_(torch.cat(list(outputs)))
         self.grid.from_last_stage(flat)
         found = {

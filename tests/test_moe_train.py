@@ -1,0 +1,269 @@
+# .venv/bin/python -m pytest tests/test_moe_train.py
+"""Steps, checkpoints and generation of Qwen3-VL-MoE at each layout; a recomputed layer routes as it
+did the first time; and the comparisons with Hugging Face can fail."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.model import experts, routing
+from megatron_vlm.step import arrival
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.reference import run_reference
+from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
+from tests.test_checkpoint import Part, go, whole
+from tests.test_decode import answer, ask, continue_rows
+from tests.test_moe import EXPERTS, UNEVEN
+from tests.test_parity import TOLERANCE, errors, layout
+from tests.test_steps import check_weights, reference_steps
+
+OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True)
+STEPS = {
+    "ep2": layout(dp=2, ep=2),
+    "ep2-dp2-overlap-all": layout(dp=4, ep=2, **OVERLAP),
+    "ep2-dp2-plain-optimizer": layout(dp=4, ep=2, distributed_optimizer=False),
+    "ep2-pp2-dp2": layout(pp=2, dp=4, ep=2, layers_per_stage=[0, 4]),
+    "ep4-plain-optimizer": layout(dp=4, ep=4, distributed_optimizer=False),
+    "ep2-pp2-plain-optimizer": layout(pp=2, dp=2, ep=2, distributed_optimizer=False),
+}
+QUICK = {"ep2-dp2-overlap-all"}
+
+
+def named(cases: dict[str, Any], quick: set[str]) -> list[Any]:
+    marks = {name: () if name in quick else (pytest.mark.slow,) for name in cases}
+    return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Callable[..., Any]:
+    return cache(lambda path, frozen: reference_steps(path, frozen))
+
+
+@pytest.mark.parametrize("case", named(STEPS, QUICK))
+def test_weights_after_three_steps(case, pool, tiny, reference, record_property):
+    """And the norms: experts of all ranks count once."""
+    check_weights(case, tiny(**EXPERTS), False, pool, reference, record_property)
+
+
+RESUMED = {
+    "ep2": (layout(dp=2, ep=2), layout(pp=2, dp=2)),
+    "ep2-dp2": (layout(dp=4, ep=2), layout(dp=4, ep=4)),
+    "ep2-dp2-plain-optimizer": (layout(dp=4, ep=2, distributed_optimizer=False), layout()),
+    "pp2-ep2": (layout(pp=2, dp=2, ep=2, layers_per_stage=[0, 4]), layout(dp=4, ep=2)),
+    "1": (layout(), layout(pp=2, dp=2, ep=2, virtual_stages=2)),
+}
+
+
+@pytest.mark.parametrize("cases", named(RESUMED, {"ep2-dp2"}))
+def test_a_run_resumes_and_moves(cases, pool, tiny, tmp_path):
+    """Bit for bit at its own layout; another one holds the same bits."""
+    case, other = cases
+    path, run = tiny(**EXPERTS), tmp_path / "run"
+    figures = pool.run(go, case.world, path, case, Part(run, range(3), None, (2, 3), True))[0]
+    again = Part(tmp_path / "again", range(2, 3), step_folder(run, 2), (3,))
+    assert pool.run(go, case.world, path, case, again)[0] == figures[2:]
+    moved = Part(tmp_path / "moved", range(3, 3), step_folder(run, 3), (3,))
+    pool.run(go, other.world, path, other, moved)
+    expected = whole(step_folder(run, 3))
+    for folder in (tmp_path / "again", tmp_path / "moved"):
+        found = whole(step_folder(folder, 3))
+        assert found.keys() == expected.keys()
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+GENERATE = {
+    "1": layout(),
+    "ep2": layout(dp=2, ep=2),
+    "ep2-pp2x2": layout(pp=2, dp=2, ep=2, virtual_stages=2),
+    "ep4": layout(dp=4, ep=4),
+}
+
+
+@pytest.mark.parametrize("case", named(GENERATE, {"ep2"}))
+def test_replicas_that_share_experts_generate_together(case, pool, tiny):
+    """They have different prompts, or none, and stop at different times."""
+    path, rows = tiny(**EXPERTS), make_rows(MIXED)
+    free = continue_rows(path, rows)
+    stop_ids = {free[0][4], free[2][0], free[4][7]}
+    stopped = continue_rows(path, rows, stop_ids=stop_ids)
+    requests = [ask(rows), ask(rows, stop_ids=stop_ids), ask(rows[:1])]
+    answers = pool.run(answer, case.world, path, case, requests, True)
+    pp = case.parallel["pp"]
+    for request, want in enumerate((free, stopped, free[:1])):
+        replicas = [found[request] for found in answers[: case.world // pp]]
+        assert [row for replica in replicas for row in replica] == want
+
+
+def count_tokens(worker: MegatronWorker) -> tuple[list[list[list[int]]], int]:
+    """What each layer of this rank has sent, for each micro-batch; and the tokens that it has."""
+    rows = my_rows(make_rows(UNEVEN))
+    found, right = [], arrival.Routing
+
+    def noted(*args: Any) -> routing.Routing:
+        found.append(right(*args))
+        return found[-1]
+
+    with mock.patch.object(arrival, "Routing", noted):
+        worker.forward(rows)
+    sent = [list(each.counts.values()) for each in found]
+    mine = [[sum(layer[worker.grid.ep.rank]) for layer in layers] for layers in sent]
+    return mine, sum(len(row.ids_S) for row in rows)
+
+
+def test_padding_and_fillers_go_to_no_expert(pool, tiny):
+    """Two rows of 100 and of 3 tokens are 103 tokens to the experts, whatever they are padded to;
+    and one replica has fewer micro-batches."""
+    for sent, tokens in pool.run(call, 2, tiny(**EXPERTS), layout(dp=2, ep=2), count_tokens):
+        assert len(sent) == 2 and len(sent[0]) == 4  # of two micro-batches, in four layers
+        assert [sum(layer) for layer in zip(*sent, strict=True)] == [2 * tokens] * 4
+
+
+# Recompute.
+
+
+@contextmanager
+def second_choices(replayed: bool) -> Iterator[None]:
+    """Whoever asks a router a second time hears something else, as rounding can have it. Without a
+    replay a recomputed layer asks."""
+    right_route, right_choose = experts.route, routing.choose
+    asked = set()
+
+    def route(hidden, weight, top_k, kept, layer):
+        again = layer in kept.chosen
+        if again and not replayed:
+            kept.chosen.pop(layer)
+            kept.counts.pop(layer)
+
+        def choose(probs, top_k):
+            if not again:
+                return right_choose(probs, top_k)
+            asked.add(layer)
+            noise = torch.rand(probs.shape, generator=torch.Generator().manual_seed(layer))
+            return right_choose(probs + 0.05 * noise, top_k)
+
+        with mock.patch.object(routing, "choose", choose):
+            return right_route(hidden, weight, top_k, kept, layer)
+
+    with mock.patch.object(experts, "route", route):
+        yield
+    assert bool(asked) != replayed
+
+
+def recomputed(path: str, case: Case, rows: list, replayed: bool) -> Outcome:
+    with second_choices(replayed):
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_recomputed_layer_routes_as_before(pp, pool, tiny):
+    """However its router would choose the second time."""
+    path, rows = tiny(**EXPERTS), make_rows(MIXED)
+    kept = layout(pp=pp, dp=2, ep=2)
+    case = layout(pp=pp, dp=2, ep=2, recompute="full")
+    want = pool.run(loss_and_grads, case.world, path, kept, rows)[0].grads
+    found = pool.run(recomputed, case.world, path, case, rows, True)[0].grads
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+    broken = pool.run(recomputed, case.world, path, case, rows, False)[0].grads
+    wrong = {name: float((broken[name] - want[name]).norm() / want[name].norm()) for name in want}
+    assert max(wrong.values()) > 0.05
+
+
+# Mutants.
+
+
+def patched_route(change: Callable[[Any, Any], Any]) -> Any:
+    right = experts.route
+
+    def wrong(*args: Any) -> Any:
+        return change(*right(*args))
+
+    return mock.patch.object(experts, "route", wrong)
+
+
+def gate_and_up_swapped() -> Any:
+    right = experts.feed
+
+    def wrong(x, gate_up, down, counts):
+        return right(x, torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1), down, counts)
+
+    return mock.patch.object(experts, "feed", wrong)
+
+
+def not_normalised() -> Any:
+    right = experts.route
+
+    def wrong(hidden, weight, *more):
+        chosen, _ = right(hidden, weight, *more)
+        return chosen, (hidden @ weight.T).softmax(-1).gather(1, chosen)
+
+    return mock.patch.object(experts, "route", wrong)
+
+
+def rows_by_rank() -> Any:
+    """Rows as they arrive from the ranks, not put in the order of the experts."""
+    right = experts._by_expert
+    return mock.patch.object(experts, "_by_expert", lambda held: right(held).sort().values)
+
+
+def gradients_of_all_ranks() -> Any:
+    """What comes back of a row is summed once for each rank, as an average would divide it."""
+    right = experts._Exchange.backward
+
+    def wrong(ctx, grad):
+        first, *rest = right(ctx, grad)
+        return 2 * first, *rest
+
+    return mock.patch.object(experts._Exchange, "backward", staticmethod(wrong))
+
+
+@contextmanager
+def experts_summed_over_all_replicas() -> Iterator[None]:
+    """The mark of Megatron's is forgotten: gradients of different experts are added up."""
+    right = experts.ExpertMLP.__init__
+
+    def wrong(self, *args, **kwargs):
+        right(self, *args, **kwargs)
+        for param in self.parameters():
+            param.allreduce = True
+
+    with mock.patch.object(experts.ExpertMLP, "__init__", wrong):
+        yield
+
+
+MUTANTS: dict[str, Callable[[], Any]] = {
+    "gate and up swapped": gate_and_up_swapped,
+    "weights not normalised": not_normalised,
+    "weights all equal": lambda: patched_route(lambda c, w: (c, torch.full_like(w, 0.5))),
+    "router learns nothing": lambda: patched_route(lambda c, w: (c, w.detach())),
+    "router in bf16": lambda: patched_route(lambda c, w: (c, w.bfloat16().float())),
+    "another expert": lambda: patched_route(lambda c, w: ((c + 1) % 8, w)),
+    "rows by rank": rows_by_rank,
+    "gradients of all ranks": gradients_of_all_ranks,
+    "experts summed over all": experts_summed_over_all_replicas,
+}
+
+
+def broken(path: str, case: Case, rows: list, name: str) -> Outcome:
+    with MUTANTS[name]():
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    return run_reference(tiny(**EXPERTS), make_rows(MIXED))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_parity_notices(name, pool, tiny, expected, record_property):
+    case = layout(dp=2, ep=2)
+    outcomes = pool.run(broken, 2, tiny(**EXPERTS), case, make_rows(MIXED), name)
+    worst = max(errors(outcomes, expected, case).values())
+    record_property("worst", worst)
+    assert worst > 100 * TOLERANCE
