@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.family.early import read_counts
@@ -18,6 +19,7 @@ from megatron_vlm.family.sizes import ExpertSizes
 from megatron_vlm.hf.experts import Form
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.tools.planning.command import run_plan
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import ALL_TEXT, make_rows
 from tests.moe import stored_as
@@ -171,3 +173,16 @@ def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
 def test_layouts_without_meaning_are_refused(case, words, pool, tiny):
     with pytest.raises(RuntimeError, match=words):
         pool.run(loss_and_grads, case.world, tiny(**TINY), case, make_rows(ALL_TEXT))
+
+
+def test_a_token_works_in_its_own_experts_alone(tiny):
+    """Of 8 experts with 3 x 40 x 64 numbers a token goes to 2, in each of the 3 layers."""
+    some = WorkModel.of(read_sizes(tiny(**{**TINY, "experts": 8}))).per_token
+    every = WorkModel.of(read_sizes(tiny(**{**TINY, "experts": 8, "top_k": 8}))).per_token
+    assert every - some == 2 * 3 * (8 - 2) * 3 * 40 * 64
+
+
+def test_layouts_of_experts_are_not_planned(tiny):
+    cfg = Case().config(tiny(**TINY))
+    with pytest.raises(ConfigError, match="has experts, whose layouts are not planned; give"):
+        run_plan(cfg, 8, "80", "H100", 0.4, None)

@@ -38,7 +38,8 @@ def built(path: str, case: Case) -> tuple[int, HeldValues, int]:
     worker = MegatronWorker(case.config(path))
     params = [param for chunk in worker.chunks for param in chunk.parameters()]
     trained = [param for param in params if param.requires_grad]
-    buffers = [buffer for chunk in worker.stage.wrapped for buffer in chunk.buffers]
+    wrapped = worker.stage.wrapped
+    buffers = [each for c in wrapped for each in (*c.buffers, *c.expert_parallel_buffers)]
     assert worker.optimizer is not None
     counts = HeldValues(
         sum(param.numel() for param in params),
@@ -130,6 +131,10 @@ CASES = {
     "lora-merger-dp2": (lora(layout(dp=2), ("q_proj", "v_proj"), train=("merger",)), {}),
     "lora-dp2-overlap": (lora(layout(dp=2, overlap_grad_reduce=True), EVERY), {}),
     "pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 1]), {}),
+    "experts": (layout(), {"experts": 4, "dense_layers": 1}),
+    "experts-ep2": (layout(dp=2, ep=2), {"experts": 4}),
+    "experts-ep2-dp2-pp2": (layout(pp=2, dp=4, ep=2, overlap_grad_reduce=True), {"experts": 4}),
+    "experts-frozen": (layout(freeze_language=True), {"experts": 8}),
 }
 BF16 = {
     "lora-merger-dp2",

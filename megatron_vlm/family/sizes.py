@@ -51,6 +51,10 @@ class ExpertSizes:
     ffn: int  # width of each
     layers: frozenset[int]  # the layers that have some
 
+    def idle_values(self, hidden: int) -> int:
+        """Numbers in the weights of the experts that a token does not go to."""
+        return len(self.layers) * (self.count - self.top_k) * 3 * self.ffn * hidden
+
 
 @dataclass(frozen=True)
 class TextSizes:

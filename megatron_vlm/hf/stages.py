@@ -48,8 +48,9 @@ def layout_table(
 ) -> Table:
     """The reports, for people. `where`: the platform and the type of weights."""
     interleaved = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
+    shared = f" ep={dims.ep}" if dims.ep > 1 else ""
     table = plain_table(
-        title=f"{where}: tp={dims.tp} pp={dims.pp}{interleaved} dp={dims.dp}; "
+        title=f"{where}: tp={dims.tp} pp={dims.pp}{interleaved} dp={dims.dp}{shared}; "
         f"backend={cfg.model.backend}, recompute={cfg.model.recompute}",
         title_justify="left",
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",

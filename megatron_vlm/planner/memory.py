@@ -171,17 +171,23 @@ def layer_values(cfg: Config, sizes: ModelSizes, tp: int) -> int:
 def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     """The same where nothing is recomputed."""
     text = sizes.text
-    if (
-        cfg.model.freeze_language
-    ):  # what goes into a frozen linear layer or norm is not needed again
-        whole, cut = 2 * text.hidden, 3 * text.ffn + 4 * text.query + 4 * text.kv
-    elif not learns(cfg, "language"):  # beside adapters: norms are frozen
-        whole, cut = 4 * text.hidden, 4 * text.ffn + 4 * text.query + 4 * text.kv
+    learning = learns(cfg, "language")
+    # What goes into a frozen linear layer or norm is not needed again.
+    if cfg.model.freeze_language:
+        whole, cut, mlp = 2 * text.hidden, 4 * text.query + 4 * text.kv, 3 * text.ffn
+    elif not learning:  # beside adapters: norms are frozen
+        whole, cut, mlp = 4 * text.hidden, 4 * text.query + 4 * text.kv, 4 * text.ffn
     else:
-        whole, cut = 6 * text.hidden, 4 * text.ffn + 5 * text.query + 5 * text.kv
+        whole, cut, mlp = 6 * text.hidden, 5 * text.query + 5 * text.kv, 4 * text.ffn
+    mlp //= tp
+    if text.experts is not None:  # the mean layer; each token goes to several experts
+        share = len(text.experts.layers) / text.layers
+        rows = (2 if learning else 1) * text.hidden + (4 if learning else 3) * text.experts.ffn
+        sparse = text.experts.top_k * rows + text.hidden + 3 * text.experts.count
+        mlp = round(share * sparse + (1 - share) * mlp)
     # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and its output
     # is what the next layer keeps anyway.
-    return whole + cut // tp
+    return whole + cut // tp + mlp
 
 
 def patch_values(cfg: Config, sizes: ModelSizes) -> int:

@@ -26,6 +26,7 @@ class Held:
     values: int
     trained: bool
     shared: bool = False  # the tied embedding, where the first and the last stage have it
+    expert: bool = False  # of experts that the replicas share out
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) ->
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
         bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
-    return HeldValues(held, values, *_shards(trained, dims.dp, bucket))
+    dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
+    experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
+    return HeldValues(held, values, *(a + b for a, b in zip(dense, experts, strict=True)))
 
 
 def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> Iterator[Held]:
@@ -71,10 +74,10 @@ def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int)
     )
     if first:
         yield vocabulary
-    start = sum(dims.layers_per_stage[:place])
-    for number in range(start, start + dims.layers_per_stage[place]):
-        for values, modules in _layer(sizes.text, tp):
-            yield Held(values, language)
+    chunk, stage = divmod(place, dims.pp)
+    for number in dims.layers_of(stage, chunk):
+        for values, modules, expert in _layer(text, dims, number):
+            yield Held(values, language, expert=expert)
             for module in modules:
                 yield from adapters.get(f"layers.{number}.{module}", ())
     if last:
@@ -85,22 +88,24 @@ def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int)
         yield from _tower(cfg, sizes, adapters)
 
 
-def _layer(text: TextSizes, tp: int) -> list[tuple[int, tuple[str, ...]]]:
-    """The values of each parameter of a decoder layer on one rank, and which of Hugging Face's
-    linear layers are in it."""
-    return [
-        (text.hidden, ()),
-        (text.hidden * text.query // tp, ("self_attn.o_proj",)),
-        (
-            (text.query + 2 * text.kv) // tp * text.hidden,
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ),
-        (text.head_dim, ()),
-        (text.head_dim, ()),
-        (text.hidden, ()),
-        (2 * text.ffn // tp * text.hidden, ("mlp.gate_proj", "mlp.up_proj")),
-        (text.hidden * text.ffn // tp, ("mlp.down_proj",)),
-    ]
+def _layer(
+    text: TextSizes, dims: ParallelDims, number: int
+) -> Iterator[tuple[int, tuple[str, ...], bool]]:
+    """The values of each parameter of a decoder layer on one rank, which of Hugging Face's linear
+    layers are in it, and whether it is of experts that the replicas share out."""
+    tp, qkv = dims.tp, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    yield text.hidden, (), False
+    yield text.hidden * text.query // tp, ("self_attn.o_proj",), False
+    yield (text.query + 2 * text.kv) // tp * text.hidden, qkv, False
+    yield from [(text.head_dim, (), False)] * 2
+    yield text.hidden, (), False
+    if text.experts is None or number not in text.experts.layers:
+        yield 2 * text.ffn // tp * text.hidden, ("mlp.gate_proj", "mlp.up_proj"), False
+        yield text.hidden * text.ffn // tp, ("mlp.down_proj",), False
+        return
+    yield text.experts.count * text.hidden, (), False  # the router
+    mine = text.experts.count // dims.ep * text.experts.ffn * text.hidden
+    yield from ((values, (), dims.ep > 1) for values in (2 * mine, mine))
 
 
 def _tower(

@@ -35,6 +35,11 @@ def run_plan(
         raise ConfigError("model.freeze_*: everything is frozen, and nothing is left to plan for")
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
+    if sizes.text.experts is not None:
+        raise ConfigError(
+            f"model.path={cfg.model.path} has experts, whose layouts are not planned; give "
+            "parallel.ep and parallel.pp to `megatron-vlm train --dry-run`, which tells the memory"
+        )
     mix = mix_of(cfg, sizes)
     found = search(cfg, sizes, mix, cluster)
     if found.leanest is not None:
