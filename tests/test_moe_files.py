@@ -25,6 +25,7 @@ from tests.batches import ALL_TEXT, make_rows
 from tests.moe import stored_as
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, loss_and_grads
+from tests.test_model_fields import released
 from tests.test_parity import layout
 
 TINY = dict(experts=4, layers=3, deepstack=1, vision_depth=2)
@@ -186,3 +187,42 @@ def test_layouts_of_experts_are_not_planned(tiny):
     cfg = Case().config(tiny(**TINY))
     with pytest.raises(ConfigError, match="has experts, whose layouts are not planned; give"):
         run_plan(cfg, 8, "80", "H100", 0.4, None)
+
+
+RELEASED = {
+    # layers, hidden, MLP, experts' width, heads; numbers in all weights, and in those of a token,
+    # which are as the names have them
+    "30B-A3B": (48, 2048, 6144, 768, 32, 31.07e9, 3.3e9),
+    "235B-A22B": (94, 4096, 12288, 1536, 64, 235.7e9, 22e9),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_are_accepted(name, tmp_path):
+    """A config.json as transformers 4.57 wrote it."""
+    layers, hidden, ffn, width, heads, values, active = RELEASED[name]
+    config = released("8B")
+    config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
+    config["model_type"] = config["vision_config"]["model_type"] = "qwen3_vl_moe"
+    config["vision_config"]["out_hidden_size"] = hidden
+    config["text_config"] |= {
+        "model_type": "qwen3_vl_moe_text",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes, counts = read_sizes(tmp_path), read_counts(str(tmp_path))
+    assert counts is not None and counts.experts == 128
+    assert sizes.text.experts.layers == frozenset(range(layers))
+    assert sum(each.num_values for each in sizes.tensors) == pytest.approx(values, rel=0.01)
+    vocabulary = 2 * 151936 * hidden
+    assert WorkModel.of(sizes).per_token / 2 + vocabulary == pytest.approx(active, rel=0.05)

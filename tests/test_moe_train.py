@@ -2,9 +2,11 @@
 """Steps, checkpoints and generation of Qwen3-VL-MoE at each layout; a recomputed layer routes as it
 did the first time; and the comparisons with Hugging Face can fail."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,8 +20,10 @@ from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import run_reference
 from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
+from tests.sets import write_set
 from tests.test_checkpoint import Part, go, whole
 from tests.test_decode import answer, ask, continue_rows
+from tests.test_evaluation import examine
 from tests.test_moe import EXPERTS, UNEVEN
 from tests.test_parity import TOLERANCE, errors, layout
 from tests.test_steps import check_weights, reference_steps
@@ -34,6 +38,11 @@ STEPS = {
     "ep2-pp2-plain-optimizer": layout(pp=2, dp=2, ep=2, distributed_optimizer=False),
 }
 QUICK = {"ep2-dp2-overlap-all"}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    return run_reference(tiny(**EXPERTS), make_rows(MIXED))
 
 
 def named(cases: dict[str, Any], quick: set[str]) -> list[Any]:
@@ -125,6 +134,57 @@ def test_padding_and_fillers_go_to_no_expert(pool, tiny):
         assert [sum(layer) for layer in zip(*sent, strict=True)] == [2 * tokens] * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_for_all_experts_is_one_after_the_other(dtype):
+    """As GPUs run them, here on the CPU: outputs and gradients; one expert has no rows."""
+    generator, counts, found = torch.Generator().manual_seed(0), [8, 0, 13, 3], []
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in ((24, 64), (4, 32, 64))]
+    for times in (experts.times_grouped, experts.times_in_turn):
+        tensors = [each.clone().requires_grad_() for each in given]
+        out = times(*tensors, counts)
+        out.float().square().sum().backward()
+        found.append([out, *(each.grad for each in tensors)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=0.01 * float(other.detach().abs().max())
+        )
+
+
+def score_with_nothing(worker: MegatronWorker) -> list[list[torch.Tensor]]:
+    """The second replica scores one time more than the first, which joins in with nothing."""
+    rows, second = make_rows(MIXED), worker.grid.dp.rank == 1
+    mine = [rows[:2], rows[2:3]] if second else [rows[4:8]]
+    more = worker.stage.most(len(mine)) - len(mine)
+    found = [worker.forward(part) for part in mine]
+    for _ in range(more):
+        assert worker.stage.score([]) == []
+    return found
+
+
+def test_a_replica_with_nothing_to_score_takes_part(pool, tiny, expected):
+    first, second = pool.run(call, 2, tiny(**EXPERTS), layout(dp=2, ep=2), score_with_nothing)
+    for found, want in zip(
+        [*first[0], *second[0], *second[1]],
+        [*expected.log_probs[4:8], *expected.log_probs[:3]],
+        strict=True,
+    ):
+        assert float((found - want).abs().max() / want.abs().max()) <= TOLERANCE
+
+
+def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path):
+    """Of 13 questions one has 7 and the other 6, each with all its candidates."""
+    file, path = write_set(tmp_path, 13), tiny(**EXPERTS)
+    records = map(json.loads, Path(file).read_text().splitlines())
+    answers = dict.fromkeys(record["messages"][-1]["content"].strip() for record in records)
+    options = {"generate": True, "max_new_tokens": 4, "candidates": list(answers)}
+    [alone] = pool.run(examine, 1, path, layout(), file, options)[0]
+    for found in pool.run(examine, 2, path, layout(dp=2, ep=2), file, options):
+        [(name, scores, _)] = found
+        del scores["seconds"]
+        assert name == alone[0]
+        assert scores == pytest.approx({key: alone[1][key] for key in scores}, rel=TOLERANCE)
+
+
 # Recompute.
 
 
@@ -190,8 +250,8 @@ def patched_route(change: Callable[[Any, Any], Any]) -> Any:
 def gate_and_up_swapped() -> Any:
     right = experts.feed
 
-    def wrong(x, gate_up, down, counts):
-        return right(x, torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1), down, counts)
+    def wrong(x, gate_up, *more):
+        return right(x, torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1), *more)
 
     return mock.patch.object(experts, "feed", wrong)
 
@@ -253,11 +313,6 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 def broken(path: str, case: Case, rows: list, name: str) -> Outcome:
     with MUTANTS[name]():
         return loss_and_grads(path, case, rows)
-
-
-@pytest.fixture(scope="module")
-def expected(tiny):
-    return run_reference(tiny(**EXPERTS), make_rows(MIXED))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

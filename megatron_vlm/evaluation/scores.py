@@ -81,6 +81,7 @@ def ranking(
 
     def answer(questions: Sequence[Question]) -> list[str]:
         found = []
+        more = stage.most(len(questions)) - len(questions)
         for question in questions:
             alive()
             if (right := voice.text(question.answer_ids)) not in stripped:
@@ -90,7 +91,7 @@ def ranking(
                 )
             log_probs = candidate_log_probs(stage, question.prompt, ids, rows)
             found.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
-        for _ in range(stage.most(len(questions)) - len(questions)):
+        for _ in range(more):
             stage.score([])  # with the replicas that share its experts and have more questions
         return found
 

@@ -6,7 +6,7 @@ each, M of these token-expert pairs on one rank, F width of an expert, E all exp
 rank's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -87,7 +87,7 @@ class ExpertMLP(MegatronModule):
         held = [ranks[first : first + mine] for ranks in counts]  # of each rank, for my experts
         totals = [sum(expert) for expert in zip(*held, strict=True)]
         if len(counts) == 1:
-            return self._feed(sent_MH, totals)
+            return feed(sent_MH, self.gate_up, self.down, totals, self.swiglu)
         ours = counts[self.rank]
         send = [sum(ours[start : start + mine]) for start in range(0, self.experts, mine)]
         receive = [sum(ranks) for ranks in held]
@@ -95,29 +95,40 @@ class ExpertMLP(MegatronModule):
         order_M = to_device(_by_expert(held), sent_MH.device)
         back_M = order_M.argsort()
         by_expert_MH = _Take.apply(by_rank_MH, order_M, back_M)
-        done_MH = self._feed(by_expert_MH, totals)
+        done_MH = feed(by_expert_MH, self.gate_up, self.down, totals, self.swiglu)
         done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
         found: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
         return found
 
-    def _feed(self, x_MH: Tensor, counts: Sequence[int]) -> Tensor:
-        """This rank's experts: of the rows of x, so many in a row are of each. One kernel for all
-        of them where torch has it, and SwiGLU at once for all."""
-        if x_MH.is_cuda and x_MH.dtype is torch.bfloat16 and len(x_MH):
-            ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-            ends_e = to_device(ends, x_MH.device)
-            both_M2F = F.grouped_mm(x_MH, self.gate_up.mT, offs=ends_e)
-            return F.grouped_mm(self.swiglu(both_M2F), self.down.mT, offs=ends_e)
-        both_M2F = _each(x_MH, self.gate_up, counts)
-        return _each(self.swiglu(both_M2F), self.down, counts)
+
+def feed(
+    x_MH: Tensor,
+    gate_up_e2FH: Tensor,
+    down_eHF: Tensor,
+    counts: Sequence[int],
+    swiglu: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The experts' MLPs: of the rows of x, so many in a row are of each expert."""
+    grouped = x_MH.is_cuda and x_MH.dtype is torch.bfloat16 and len(x_MH)
+    times = times_grouped if grouped else times_in_turn
+    return times(swiglu(times(x_MH, gate_up_e2FH, counts)), down_eHF, counts)
 
 
-def _each(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each expert's linear layer, one after the other: I values of a row in, O out."""
+def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's rows [I], times its weight: O values. One kernel for all experts, for which
+    torch wants some rows."""
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+    if idle := [expert for expert, count in enumerate(counts) if not count]:
+        weight_eOI = _NoGradient.apply(weight_eOI, to_device(torch.tensor(idle), x_MI.device))
+    return F.grouped_mm(x_MI, weight_eOI.mT, offs=to_device(ends, x_MI.device))
+
+
+def times_in_turn(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """The same, one expert after the other."""
     # Unbound at once: the gradient of each expert taken alone would be as large as all of them.
     # An expert without a row, too: every parameter must have a gradient, if only zero.
     parts = zip(x_MI.split(list(counts)), weight_eOI.unbind(), strict=True)
-    return torch.cat([F.linear(rows, weight) for rows, weight in parts])
+    return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in parts])
 
 
 def _by_expert(held: Counts) -> Tensor:
@@ -148,6 +159,21 @@ class _Take(torch.autograd.Function):
         if ctx.copies > 1:
             taken = taken.unflatten(0, (-1, ctx.copies)).sum(1)
         return taken, None, None
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, with a gradient of zero for some experts. Those without rows have none anyway,
+    but on some GPUs (sm_100) grouped_mm leaves theirs unset: pytorch issue 172439."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, idle_i: Tensor) -> Tensor:
+        ctx.save_for_backward(idle_i)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (idle_i,) = ctx.saved_tensors
+        return grads[0].index_fill(0, idle_i, 0), None
 
 
 class _Exchange(torch.autograd.Function):
