@@ -53,6 +53,7 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.expert_load import take_expert_load
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
 from megatron_vlm.step.optimizer import (
     apply_gradients,
@@ -81,7 +82,8 @@ class StepMetrics:
     loss: float  # mean over the supervised tokens, by their weights; 0 where there are none
     num_tokens: int  # supervised; optim_step applies nothing where there are none
     log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
-    means: dict[str, float] = field(default_factory=dict)  # what the loss reports, over the same
+    # What the loss reports, over the same; and with experts `expert_load`, see step/expert_load.py.
+    means: dict[str, float] = field(default_factory=dict)
 
 
 class MegatronWorker:
@@ -198,6 +200,8 @@ class MegatronWorker:
         log_probs = None
         if return_per_token_outputs:
             log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
+        device, text = self.platform.device, self.source.sizes.text
+        means |= take_expert_load(self.chunks, text, device)
         return StepMetrics(mean, count, log_probs, means)
 
     def _totals(

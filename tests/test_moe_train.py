@@ -18,7 +18,7 @@ from megatron_vlm.model import experts, routing
 from megatron_vlm.step import arrival
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
-from tests.reference import run_reference
+from tests.reference import inputs_of, load_reference, run_reference
 from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
 from tests.sets import write_set
 from tests.test_checkpoint import Part, go, whole
@@ -132,6 +132,34 @@ def test_padding_and_fillers_go_to_no_expert(pool, tiny):
     for sent, tokens in pool.run(call, 2, tiny(**EXPERTS), layout(dp=2, ep=2), count_tokens):
         assert len(sent) == 2 and len(sent[0]) == 4  # of two micro-batches, in four layers
         assert [sum(layer) for layer in zip(*sent, strict=True)] == [2 * tokens] * 4
+
+
+def loads(worker: MegatronWorker) -> list[float]:
+    """Of two steps; evaluation between them does not count."""
+    found = []
+    for seed in range(2):
+        rows = my_rows(make_rows(MIXED, seed=seed))
+        worker.forward(rows)
+        found.append(worker.forward_backward(rows).means["expert_load"])
+    return found
+
+
+def test_the_load_of_the_busiest_expert(pool, tiny):
+    """By the routers of transformers, over all rows and for each layer; the worst one counts."""
+    path, want = tiny(**EXPERTS, dense_layers=1), []
+    model = load_reference(path)
+    for seed in range(2):
+        load_LE = torch.zeros(3, 8)
+        for row in make_rows(MIXED, seed=seed):
+            with torch.no_grad():
+                logits = model(**inputs_of(model, row), output_router_logits=True).router_logits
+            for layer, logits_SE in enumerate(logits):
+                load_LE[layer] += logits_SE.topk(2).indices.flatten().bincount(minlength=8)
+        want.append(float((load_LE.amax(1) / load_LE.mean(1)).amax()))
+    assert all(load > 1.1 for load in want)
+    for case in (layout(recompute="full"), layout(pp=2, dp=2, ep=2)):
+        for found in pool.run(call, case.world, path, case, loads):
+            assert found == pytest.approx(want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

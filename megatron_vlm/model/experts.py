@@ -43,6 +43,7 @@ class ExpertMLP(MegatronModule):
         assert experts is not None and width is not None and experts % ranks == 0
         self.experts, self.top_k = experts, config.moe_router_topk
         self.layer = 0  # `set_layer_number` sets it
+        self.load = [0] * experts  # of each expert, the tokens that this rank has sent in training
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
@@ -67,7 +68,10 @@ class ExpertMLP(MegatronModule):
         places_N = routing.places_N
         hidden_NH = flat_H if places_N is None else flat_H.index_select(0, places_N)
         chosen_NK, weights_NK = route(hidden_NH, self.router, self.top_k, routing, self.layer)
+        is_replay = self.layer in routing.counts
         counts = routing.counts_of(self.layer, self.experts, self.group)
+        if self.training and not is_replay:
+            self.load = [a + b for a, b in zip(self.load, counts[self.rank], strict=True)]
 
         order_M = chosen_NK.flatten().argsort(stable=True)  # by expert, so by rank
         back_M = order_M.argsort()

@@ -48,6 +48,7 @@ class StepLine:
     memory_gb: float
     skipped: bool = False  # not applied: its loss or gradient was not finite
     empty: bool = False  # not applied: no token of its batch was trained
+    expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class Meter:
             memory_gb=self.platform.memory_peak() / 2**30,
             skipped=not (empty or finite),
             empty=empty,
+            expert_load=metrics.means.get("expert_load"),
         )
 
 

@@ -46,6 +46,7 @@ _STEP_CHARTS = (
     StepChart("Step time", {"time": "seconds"}, "seconds", may_log=True),
     StepChart("Padding", {"padding": "padding"}, "of all positions", percent=True),
     StepChart("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, optional=True),
+    StepChart("Busiest expert", {"busiest": "expert_load"}, "times the mean", optional=True),
     StepChart("Memory", {"memory": "memory_gb"}, "GB", steady=True),
 )
 

@@ -120,7 +120,7 @@ class _Reading:
             self.unreadable += 1
             return
         if isinstance(line, StepLine):
-            self.rows.extend(vars(line).values())
+            self.rows.extend(math.nan if each is None else each for each in vars(line).values())
         elif isinstance(line, EvalLine):
             self.evaluations[line.name, line.step] = line
         elif line is not None:
