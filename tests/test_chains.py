@@ -35,17 +35,18 @@ def run_chains(chains: Chains, tokens: int, rows: int) -> list[Tensor]:
         return torch.randn(*shape, generator=generator).requires_grad_()
 
     x, weight = random(tokens, rows, WIDTH), random(WIDTH)
-    both = random(tokens, rows, 2 * WIDTH)
+    both, of_experts = random(tokens, rows, 2 * WIDTH), random(tokens * rows, 2 * WIDTH)
     mixed = random(tokens, rows, GROUPS * (QUERIES + 2) * HEAD)
     weights = random(HEAD), random(HEAD)
     angles = random(tokens, rows, HEAD // 2).detach()
     made = [
         chains.norm(x, weight, 1e-6),
         chains.swiglu(both),
+        chains.swiglu(of_experts),
         *chains.heads(mixed, angles.cos(), angles.sin(), *weights, GROUPS, 1e-6),
     ]
     sum((each * each.detach().cos()).sum() for each in made).backward()
-    grads = [each.grad for each in (x, weight, both, mixed, *weights)]
+    grads = [each.grad for each in (x, weight, both, of_experts, mixed, *weights)]
     with torch.no_grad():  # as in evaluation, and in the forward of a recomputed layer
         again = chains.norm(x, weight, 1e-6)
     return [*(each.detach() for each in made), again, *grads]
@@ -135,18 +136,22 @@ def counted(path: str, case: Case) -> tuple[list[int], list[float]]:
 
 @pytest.mark.slow
 @compiling
-@pytest.mark.parametrize("name", ["1x1x1", "tp2-recompute"])
+@pytest.mark.parametrize("name", ["1x1x1", "tp2-recompute", "experts-ep2"])
 def test_a_compiled_model_equals_hugging_face(name, pool, tiny):
-    case = {"1x1x1": layout(), "tp2-recompute": layout(tp=2, recompute="full")}[name]
+    case, path = {
+        "1x1x1": (layout(), tiny()),
+        "tp2-recompute": (layout(tp=2, recompute="full"), tiny()),
+        "experts-ep2": (layout(dp=2, ep=2), tiny(experts=8, layers=4)),
+    }[name]
     case.model["compile"] = True
     rows = make_rows(MIXED)
-    outcomes = pool.run(loss_and_grads, case.world, tiny(), case, rows)
-    found = errors(outcomes, run_reference(tiny(), rows), case)
+    outcomes = pool.run(loss_and_grads, case.world, path, case, rows)
+    found = errors(outcomes, run_reference(path, rows), case)
     worst = max(found, key=lambda key: found[key])
     assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e}"
-    compiled = pool.run(counted, case.world, tiny(), case)
+    compiled = pool.run(counted, case.world, path, case)
     case.model["compile"] = False
-    eager = pool.run(counted, case.world, tiny(), case)
+    eager = pool.run(counted, case.world, path, case)
     expected = 6 if "recompute" in name else 3  # its first forward is without gradients
     for (graphs, losses), (none, same) in zip(compiled, eager, strict=True):
         assert graphs == [expected] * 3 and none == [0] * 3

@@ -49,17 +49,24 @@ def rounding(path: str, case: Case) -> dict[str, float]:
     return found
 
 
-CASES = {"1": layout(), "recompute": layout(recompute="full"), "tp2": layout(tp=2)}
+CASES = {
+    "1": layout(),
+    "recompute": layout(recompute="full"),
+    "tp2": layout(tp=2),
+    "experts": layout(),  # attention's, and the MLP of the one layer without
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_products_are_not_rounded(name, pool, tiny):
+    sizes = {"experts": 4, "dense_layers": 1} if name == "experts" else {}
+    linears = 10 if sizes else 16
     errors: dict[bool | None, dict[str, float]] = {None: {}, True: {}}
     for asked, found in errors.items():
         model = {**CASES[name].model, "fp32_weight_gradients": asked}
         case = replace(CASES[name], model=model, train={"precision": "bf16"})
-        for rank, of_rank in enumerate(pool.run(rounding, case.world, tiny(), case)):
-            assert len(of_rank) == 16
+        for rank, of_rank in enumerate(pool.run(rounding, case.world, tiny(**sizes), case)):
+            assert len(of_rank) == linears
             found |= {f"{rank} {linear}": error for linear, error in of_rank.items()}
     assert max(errors[True].values()) < 1e-6  # measured: 1.0e-7, against 1.6e-3
     assert min(errors[None].values()) > 5e-4  # on the CPU nothing changes unless asked
