@@ -20,6 +20,8 @@ from tests.peft_reference import Adapter, peft_model, run_peft, save, train_peft
 from tests.runs import call, loss_and_grads, train
 from tests.test_parity import layout
 
+EXPERTS = dict(experts=8, layers=4)
+
 # Relative, as in test_parity.py. Measured worst case over all cases below: 2.8e-6.
 TOLERANCE = 5e-6
 OPTIM = dict(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
@@ -80,11 +82,18 @@ CASES = {
     "rslora-tp2": (layout(tp=2), Adapter(EVERY, rslora=True), {}, "mixed"),
     "kv-heads-4-tp2": (layout(tp=2), LANGUAGE, {"kv_heads": 4}, "mixed"),
     "no-deepstack-pp2": (layout(pp=2), ALL, {"deepstack": 0}, "mixed"),
+    "experts-ep2": (layout(dp=2, ep=2), Adapter(("attention",)), EXPERTS, "mixed"),
+    "experts-beside-dense-ep2-pp2-recompute": (
+        layout(pp=2, dp=2, ep=2, recompute="full"),
+        Adapter(("attention", "layers.0.mlp.up_proj", "merger")),
+        {**EXPERTS, "dense_layers": 1},
+        "mixed",
+    ),
 }
 
 
 # `make test` runs these, `make test-slow` the rest.
-QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap")
+QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap", "experts-ep2")
 PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 
 
@@ -120,6 +129,7 @@ def in_peft(adapter):
         "v_proj": r".*\.v_proj",
         "up_proj": r".*\.up_proj",
         "layers.3.self_attn.o_proj": r".*layers\.3\.self_attn\.o_proj",
+        "layers.0.mlp.up_proj": r".*layers\.0\.mlp\.up_proj",
     }
     return replace(adapter, targets=tuple(found.get(each, each) for each in adapter.targets))
 

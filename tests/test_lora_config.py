@@ -1,6 +1,8 @@
 # .venv/bin/python -m pytest tests/test_lora_config.py
 """The keys of `lora`: recipes, what they choose, and what is refused."""
 
+import re
+
 import pytest
 
 from megatron_vlm.config import from_yaml, load_config, to_yaml
@@ -82,3 +84,18 @@ def test_targets_are_parts_names_and_patterns(tiny):
         names("mlp", "qproj")
     with pytest.raises(ConfigError, match="'embed_tokens' is none of"):
         names("embed_tokens")
+
+
+def test_experts_get_no_adapters(tiny):
+    """They are three-dimensional parameters, and the router is no linear layer to PEFT."""
+    tensors = read_sizes(tiny(experts=4, layers=3, dense_layers=1)).tensors
+    assert len(adapted(tensors, ("attention", "layers.0.mlp.*_proj"))) == 3 * 4 + 3
+    reason = r"lora.targets: '{}' means .*\.layers\.1\.mlp\.{} .* set lora.targets=\[attention\]"
+    for target, meant in (
+        ("mlp", "gate"),
+        ("down_proj", "experts.down_proj"),
+        ("mlp.gate", "gate"),
+        ("layers.1.*", "gate"),
+    ):
+        with pytest.raises(ConfigError, match=reason.format(re.escape(target), meant)):
+            adapted(tensors, ("attention", target))

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm.config.schema import CheckpointConfig
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
@@ -126,6 +128,32 @@ def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
             theirs = AutoModelForImageTextToText.from_pretrained(out).eval()
             want = row_log_probs(theirs, make_rows(ALL_TEXT)[0])
         torch.testing.assert_close(found[0][0][0], want, atol=2e-5, rtol=0)
+
+
+def train_and_merge(path: str, case: Case, out: str) -> None:
+    cfg = replace(case.config(path), checkpoint=CheckpointConfig(export="merged"))
+    worker = MegatronWorker(cfg)
+    worker.forward_backward(make_rows(ALL_TEXT))
+    worker.optim_step(lr=0.01)
+    worker.export_hf(out)
+
+
+@pytest.mark.parametrize("trained", [(), ("language",)])
+@pytest.mark.parametrize("form", [Form.in_out, Form.single])
+def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny, tmp_path):
+    """In the form that it came in: experts as they were, or as they were trained on all ranks."""
+    source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
+    targets = ("merger",) if trained else ("attention",)
+    case = replace(
+        layout(dp=2, ep=2), lora=dict(rank=2, targets=targets, train=trained, init="gaussian")
+    )
+    pool.run(train_and_merge, 2, source, case, str(out))
+    before, after = (load_file(Path(f) / "model.safetensors") for f in (source, out))
+    assert {n: v.shape for n, v in before.items()} == {n: v.shape for n, v in after.items()}
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    experts = {name for name in before if ".mlp.experts." in name}
+    assert experts <= changed if trained else not experts & changed
+    assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
 
 
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):

@@ -135,6 +135,10 @@ CASES = {
     "experts-ep2": (layout(dp=2, ep=2), {"experts": 4}),
     "experts-ep2-dp2-pp2": (layout(pp=2, dp=4, ep=2, overlap_grad_reduce=True), {"experts": 4}),
     "experts-frozen": (layout(freeze_language=True), {"experts": 8}),
+    "experts-lora-ep2": (
+        lora(layout(dp=2, ep=2), ("attention", "layers.0.mlp.*_proj")),
+        {"experts": 4, "dense_layers": 1},
+    ),
 }
 BF16 = {
     "lora-merger-dp2",

@@ -14,6 +14,7 @@ from megatron_vlm.family.sizes import Part, TensorSpec
 
 PREFIX = "base_model.model."  # of every name in PEFT's files
 GROUPS = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+_EXPERTS = (".mlp.experts.", ".mlp.gate.weight")  # and the router that chooses among them
 _SHOWN = 8  # names in an error
 
 
@@ -45,8 +46,8 @@ class AdaptedLinear:
 
 def group_of(tensor: TensorSpec) -> str | None:
     """Which of GROUPS a weight belongs to; None for what is no linear layer that can be adapted:
-    norms, biases, embeddings, the head."""
-    if len(tensor.shape) != 2:
+    norms, biases, embeddings, the head, experts and their routers."""
+    if len(tensor.shape) != 2 or _is_of_experts(tensor):
         return None
     if tensor.part is Part.merger:
         return "merger"
@@ -68,6 +69,7 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
     linears = [tensor for tensor in tensors if group_of(tensor)]
     found = set()
     for target in targets:
+        _check_no_experts(tensors, target)
         matching = {each for each in linears if _is_meant(each, target)}
         if not matching:
             raise ConfigError(
@@ -78,10 +80,28 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
     return [each for each in linears if each in found]
 
 
+def _check_no_experts(tensors: Sequence[TensorSpec], target: str) -> None:
+    for tensor in filter(_is_of_experts, tensors):
+        if target == "mlp" or _matches(tensor, target):
+            raise ConfigError(
+                f"lora.targets: {target!r} means {module_of(tensor)} as well, and experts and "
+                "their routers get no adapters here: they are no linear layers, and PEFT has "
+                "adapters of such parameters (target_parameters) only in another form; set "
+                "lora.targets=[attention], name layers without experts, such as "
+                "layers.0.mlp.*_proj, or train the experts themselves, with lora.rank=0"
+            )
+
+
+def _is_of_experts(tensor: TensorSpec) -> bool:
+    return any(mark in tensor.name for mark in _EXPERTS)
+
+
 def _is_meant(tensor: TensorSpec, target: str) -> bool:
+    return group_of(tensor) == target if target in GROUPS else _matches(tensor, target)
+
+
+def _matches(tensor: TensorSpec, target: str) -> bool:
     name = module_of(tensor)
-    if target in GROUPS:
-        return group_of(tensor) == target
     return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 

@@ -61,7 +61,7 @@ def export_adapter(
     device = next(iter(held.values())).device
     chosen = set(trained)
     named: Iterator[tuple[str, Tensor | None]] = iter(())
-    if grid.dp.rank == 0:
+    if grid.edp.rank == 0:  # the replicas that share experts with the first one send theirs
         named = gather_tensors(held, table, grid, of=lambda entry: entry in chosen)
     with fail_together(device, CheckpointError):
         try:
@@ -115,11 +115,12 @@ def _check_fits(lora: LoraConfig) -> None:
 def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model: as it is stored, as it was trained, or with its adapter in it."""
     with_adapter = {weight.name: weight for weight in adapter.weights}
+    shapes = adapter.source.sizes.shapes
     for name in names:
         if name in adapter.tensors:
             yield name, adapter.tensors[name]
             continue
-        stored = adapter.source.read(name, ())
+        stored = adapter.source.read(name, [(0, shapes[name][0])])
         if name in with_adapter:
             down, up = adapter.pair(with_adapter[name]).values()
             with torch.no_grad():
