@@ -2,6 +2,7 @@
 """Qwen3-VL-MoE: what config.json says of experts, and the forms that checkpoints store them in."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import CheckpointConfig
 from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.family.early import read_counts
-from megatron_vlm.family.sizes import ExpertSizes
+from megatron_vlm.family.sizes import ExpertSizes, ModelSizes
 from megatron_vlm.hf.experts import Form
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.model.constraints import check_config
+from megatron_vlm.planner.memory import USABLE, estimate
+from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.tools.planning.command import run_plan
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import ALL_TEXT, make_rows
@@ -225,10 +231,9 @@ RELEASED = {
 }
 
 
-@pytest.mark.parametrize("name", RELEASED)
-def test_released_models_are_accepted(name, tmp_path):
-    """A config.json as transformers 4.57 wrote it."""
-    layers, hidden, ffn, width, heads, values, active = RELEASED[name]
+def released_sizes(name: str, folder: Path) -> ModelSizes:
+    """Of a config.json as transformers 4.57 wrote it."""
+    layers, hidden, ffn, width, heads, _, _ = RELEASED[name]
     config = released("8B")
     config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
     config["model_type"] = config["vision_config"]["model_type"] = "qwen3_vl_moe"
@@ -247,10 +252,39 @@ def test_released_models_are_accepted(name, tmp_path):
         "mlp_only_layers": [],
         "norm_topk_prob": True,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    sizes, counts = read_sizes(tmp_path), read_counts(str(tmp_path))
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_sizes(folder)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_are_accepted(name, tmp_path):
+    layers, hidden, *_, values, active = RELEASED[name]
+    sizes, counts = released_sizes(name, tmp_path), read_counts(str(tmp_path))
     assert counts is not None and counts.experts == 128
     assert sizes.text.experts.layers == frozenset(range(layers))
     assert sum(each.num_values for each in sizes.tensors) == pytest.approx(values, rel=0.01)
     vocabulary = 2 * 151936 * hidden
     assert WorkModel.of(sizes).per_token / 2 + vocabulary == pytest.approx(active, rel=0.05)
+
+
+RECIPES = {
+    # GPUs, and the GiB that docs/parallelism.md tells
+    "30B-A3B": {16: 46},
+    "235B-A22B": {128: 58, 64: 81},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_fit(name, tmp_path):
+    """On GPUs of 80 GiB, of which a tenth is left free; and the page says what is estimated."""
+    sizes, recipe = released_sizes(name, tmp_path), f"qwen3_vl_{name.lower().replace('-', '_')}"
+    cfg = load_config([f"model={recipe}", f"model.path={tmp_path}"])
+    page = (Path(__file__).parent.parent / "docs" / "parallelism.md").read_text()
+    [line] = [each for each in page.splitlines() if each.startswith(f"| `model={recipe}`")]
+    batches = [BatchSizes(2, 4096, 8192, 16384, 8192)] * 16
+    for gpus, told in RECIPES[name].items():
+        dims = ParallelDims.create(cfg.parallel, gpus, sizes.text.layers)
+        check_config(cfg, sizes, dims)
+        most = max(stage.total for stage in estimate(cfg, sizes, dims, batches, 2)) / 2**30
+        assert told - 1 < most <= told and re.search(rf"{told} GiB on .*{gpus}\b", line)
+        assert most < USABLE * (80 if gpus != 64 else 141)
