@@ -32,7 +32,7 @@ from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.hf.adapter_export import export_adapter
 from megatron_vlm.hf.adapters import (
     adapted_linears,
@@ -53,6 +53,7 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.expert_load import take_expert_load
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
 from megatron_vlm.step.optimizer import (
@@ -171,6 +172,13 @@ class MegatronWorker:
         where a token is not supervised. The same on every rank of the replica."""
         return self.stage.score(self.micro_batches(batch))
 
+    def routing(self, batch: Batch) -> list[Tensor]:
+        """The experts that each token of each row goes to: `routing_SLK` of a Row, which sends it
+        there again. Int32 on the host, the same on every rank of the replica."""
+        if self.source.sizes.text.experts is None:
+            raise ConfigError(f"model.path={self.cfg.model.path} has no experts to route to")
+        return self.stage.routing(self.micro_batches(batch))
+
     def forward_backward(
         self,
         batch: Batch,
@@ -264,10 +272,15 @@ class MegatronWorker:
             made: Sequence[MicroBatch] = batch  # type: ignore[assignment]
             for place, micro_batch in enumerate(made):
                 micro_batch.check_values(value_names, f"micro-batch {place}")
-            return list(made)
+            return self._checked(made)
         rows: Sequence[Row] = batch  # type: ignore[assignment]
         size = self.cfg.train.micro_batch_size
-        return cut_micro_batches(rows, size, self.source.sizes.tokens, value_names, first_row)
+        tokens = self.source.sizes.tokens
+        return self._checked(cut_micro_batches(rows, size, tokens, value_names, first_row))
+
+    def _checked(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        check_routing(batches, self.source.sizes.text)
+        return list(batches)
 
     def _loss_step(
         self, objective: Objective, data: Iterator[StageInput], chunk: Any

@@ -5,6 +5,7 @@ did the first time; and the comparisons with Hugging Face can fail."""
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import pytest
 import torch
 
 from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.errors import DataError
+from megatron_vlm.group.parts import even_parts
 from megatron_vlm.model import experts, routing
 from megatron_vlm.step import arrival
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import inputs_of, load_reference, run_reference
-from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
+from tests.runs import Case, Outcome, call, collect_grads, loss_and_grads, my_rows
 from tests.sets import write_set
 from tests.test_checkpoint import Part, go, whole
 from tests.test_decode import answer, ask, continue_rows
@@ -261,6 +265,95 @@ def test_a_recomputed_layer_routes_as_before(pp, pool, tiny):
     broken = pool.run(recomputed, case.world, path, case, rows, False)[0].grads
     wrong = {name: float((broken[name] - want[name]).norm() / want[name].norm()) for name in want}
     assert max(wrong.values()) > 0.05
+
+
+# Routing that a batch says.
+
+
+def routed(path: str, case: Case, given: list[torch.Tensor | None] | None) -> tuple[Any, ...]:
+    """With the routing that is given, or else with that of the model: what it was, log-probs, and
+    gradients."""
+    worker, rows = MegatronWorker(case.config(path)), make_rows(MIXED)
+    if given is not None:
+        rows = [replace(row, routing_SLK=each) for row, each in zip(rows, given, strict=True)]
+    mine = my_rows(rows)
+    found = worker.routing(mine), worker.forward(mine)
+    worker.forward_backward(mine)
+    return *found, collect_grads(worker)
+
+
+def of_replicas(answers: list[Any], which: int) -> list[torch.Tensor]:
+    """The rows of both replicas."""
+    return [*answers[0][which], *answers[1][which]]
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_routing_that_was_written_out_is_followed(pp, pool, tiny):
+    """By a model with other weights, as a trainer is ahead of its sampler: with the routing of the
+    first one its own choices do not count; and the first one's own routing changes nothing."""
+    path, other = tiny(**EXPERTS, dense_layers=1), tiny(**EXPERTS, dense_layers=1, seed=3)
+    case = layout(pp=pp, dp=2, ep=2, recompute="full")
+    answers = pool.run(routed, case.world, path, case, None)
+    written = of_replicas(answers, 0)
+    assert [tuple(each.shape) for each in written] == [
+        (len(row.ids_S), 3, 2) for row in make_rows(MIXED)
+    ]
+    again = pool.run(routed, case.world, path, case, written)
+    for which in (0, 1):
+        for one, two in zip(of_replicas(answers, which), of_replicas(again, which), strict=True):
+            assert torch.equal(one, two)
+    assert all(torch.equal(again[0][2][name], grad) for name, grad in answers[0][2].items())
+    free = pool.run(routed, case.world, other, case, None)
+    half = [each if place % 2 else None for place, each in enumerate(written)]
+    bound = pool.run(routed, case.world, other, case, half)
+    for place, (own, forced) in enumerate(
+        zip(of_replicas(free, 0), of_replicas(bound, 0), strict=True)
+    ):
+        assert not torch.equal(own, written[place])
+        assert torch.equal(forced, written[place] if place % 2 else own)
+
+
+def test_given_experts_are_those_of_transformers_routers(pool, tiny):
+    path, rows = tiny(**EXPERTS), make_rows(MIXED)
+    model = load_reference(path)
+    written = of_replicas(pool.run(routed, 2, path, layout(dp=2, ep=2), None), 0)
+    for row, found_SLK in zip(rows, written, strict=True):
+        with torch.no_grad():
+            logits = model(**inputs_of(model, row), output_router_logits=True).router_logits
+        for layer, logits_SE in enumerate(logits):
+            want_SK = logits_SE.topk(2).indices.sort().values
+            assert torch.equal(found_SLK[:, layer].long().sort().values, want_SK)
+
+
+def test_a_group_hands_routing_on():
+    """As a field of its batch; the row that fills up the parts has none, as others may."""
+    rows = make_rows(MIXED)[:3]
+    given = torch.randint(0, 8, (len(rows[1].ids_S), 4, 2), dtype=torch.int32)
+    parts = even_parts([rows[0], replace(rows[1], routing_SLK=given), rows[2]], 2)
+    found = [row.routing_SLK for part in parts for row in rows_of(part.batch)]
+    assert [each is None for each in found] == [True, False, True, True]
+    assert torch.equal(found[1], given)
+
+
+def refusals(worker: MegatronWorker) -> list[str]:
+    row, said = make_rows(MIXED)[0], []
+    good = torch.tensor([0, 1]).expand(len(row.ids_S), 4, 2)
+    twice, beyond = good.clone(), good.clone()
+    twice[3, 1], beyond[0, 2] = 5, torch.tensor([-1, 3])
+    for wrong in (good[:-1], good[:, :3], good[..., :1], twice, beyond, good + 7):
+        with pytest.raises(DataError) as caught:
+            worker.forward([replace(row, routing_SLK=wrong)])
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_routing_that_cannot_be_is_refused(pool, tiny):
+    [said] = pool.run(call, 1, tiny(**EXPERTS), layout(), refusals)
+    assert "give the experts of each token" in said[0]
+    assert all("tokens, layers with experts, experts of a token" in each for each in said[1:3])
+    assert "sends its token 3 to [5, 5] in layer 1; give different experts of 0 to 7" in said[3]
+    assert "sends its token 0 to [-1, 3] in layer 2" in said[4]
+    assert "sends its token 0 to [7, 8] in layer 0" in said[5]
 
 
 # Mutants.

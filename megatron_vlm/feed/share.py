@@ -19,7 +19,7 @@ from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.messages import broadcast_bytes, broadcast_json
 from megatron_vlm.errors import DataError
 
-_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "image_grid_I3", "video_grid_I3")
+_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", "image_grid_I3", "video_grid_I3")
 _PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
 _FACTS = ("lengths", "rows", "value_names")
 

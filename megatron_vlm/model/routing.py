@@ -20,10 +20,12 @@ class Routing:
     by layer, counted from 1, what each router has chosen for them.
 
     A choice that is there already is kept. So a layer that is recomputed sends every token where
-    it went the first time, whatever rounding does to the router; and who fills `chosen` decides.
+    it went the first time, whatever rounding does to the router. What is `given` takes the place of
+    the router's choice, but where it is -1.
     """
 
     places_N: Tensor | None = None  # of the real tokens in the flattened [S * B]; None: all are
+    given: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     counts: dict[int, Counts] = field(default_factory=dict)
 
@@ -54,7 +56,10 @@ def route(
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
     if layer not in routing.chosen:
-        routing.chosen[layer] = choose(probs_NE.detach(), top_k)
+        chosen_NK = choose(probs_NE.detach(), top_k)
+        if (given_NK := routing.given.get(layer)) is not None:
+            chosen_NK = torch.where(given_NK < 0, chosen_NK, given_NK)
+        routing.chosen[layer] = chosen_NK
     chosen_NK = routing.chosen[layer]
     weights_NK = probs_NE.gather(1, chosen_NK)
     weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)

@@ -16,6 +16,7 @@ from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.model.routing import Routing, real_places
 from megatron_vlm.model.vision import VisualPlan
+from megatron_vlm.step.expert_choices import given_routing
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def stage_input(
     if chunk.sizes.text.experts is not None:
         # A filler has rows of nobody: they are padding.
         lengths = batch.lengths if batch.rows else (0,) * len(batch.lengths)
-        parts["routing"] = Routing(move(real_places(lengths, batch.tokens_BS5.shape[1])))
+        places = move(real_places(lengths, batch.tokens_BS5.shape[1]))
+        parts["routing"] = Routing(places, given_routing(batch, chunk, move))
     return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput, arrivals
+from megatron_vlm.step.expert_choices import made_routing
 from megatron_vlm.step.shapes import KnownShapes
 
 # Takes an iterator of items and a chunk; returns the stage's output and what reads the last
@@ -117,6 +118,21 @@ class Stage:
         with self.evaluating():
             outputs = self.run(batches, self._score_step, forward_only=True)
         return self.per_row(batches, outputs)
+
+    def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The experts [S, L, K] that each token of each row goes to, on every rank of the replica.
+        Replicas that share experts call it together."""
+        kept: list[StageInput] = []
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            kept.append(batch := next(data))
+            output = self.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N)
+            return output, as_it_is
+
+        with self.evaluating():
+            self.run(batches, step, forward_only=True)
+        chosen = [(each.number, each.routing.chosen) for each in kept if each.routing is not None]
+        return made_routing(batches, chosen, self.sizes.text, self.grid, self.device)
 
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The last stage's log-probs [N] of each micro-batch, by row, on every rank."""

@@ -3,7 +3,8 @@
 Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images,
 P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
 of a token: its id, its target (what it predicts) and its position on three axes, F the values
-of a token that a loss reads, N supervised tokens.
+of a token that a loss reads, N supervised tokens, T the tokens of all rows, L decoder layers with
+experts, K experts of a token.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class MicroBatch:
     values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
     value_names: tuple[str, ...] = ()
     weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
+    routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
     visual: bool = False  # whether it has images or videos: known on stages without them, too
 
     @property
@@ -138,6 +140,7 @@ def collate(
             for row, length in zip(rows, lengths, strict=True)
         ]
         others["weights_BS"] = pad_sequence(weights, batch_first=True)
+    others["routing_TLK"] = _routing([row.row.routing_SLK for row in rows], lengths)
     return MicroBatch(tokens_BS5, lengths, tuple(places), **others)
 
 
@@ -162,6 +165,23 @@ def cut_micro_batches(
 def filler_batch() -> MicroBatch:
     """One token, no image, no loss, for a rank without a row of its own."""
     return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
+
+
+def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """The experts of all tokens; those of a row that says nothing are left to the routers."""
+    said = {tuple(each.shape[1:]) for each in given if each is not None}
+    if not said:
+        return None
+    if len(said) > 1 or len(shape := said.pop()) != 2:
+        raise DataError(
+            "routing: rows of one batch have tokens of different shapes; give [tokens, layers with "
+            "experts, experts of a token] for each row"
+        )
+    pieces = [
+        torch.full((length, *shape), -1) if each is None else each
+        for each, length in zip(given, lengths, strict=True)
+    ]
+    return torch.cat([piece.to(torch.int32) for piece in pieces])
 
 
 def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
 height, width, 5 the columns of a token: its id, its target (what it predicts) and its position on
-three axes, F the values of a token that a loss reads.
+three axes, F the values of a token that a loss reads, L decoder layers with experts, K experts of
+a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ class Row:
     """One sample. Each token's label has the token's own place (not shifted, as in Hugging Face),
     and so has each value of `values_S`, which holds, by name, what a loss reads (see losses.py).
     `loss_weights_S` multiplies the loss of each supervised token; None: all have the weight 1.
-    Pixels are floats as the image processor gives them, or bytes as `image_patches` does."""
+    Pixels are floats as the image processor gives them, or bytes as `image_patches` does.
+    `routing_SLK` says which experts each token goes to, in place of the model's routers; -1 leaves
+    a token to them, and None leaves all."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -34,6 +37,7 @@ class Row:
     video_grid_I3: Tensor | None = None
     values_S: Mapping[str, Tensor] = field(default_factory=dict)
     loss_weights_S: Tensor | None = None
+    routing_SLK: Tensor | None = None
 
     def check_pixels(self, where: str) -> None:
         """Refuse patches and grids that do not come together or do not add up."""
@@ -73,6 +77,11 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
     labels_S = row.labels_S.numpy()
     check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, f"{where}: label")
     row.check_pixels(where)
+    if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
+        raise DataError(
+            f"{where}: routing {tuple(row.routing_SLK.shape)} and ids {tuple(row.ids_S.shape)}: "
+            "give the experts of each token, -1 where the routers are to choose"
+        )
     queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
     runs = queue.runs_of(row.ids_S, where)
     queue.check_used_up(where)
@@ -146,4 +155,5 @@ def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     ids_S = torch.cat([prompt.ids_S, answer_S])
     labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
-    return replace(prompt, ids_S=ids_S, labels_S=labels_S, values_S=values_S, loss_weights_S=None)
+    new = {"ids_S": ids_S, "labels_S": labels_S, "values_S": values_S}
+    return replace(prompt, **new, loss_weights_S=None, routing_SLK=None)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ FIELDS = {
     "pixel_values_videos": "pixel_values_videos_PC",
     "video_grid_thw": "video_grid_I3",
     "loss_weights": "loss_weights_S",
+    "routing": "routing_SLK",
 }
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
 MASK = "response_mask"  # instead of labels: true for the supervised tokens
