@@ -19,6 +19,7 @@ from tests.test_parity import layout
 
 EVERY = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
 LORA = dict(rank=4, alpha=8.0, targets=EVERY, dropout=0.2)
+EXPERTS = dict(experts=8, layers=4)
 MERGER = dict(rank=4, targets=("attention",), train=("merger",), dropout=0.1)
 
 
@@ -31,6 +32,7 @@ SAME = {
     "tp2-pp2": with_lora(layout(tp=2, pp=2, recompute="full", recompute_vision=True), **LORA),
     "dp2-bf16": with_lora(bf16(layout(dp=2)), **LORA),
     "merger-pp2x2": with_lora(layout(pp=2, virtual_stages=2), **MERGER),
+    "experts-ep2": with_lora(layout(dp=2, ep=2, recompute="full"), **MERGER),
 }
 SLOW = {"dp2-bf16"}
 
@@ -41,7 +43,7 @@ def marked(cases):
 
 @pytest.mark.parametrize("name", marked(SAME))
 def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_path):
-    case, path = SAME[name], tiny()
+    case, path = SAME[name], tiny(**(EXPERTS if "experts" in name else {}))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     figures = pool.run(go, case.world, path, case, Part(straight, range(4), None, (2, 4)))[0]
     part = Part(resumed, range(2, 4), step_folder(straight, 2), (4,))
@@ -61,12 +63,15 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_pa
     ("first", "second"),
     [
         (layout(tp=2, pp=2, layers_per_stage=[0, 4]), layout(dp=2)),
+        (layout(dp=2, ep=2), layout(pp=2)),
         pytest.param(layout(dp=2), layout(tp=2), marks=pytest.mark.slow),
         pytest.param(layout(tp=2), layout(pp=2, virtual_stages=2), marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path):
     path, lora = tiny(), dict(LORA, train=())
+    if first.parallel.get("ep", 1) > 1:
+        path, lora["targets"] = tiny(**EXPERTS), ("attention", "merger")
     first, second = with_lora(first, **lora), with_lora(second, **lora)
     pool.run(go, first.world, path, first, Part(tmp_path / "a", range(1), None, (1,)))
     before = step_folder(tmp_path / "a", 1)
