@@ -19,7 +19,7 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Answer:
     """One answer. Shapes: S its tokens, L decoder layers with experts, K experts of a token."""
 
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
