@@ -83,6 +83,7 @@ bench: setup
 	$(BIN)/python benchmarks/first_step.py
 	$(BIN)/python benchmarks/head_memory.py
 	$(BIN)/python benchmarks/lora.py
+	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/plan.py
 	$(MAKE) trl-env
 	$(BIN)/python benchmarks/sft/compare.py
