@@ -16,7 +16,7 @@ from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.early import Counts, no_config_json, read_counts
 from megatron_vlm.family.new_tokens import find_new_tokens
-from megatron_vlm.model.constraints import check_layout, check_supported
+from megatron_vlm.model.constraints import check_layout, check_router_losses, check_supported
 from megatron_vlm.paths import what_is_at
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # on the Hub
@@ -33,6 +33,7 @@ def check_run(cfg: Config) -> None:
         world = int(os.environ["WORLD_SIZE"])
     if counts is not None:
         check_layout(counts, ParallelDims.create(cfg.parallel, world, counts.layers))
+        check_router_losses(cfg, counts)
     check_new_tokens(cfg)
     check_data(cfg, "data.train")
     check_data(cfg, "data.eval")

@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_vlm.config.lora import Exported, export_of
-from megatron_vlm.config.schema import Config, get, leaves
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.micro_batch import MicroBatch, cut_micro_batches
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.pixels import PixelTables
@@ -30,7 +30,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
-from megatron_vlm.distributed.same import check_same
+from megatron_vlm.distributed.same import check_same, compared
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.hf.adapter_export import export_adapter
@@ -64,13 +64,11 @@ from megatron_vlm.step.optimizer import (
     wrap_data_parallel,
 )
 from megatron_vlm.step.overlap import WeightGather
-from megatron_vlm.step.pipeline import Stage
+from megatron_vlm.step.pipeline import ForwardStep, Stage
+from megatron_vlm.step.router_losses import router_losses, values_of, with_losses
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
 PATIENCE = 2
-
-# Where a machine keeps its copies; what is in the model's folder is compared.
-_LOCAL = ("model.path", "data.cache_dir")
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 
@@ -83,7 +81,8 @@ class StepMetrics:
     loss: float  # mean over the supervised tokens, by their weights; 0 where there are none
     num_tokens: int  # supervised; optim_step applies nothing where there are none
     log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
-    # What the loss reports, over the same; and with experts `expert_load`, see step/expert_load.py.
+    # What the loss reports, over the same; and with experts `expert_load`, see step/expert_load.py,
+    # and of model.router_balance_loss and router_z_loss the losses without these coefficients.
     means: dict[str, float] = field(default_factory=dict)
 
 
@@ -112,7 +111,7 @@ class MegatronWorker:
         join_world(self.platform, patience)
         watchdog.join(job_store(), world_size)
         if world_size > 1:
-            check_same(_compared(cfg), found, self.platform.device)
+            check_same(compared(cfg), found, self.platform.device)
         self.grid = Grid.create(self.dims, cfg.train.seed, patience)
         watchdog.at(0, "building the model")
         self._build()
@@ -199,7 +198,9 @@ class MegatronWorker:
         for chunk in self.stage.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self.stage.run(batches, partial(self._loss_step, objective), forward_only=False)
+        step: ForwardStep = partial(self._loss_step, objective)
+        losses = router_losses(self.cfg.model, self.stage, batches, step)
+        outputs = self.stage.run(batches, with_losses(step, losses), forward_only=False)
         mean, count, weight, means = self._totals(objective, batches, outputs)
         self.has_gradients = count > 0
         if weight != count:  # Megatron has divided by the count
@@ -209,7 +210,7 @@ class MegatronWorker:
         if return_per_token_outputs:
             log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
         device, text = self.platform.device, self.source.sizes.text
-        means |= take_expert_load(self.chunks, text, device)
+        means |= take_expert_load(self.chunks, text, device) | values_of(losses)
         return StepMetrics(mean, count, log_probs, means)
 
     def _totals(
@@ -293,8 +294,3 @@ class MegatronWorker:
                 chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also=objective.also
             )
         return output, partial(loss_of, objective, batch)
-
-
-def _compared(cfg: Config) -> dict[str, str]:
-    """The keys that all ranks must have the same values of."""
-    return {key: repr(get(cfg, key)) for key in leaves() if key not in _LOCAL}

@@ -59,6 +59,7 @@ class Outcome:
     log_probs: list[Tensor]  # of this replica's rows, from `forward`
     train_log_probs: list[Tensor]  # the same from `forward_backward`
     grads: dict[str, Tensor]  # complete on rank 0
+    means: dict[str, float] = field(default_factory=dict)  # what is reported beside the loss
 
 
 def my_rows(rows: list[Row]) -> list[Row]:
@@ -107,8 +108,8 @@ def loss_and_grads(path: str, case: Case, rows: list[Row]) -> Outcome:
         worker.forward_backward(mine)
     metrics = worker.forward_backward(mine, return_per_token_outputs=True)
     assert metrics.log_probs is not None
-    grads = collect_grads(worker)
-    return Outcome(metrics.loss, metrics.num_tokens, log_probs, metrics.log_probs, grads)
+    grads, means = collect_grads(worker), metrics.means
+    return Outcome(metrics.loss, metrics.num_tokens, log_probs, metrics.log_probs, grads, means)
 
 
 def train(

@@ -18,7 +18,7 @@ BATCHES = {"mixed": MIXED, "all_text": ALL_TEXT, "text_on_one_rank": TEXT_ON_ONE
 
 
 def layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: object) -> Case:
-    of_model = ("recompute", "freeze", "share", "compile", "attention")
+    of_model = ("recompute", "freeze", "share", "compile", "attention", "router")
     model = {k: v for k, v in more.items() if k.startswith(of_model)}
     parallel = {k: v for k, v in more.items() if k not in model}
     return Case(world=tp * pp * dp, model=model, parallel=dict(tp=tp, pp=pp, **parallel))
@@ -133,6 +133,7 @@ def errors(outcomes: list[Outcome], expected: Reference, case: Case) -> dict[str
         if part in frozen:
             assert grad.isnan().all(), f"{name} is frozen but has a gradient"
             continue
+        assert not grad.isnan().any(), f"{name} is not frozen and has no gradient"
         want = expected.grads[name]
         error = float((grad - want).norm())
         found[f"grad {name}"] = error / float(want.norm()) if want.any() else error

@@ -24,6 +24,7 @@ _SAME = {
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pp_size",
     "parallel.cp": "context_parallel_size cp_size",
     "parallel.ep": "expert_model_parallel_size ep_size",
+    "model.router_balance_loss": "router_aux_loss_coef",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
     "data.train": "train_dataset train_file train_files train_data train_data_path",
     "data.eval": "eval_dataset val_dataset validation_file eval_file eval_data eval_data_path",
@@ -145,6 +146,11 @@ _OTHER = {
     "eval.samples limits an evaluation; for training, give a smaller file": "max_samples "
     "max_train_samples num_train_samples max_eval_samples",
     "megatron-vlm train does nothing but supervised fine-tuning": "stage do_train rlhf_type task",
+    "model.router_balance_loss is the coefficient of transformers' load_balancing_loss_func, over "
+    "the global batch": "moe_aux_loss_coeff aux_loss_coeff moe_router_load_balancing_type",
+    "model.router_z_loss is the coefficient of the mean over layers and tokens": (
+        "moe_z_loss_coeff router_z_loss_coef"
+    ),
     "several machines are started with torchrun, Slurm or Ray: docs/clusters.md": (
         "nnodes node_rank master_addr master_port"
     ),

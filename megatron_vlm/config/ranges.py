@@ -56,6 +56,7 @@ _KEYS = {
     _RATE: """
         optim.lr optim.vision_lr optim.merger_lr optim.weight_decay optim.vision_weight_decay
         optim.merger_weight_decay optim.clip_grad launch.cpus_per_rank
+        model.router_balance_loss model.router_z_loss
     """,
     _SHARE: "optim.min_lr_ratio optim.decay_ratio",
     _DECAY: "optim.beta1 optim.beta2 lora.dropout",

@@ -29,6 +29,8 @@ class ModelConfig:
     recompute: Literal["none", "selective", "full"] = "none"  # decoder layers; full saves most
     recompute_vision: bool = False  # recompute each block of the vision tower
     share_images: bool = True  # TP ranks divide the images among them; false: each encodes all
+    router_balance_loss: float = 0.0  # coefficient of the loss that balances experts; 0: none
+    router_z_loss: float = 0.0  # coefficient of the loss that keeps routers' logits small; 0: none
     freeze_vision: bool = False  # the vision tower without its mergers
     freeze_merger: bool = False  # the projector and the DeepStack projectors
     freeze_language: bool = False  # embedding, decoder and head

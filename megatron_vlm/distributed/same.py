@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 
+from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.distributed.messages import all_gather_bytes
 from megatron_vlm.errors import ConfigError
 
 _SHOWN = 5  # differences in a message
+# Where a machine keeps its copies; what is in the model's folder is compared.
+_LOCAL = ("model.path", "data.cache_dir")
+
+
+def compared(cfg: Config) -> dict[str, str]:
+    """The keys that all ranks must have the same values of."""
+    return {key: repr(get(cfg, key)) for key in leaves() if key not in _LOCAL}
 
 
 def check_same(values: Mapping[str, str], digests: Mapping[str, str], device: torch.device) -> None:

@@ -38,6 +38,7 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
     experts = text.experts.count if text.experts else 0
     counts = Counts(text.layers, text.heads, text.kv_heads, text.ffn, deepstack, experts)
     check_layout(counts, dims)
+    check_router_losses(cfg, counts)
 
 
 def check_supported(cfg: Config) -> None:
@@ -67,6 +68,16 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
             f"parallel.ep={dims.ep} does not divide the model's num_experts={counts.experts}; set "
             f"parallel.ep to a divisor of {counts.experts}"
         )
+
+
+def check_router_losses(cfg: Config, counts: Counts) -> None:
+    """Refuse a loss of routers for a model that has none."""
+    for key in ("router_balance_loss", "router_z_loss"):
+        if (coefficient := getattr(cfg.model, key)) and not counts.experts:
+            raise ConfigError(
+                f"model.{key}={coefficient}: the model has no experts, so no router; set "
+                f"model.{key}=0"
+            )
 
 
 # The key, the value, the reason and the remedy.

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_vlm.model.router_losses import RouterLosses
+
 Counts = list[list[int]]  # of each rank of the expert parallel group, its tokens for each expert
 
 
@@ -28,6 +30,7 @@ class Routing:
     given: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     counts: dict[int, Counts] = field(default_factory=dict)
+    losses: RouterLosses | None = None  # what the routers add to the loss
 
     def counts_of(self, layer: int, experts: int, group: dist.ProcessGroup) -> Counts:
         """How many tokens each rank of the group sends to each expert. A collective the first
@@ -55,7 +58,8 @@ def route(
     probabilities in fp32 over all experts, then those of the chosen ones normalised."""
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
-    if layer not in routing.chosen:
+    is_replay = layer in routing.chosen
+    if not is_replay:
         chosen_NK = choose(probs_NE.detach(), top_k)
         if (given_NK := routing.given.get(layer)) is not None:
             chosen_NK = torch.where(given_NK < 0, chosen_NK, given_NK)
@@ -63,6 +67,8 @@ def route(
     chosen_NK = routing.chosen[layer]
     weights_NK = probs_NE.gather(1, chosen_NK)
     weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
+    if routing.losses is not None:
+        weights_NK = routing.losses.add(weights_NK, logits_NE, probs_NE, is_replay)
     return chosen_NK, weights_NK.to(hidden_NH.dtype)
 
 

@@ -49,6 +49,8 @@ class StepLine:
     skipped: bool = False  # not applied: its loss or gradient was not finite
     empty: bool = False  # not applied: no token of its batch was trained
     expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
+    balance_loss: float | None = None  # of the routers, without its coefficient
+    z_loss: float | None = None  # the same
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,8 @@ class Meter:
             skipped=not (empty or finite),
             empty=empty,
             expert_load=metrics.means.get("expert_load"),
+            balance_loss=metrics.means.get("balance_loss"),
+            z_loss=metrics.means.get("z_loss"),
         )
 
 

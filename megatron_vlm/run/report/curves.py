@@ -47,6 +47,8 @@ _STEP_CHARTS = (
     StepChart("Padding", {"padding": "padding"}, "of all positions", percent=True),
     StepChart("MFU", {"MFU": "mfu"}, "of peak FLOP/s", percent=True, optional=True),
     StepChart("Busiest expert", {"busiest": "expert_load"}, "times the mean", optional=True),
+    StepChart("Balancing loss", {"balance": "balance_loss"}, optional=True),
+    StepChart("Router z loss", {"z": "z_loss"}, may_log=True, optional=True),
     StepChart("Memory", {"memory": "memory_gb"}, "GB", steady=True),
 )
 
