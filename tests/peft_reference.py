@@ -33,6 +33,7 @@ class Adapter:
     alpha: float = 12.0
     rslora: bool = False
     whole_merger: bool = False
+    parameters: tuple[str, ...] = ()  # of experts, by PEFT's names: targets have them as well
 
     @property
     def ours(self) -> dict[str, Any]:
@@ -50,12 +51,14 @@ def peft_model(path: str, adapter: Adapter) -> PeftModel:
     """The model with an adapter whose every tensor is random, B too."""
     model = load_reference(path)
     pattern = "|".join(GROUPS.get(target, target) for target in adapter.targets)
-    mergers = [name for name, _ in model.named_modules() if re.fullmatch(MERGERS, name)]
+    modules = [name for name, _ in model.named_modules()]
+    mergers = [name for name in modules if re.fullmatch(MERGERS, name)]
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         use_rslora=adapter.rslora,
-        target_modules=pattern,
+        target_modules=pattern if any(re.fullmatch(pattern, name) for name in modules) else [],
+        target_parameters=list(adapter.parameters) or None,
         modules_to_save=mergers if adapter.whole_merger else None,
     )
     wrapped = get_peft_model(model, config)
@@ -68,7 +71,7 @@ def peft_model(path: str, adapter: Adapter) -> PeftModel:
 
 
 def trained(model: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """What learns, by our names: PEFT's for adapters, Hugging Face's for whole weights."""
+    """What learns, by PEFT's names for adapters, and Hugging Face's for whole weights."""
     found = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -76,6 +79,22 @@ def trained(model: PeftModel) -> dict[str, torch.nn.Parameter]:
             if ".modules_to_save" in plain:
                 plain = plain.replace(".modules_to_save", "").removeprefix("base_model.model.")
             found[plain] = param
+    return found
+
+
+def as_ours(model: PeftModel, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Values of what learns by our names, those of experts one after the other, as PEFT makes them
+    of its own: of A the rows of each are together, and of B each has every so many columns."""
+    inside = {n: m.parameter_name for n, m in model.named_modules() if hasattr(m, "parameter_name")}
+    found = {}
+    for name, value in named.items():
+        stem, mark, end = name.partition(".lora_")
+        if (leaf := inside.get(stem)) is not None:
+            count = model.config.text_config.num_experts
+            kinds = {"A": value.chunk(count), "B": [value[:, n::count] for n in range(count)]}
+            stem = f"{stem.removesuffix('.base_layer')}.{leaf}"
+            value = torch.stack(list(kinds[end[0]]))
+        found[stem + mark + end] = value
     return found
 
 
@@ -96,7 +115,7 @@ def run_peft(model: PeftModel, rows: Sequence[Row]) -> Reference:
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in params.items()
     }
-    return Reference(total / count, log_probs, grads)
+    return Reference(total / count, log_probs, as_ours(model, grads))
 
 
 def train_peft(
@@ -114,7 +133,7 @@ def train_peft(
         run_peft(model, rows)
         norms.append(float(torch.nn.utils.clip_grad_norm_(params.values(), optim["clip_grad"])))
         optimizer.step()
-    return norms, {name: p.detach().clone() for name, p in params.items()}
+    return norms, as_ours(model, {name: p.detach().clone() for name, p in params.items()})
 
 
 def save(model: PeftModel, folder: Path) -> str:

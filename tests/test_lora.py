@@ -4,6 +4,7 @@ after three steps."""
 
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.family.adapters import AdaptedLinear, Slot
 from megatron_vlm.family.sizes import Part, TensorSpec
+from megatron_vlm.hf.adapter_form import FileTensor
 from megatron_vlm.hf.export import gather_tensors
 from megatron_vlm.hf.names import Origin
-from megatron_vlm.model.lora import Adapters, drawing
+from megatron_vlm.model.experts import times
+from megatron_vlm.model.lora import Adapters, ExpertAdapters, drawing
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.peft_reference import Adapter, peft_model, run_peft, save, train_peft
 from tests.runs import call, loss_and_grads, train
@@ -33,6 +36,8 @@ LANGUAGE = Adapter()
 ALL = Adapter(EVERY)
 TOWER = Adapter(("vision_attention", "vision_mlp"))
 BESIDE_MERGER = Adapter(("attention",), whole_merger=True)
+DOWN = "mlp.experts.down_proj"
+IN_EXPERTS = Adapter(parameters=("mlp.experts.gate_up_proj", DOWN))
 
 CASES = {
     # name: (layout, adapter, sizes of the tiny model, batch)
@@ -89,11 +94,50 @@ CASES = {
         {**EXPERTS, "dense_layers": 1},
         "mixed",
     ),
+    "in-experts": (layout(), IN_EXPERTS, EXPERTS, "mixed"),
+    "in-experts-ep2": (layout(dp=2, ep=2), IN_EXPERTS, EXPERTS, "mixed"),
+    "in-experts-ep2-pp2-recompute": (
+        layout(pp=2, dp=2, ep=2, recompute="full"),
+        replace(IN_EXPERTS, targets=("attention", "mlp", "merger")),
+        {**EXPERTS, "dense_layers": 1},
+        "mixed",
+    ),
+    "in-experts-ep4-tied": (layout(dp=4, ep=4), IN_EXPERTS, {**EXPERTS, "tied": True}, "mixed"),
+    "in-experts-ep2-dp2-overlap": (
+        layout(dp=4, ep=2, overlap_grad_reduce=True),
+        replace(IN_EXPERTS, rslora=True),
+        EXPERTS,
+        "text_on_one_rank",
+    ),
+    "in-experts-ep2-pp2x2": (
+        layout(pp=2, dp=2, ep=2, virtual_stages=2),
+        IN_EXPERTS,
+        EXPERTS,
+        "mixed",
+    ),
+    "in-experts-ep2-plain-optimizer": (
+        layout(dp=2, ep=2, distributed_optimizer=False),
+        IN_EXPERTS,
+        EXPERTS,
+        "mixed",
+    ),
+    "in-experts-alone-ep2-pp2": (
+        layout(pp=2, dp=2, ep=2),
+        replace(IN_EXPERTS, targets=("mlp",)),
+        EXPERTS,
+        "mixed",
+    ),
+    "in-experts-of-a-layer-ep2-pp2": (  # a stage that learns nothing
+        layout(pp=2, dp=2, ep=2, overlap_grad_reduce=True),
+        Adapter((f"layers.1.{DOWN}",), parameters=(f"layers.1.{DOWN}",)),
+        EXPERTS,
+        "mixed",
+    ),
 }
 
 
 # `make test` runs these, `make test-slow` the rest.
-QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap", "experts-ep2")
+QUICK = ("all-tp2-pp2", "recompute-text", "pp2x2", "dp2-overlap", "in-experts-ep2-pp2-recompute")
 PARAMS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES]
 
 
@@ -130,6 +174,7 @@ def in_peft(adapter):
         "up_proj": r".*\.up_proj",
         "layers.3.self_attn.o_proj": r".*layers\.3\.self_attn\.o_proj",
         "layers.0.mlp.up_proj": r".*layers\.0\.mlp\.up_proj",
+        f"layers.1.{DOWN}": "no linear layer",
     }
     return replace(adapter, targets=tuple(found.get(each, each) for each in adapter.targets))
 
@@ -147,6 +192,14 @@ def test_equals_peft(name, pool, tiny, adapters, record_property):
     expected = reference(adapter, key, batch)
     rows = make_rows(BATCHES[batch], sizes.get("vocab", 512))
     outcomes = pool.run(loss_and_grads, case.world, tiny(**sizes), case, rows)
+    found = compared(outcomes, expected, case)
+    worst = max(found, key=lambda each: found[each])
+    record_property("worst", found[worst])
+    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+
+
+def compared(outcomes, expected, case) -> dict[str, float]:
+    """Relative errors."""
     ours = outcomes[0]
     found = {"loss": abs(ours.loss - expected.loss) / abs(expected.loss)}
     tp = case.parallel["tp"]
@@ -159,15 +212,24 @@ def test_equals_peft(name, pool, tiny, adapters, record_property):
     for tensor, want in expected.grads.items():
         error = float((ours.grads[tensor] - want).norm())
         found[f"grad {tensor}"] = error / float(want.norm()) if want.any() else error
-    worst = max(found, key=lambda each: found[each])
-    record_property("worst", found[worst])
-    assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+    return found
 
 
 STEP_CASES = [
     "all-tp2-pp2",
     "dp2-overlap",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in ("1x1x1", "pp2x2", "merger-whole-tp2-pp2")),
+    "in-experts-ep2",
+    *(
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in (
+            "1x1x1",
+            "pp2x2",
+            "merger-whole-tp2-pp2",
+            "in-experts",
+            "in-experts-ep2-pp2-recompute",
+            "in-experts-ep2-plain-optimizer",
+        )
+    ),
 ]
 # As in test_steps.py, in units of the learning rate. Measured 3.0e-5, 0.014 and 3.9e-7.
 MEAN_TOLERANCE_LR = 3e-4
@@ -205,21 +267,31 @@ def gathered(worker):
     return {name: value.clone() for name, value in named if value is not None}
 
 
-@pytest.mark.parametrize("init", ["kaiming", "gaussian"])
-def test_adapters_begin_as_peft_begins_in_every_layout(init, pool, tiny):
-    lora = dict(rank=8, targets=EVERY, init=init)
-    found = pool.run(call, 1, tiny(), replace(layout(), lora=lora), gathered)[0]
-    again = pool.run(call, 4, tiny(), replace(layout(tp=2, pp=2), lora=lora), gathered)[0]
+@pytest.mark.parametrize(
+    ("init", "case", "sizes"),
+    [
+        ("kaiming", layout(tp=2, pp=2), {}),
+        ("gaussian", layout(tp=2, pp=2), {}),
+        ("kaiming", layout(pp=2, dp=2, ep=2), EXPERTS),
+    ],
+)
+def test_adapters_begin_as_peft_begins_in_every_layout(init, case, sizes, pool, tiny):
+    lora, path = dict(rank=8, targets=EVERY, init=init), tiny(**sizes)
+    found = pool.run(call, 1, path, replace(layout(), lora=lora), gathered)[0]
+    again = pool.run(call, 4, path, replace(case, lora=lora), gathered)[0]
     assert found.keys() == again.keys()
     assert [name for name in found if not torch.equal(found[name], again[name])] == []
     firsts = {name: value for name, value in found.items() if "lora_A" in name}
     assert all(not value.any() for name, value in found.items() if "lora_B" in name)
-    assert len({float(value[0, 0]) for value in firsts.values()}) == len(firsts)
+    numbers = [
+        number for value in firsts.values() for number in value.flatten()[:: value.shape[-1]]
+    ]
+    assert len(set(map(float, numbers))) > 0.99 * len(numbers)
     for name, value in firsts.items():
         # The variance of kaiming_uniform(a=sqrt(5)) is 1 / (3 inputs), its bound 1 / sqrt(inputs).
-        expected = 1 / 8 if init == "gaussian" else (3 * value.shape[1]) ** -0.5
+        expected = 1 / 8 if init == "gaussian" else (3 * value.shape[-1]) ** -0.5
         assert float(value.std()) == pytest.approx(expected, rel=0.2), name
-        assert init == "gaussian" or float(value.abs().max()) <= value.shape[1] ** -0.5
+        assert init == "gaussian" or float(value.abs().max()) <= value.shape[-1] ** -0.5
 
 
 def operations(worker):
@@ -229,14 +301,15 @@ def operations(worker):
     return counter.get_total_flops()
 
 
+@pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, pool, tiny):
+def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, sizes, pool, tiny):
     """Forward and backward of full training are 3 products for each weight; without that for the
     weight's gradient, 2 are left, and recomputation adds one to either."""
-    case = layout(recompute=recompute)
-    whole = pool.run(call, 1, tiny(), case, operations)[0]
+    case, path = layout(recompute=recompute), tiny(**sizes)
+    whole = pool.run(call, 1, path, case, operations)[0]
     lora = dict(rank=1, targets=("attention", "mlp"))
-    found = pool.run(call, 1, tiny(), replace(case, lora=lora), operations)[0]
+    found = pool.run(call, 1, path, replace(case, lora=lora), operations)[0]
     expected = 2 / 3 if recompute == "none" else 3 / 4
     # Nothing before the first adapters needs a gradient.
     assert expected - 0.02 < found / whole < expected + 0.06
@@ -270,3 +343,69 @@ def test_dropout_keeps_the_mean():
     spread = torch.cat(seen).std(0)
     assert ((mean - whole[0]).abs() < 5 * spread / (50 * 40) ** 0.5).all()
     assert not torch.equal(torch.get_rng_state(), state)  # as it was before
+
+
+# Mutants of adapters in experts.
+
+
+def patched_adapters(change):
+    """With another product: `change` is given what the right one is given, and its module."""
+    return mock.patch.object(ExpertAdapters, "forward", change)
+
+
+def of_the_next_expert(adapters, rows, counts):
+    low = times(rows, adapters.A.roll(1, 0), counts) * adapters.scale
+    return times(low, adapters.B, counts)
+
+
+def unscaled(adapters, rows, counts):
+    return times(times(rows, adapters.A, counts), adapters.B, counts)
+
+
+def b_by_expert():
+    """B read as if the columns of each expert were together, as the rows of A are."""
+    right = FileTensor.loaded
+
+    def wrong(self, stored):
+        if len(self.ours.shape) == 3 and "lora_B" in self.name:
+            return torch.stack(stored.chunk(self.ours.shape[0], dim=1))
+        return right(self, stored)
+
+    return mock.patch.object(FileTensor, "loaded", wrong)
+
+
+def summed_over_all_replicas():
+    """Megatron's mark of the experts is forgotten."""
+    right = ExpertAdapters.__init__
+
+    def wrong(self, *args):
+        right(self, *args)
+        for param in self.parameters():
+            param.allreduce = True
+
+    return mock.patch.object(ExpertAdapters, "__init__", wrong)
+
+
+MUTANTS = {
+    "of the next expert": lambda: patched_adapters(of_the_next_expert),
+    "unscaled": lambda: patched_adapters(unscaled),
+    "B by expert": b_by_expert,
+    "summed over all replicas": summed_over_all_replicas,
+}
+
+
+def broken(path, case, rows, name):
+    with MUTANTS[name]():
+        return loss_and_grads(path, case, rows)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_parity_notices(name, pool, tiny, adapters, record_property):
+    case, adapter, sizes, batch = CASES["in-experts-ep2"]
+    folder, reference, _ = adapters
+    key = tuple(sorted(sizes.items()))
+    case = replace(case, lora=dict(adapter.ours, path=folder(adapter, key)))
+    outcomes = pool.run(broken, 2, tiny(**sizes), case, make_rows(BATCHES[batch]), name)
+    worst = max(compared(outcomes, reference(adapter, key, batch), case).values())
+    record_property("worst", worst)
+    assert worst > 100 * TOLERANCE

@@ -33,8 +33,11 @@ SAME = {
     "dp2-bf16": with_lora(bf16(layout(dp=2)), **LORA),
     "merger-pp2x2": with_lora(layout(pp=2, virtual_stages=2), **MERGER),
     "experts-ep2": with_lora(layout(dp=2, ep=2, recompute="full"), **MERGER),
+    "in-experts-ep2": with_lora(
+        bf16(layout(dp=2, ep=2, recompute="full")), rank=4, targets=("attention", "mlp")
+    ),
 }
-SLOW = {"dp2-bf16"}
+SLOW = {"dp2-bf16", "experts-ep2"}
 
 
 def marked(cases):
@@ -64,6 +67,12 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_pa
     [
         (layout(tp=2, pp=2, layers_per_stage=[0, 4]), layout(dp=2)),
         (layout(dp=2, ep=2), layout(pp=2)),
+        pytest.param(layout(dp=4, ep=2), layout(dp=4, ep=4), marks=pytest.mark.slow),
+        pytest.param(
+            layout(dp=4, ep=4, distributed_optimizer=False),
+            layout(pp=2, dp=2, ep=2),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(layout(dp=2), layout(tp=2), marks=pytest.mark.slow),
         pytest.param(layout(tp=2), layout(pp=2, virtual_stages=2), marks=pytest.mark.slow),
     ],
@@ -71,7 +80,8 @@ def test_resumed_is_bit_for_bit_the_run_without_a_break(name, pool, tiny, tmp_pa
 def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path):
     path, lora = tiny(), dict(LORA, train=())
     if first.parallel.get("ep", 1) > 1:
-        path, lora["targets"] = tiny(**EXPERTS), ("attention", "merger")
+        path = tiny(**EXPERTS)
+        lora |= dict(targets=("attention", "mlp", "merger"), dropout=0.0)
     first, second = with_lora(first, **lora), with_lora(second, **lora)
     pool.run(go, first.world, path, first, Part(tmp_path / "a", range(1), None, (1,)))
     before = step_folder(tmp_path / "a", 1)

@@ -1,8 +1,6 @@
 # .venv/bin/python -m pytest tests/test_lora_config.py
 """The keys of `lora`: recipes, what they choose, and what is refused."""
 
-import re
-
 import pytest
 
 from megatron_vlm.config import from_yaml, load_config, to_yaml
@@ -10,6 +8,7 @@ from megatron_vlm.config.lora import exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.adapters import adapted, module_of
+from megatron_vlm.hf.adapters import adapted_weights
 from megatron_vlm.model.constraints import check_supported
 
 HAS = ["model.path=x", "lora=default"]
@@ -86,16 +85,29 @@ def test_targets_are_parts_names_and_patterns(tiny):
         names("embed_tokens")
 
 
-def test_experts_get_no_adapters(tiny):
-    """They are three-dimensional parameters, and the router is no linear layer to PEFT."""
+def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):
+    """Experts are two weights to PEFT, whatever their number; routers are none of its linears."""
     tensors = read_sizes(tiny(experts=4, layers=3, dense_layers=1)).tensors
-    assert len(adapted(tensors, ("attention", "layers.0.mlp.*_proj"))) == 3 * 4 + 3
-    reason = r"lora.targets: '{}' means .*\.layers\.1\.mlp\.{} .* set lora.targets=\[attention\]"
-    for target, meant in (
-        ("mlp", "gate"),
-        ("down_proj", "experts.down_proj"),
-        ("mlp.gate", "gate"),
-        ("layers.1.*", "gate"),
-    ):
-        with pytest.raises(ConfigError, match=reason.format(re.escape(target), meant)):
-            adapted(tensors, ("attention", target))
+
+    def names(*targets: str) -> list[str]:
+        prefix = "model.language_model.layers."
+        return [module_of(each).removeprefix(prefix) for each in adapted(tensors, targets)]
+
+    both = [f"{n}.mlp.experts.{end}" for n in (1, 2) for end in ("gate_up_proj", "down_proj")]
+    dense = [f"0.mlp.{end}_proj" for end in ("gate", "up", "down")]
+    assert names("mlp") == dense + both and names("mlp.experts.*_proj") == both
+    assert names("down_proj") == [dense[2], both[1], both[3]]
+    assert names("layers.0.mlp.*_proj") == dense
+    assert not [each for each in names("layers.1.*", "layers.2.*") if each.endswith("gate")]
+    for target in ("mlp.gate", "layers.1.mlp.gate", "gate"):
+        with pytest.raises(ConfigError, match=r"means the router .*\.layers\.1\.mlp\.gate, and"):
+            names("attention", target)
+
+
+def test_dropout_for_experts_is_refused_as_peft_refuses_it(tiny):
+    sizes = read_sizes(tiny(experts=4, layers=3, dense_layers=1))
+    cfg = load_config([*HAS, "lora.dropout=0.1"])
+    with pytest.raises(ConfigError, match=r"lora.dropout=0.1, and .*targets=\[attention,mlp\] me"):
+        adapted_weights(cfg, sizes)
+    dense = load_config([*HAS, "lora.dropout=0.1", "lora.targets=[attention,layers.0.mlp.*_proj]"])
+    assert adapted_weights(dense, sizes)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from tests.peft_reference import Adapter, peft_model
 from tests.peft_reference import save as save_peft
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, my_rows
-from tests.test_lora import ALL, BESIDE_MERGER
+from tests.test_lora import ALL, BESIDE_MERGER, DOWN, EXPERTS, IN_EXPERTS
 from tests.test_parity import layout
 from tests.test_train import go_pooled, steps_of
 
@@ -62,17 +63,25 @@ def difference(ours, theirs) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("adapter", "case"),
+    ("adapter", "case", "sizes"),
     [
-        (ALL, layout(tp=2, pp=2)),
-        (BESIDE_MERGER, layout(dp=2)),
-        pytest.param(replace(ALL, rslora=True), layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(Adapter(("q_proj", "linear_fc1")), layout(tp=2), marks=pytest.mark.slow),
+        (ALL, layout(tp=2, pp=2), {}),
+        (BESIDE_MERGER, layout(dp=2), {}),
+        (Adapter(), layout(pp=2, dp=2, ep=2), {**EXPERTS, "dense_layers": 1}),
+        slow(replace(ALL, rslora=True), layout(pp=2), {}),
+        slow(Adapter(("q_proj", "linear_fc1")), layout(tp=2), {}),
+        slow(Adapter(("layers.2.mlp.experts.down_proj",)), layout(dp=2, ep=2), EXPERTS),
+        slow(Adapter(("gate_up_proj", "q_proj"), rslora=True), layout(), EXPERTS),
+        slow(Adapter(("mlp", "merger"), whole_merger=False), layout(dp=4, ep=4), EXPERTS),
     ],
 )
-def test_peft_loads_what_is_exported(adapter, case, pool, tiny, tmp_path):
-    case = replace(case, lora=adapter.ours)
+def test_peft_loads_what_is_exported(adapter, case, sizes, pool, tiny, tmp_path):
+    case, tiny = replace(case, lora=adapter.ours), partial(tiny, **sizes)
     ours = pool.run(train_and_export, case.world, tiny(), case, tmp_path)[0]
     base = log_probs(load_reference(tiny()))
     assert difference(ours, base) > 0.01
@@ -100,13 +109,22 @@ def log_probs_here(path: str, case: Case) -> list[torch.Tensor]:
     return MegatronWorker(case.config(path), training=False).forward(make_rows(MIXED))
 
 
-def test_an_adapter_says_how_to_go_on_from_it(pool, tiny, tmp_path):
-    model = peft_model(tiny(), ALL)
+@pytest.mark.parametrize(
+    ("adapter", "sizes"),
+    [
+        (ALL, {}),
+        (IN_EXPERTS, {**EXPERTS, "dense_layers": 1}),
+        slow(replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)), EXPERTS),
+    ],
+)
+def test_an_adapter_says_how_to_go_on_from_it(adapter, sizes, pool, tiny, tmp_path):
+    path = tiny(**sizes)
+    model = peft_model(path, adapter)
     folder = Path(save_peft(model, tmp_path / "peft"))
     found = lora_of(folder)
     assert (found.rank, found.alpha, found.rslora, found.train) == (4, 12.0, False, ())
     case = replace(layout(), lora=vars(found))
-    assert difference(pool.run(log_probs_here, 1, tiny(), case)[0], log_probs(model)) < 5e-6
+    assert difference(pool.run(log_probs_here, 1, path, case)[0], log_probs(model)) < 5e-6
 
 
 def refused(path: str, case: Case) -> str:
@@ -162,6 +180,29 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
         HFCheckpoint(str(folder))
 
 
+def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):
+    """One weight's adapters have the names of the other's, and older PEFT had them turned."""
+    path = tiny(**EXPERTS)
+    model = peft_model(path, replace(IN_EXPERTS, targets=("nothing",), parameters=(DOWN,)))
+    folder = Path(save_peft(model, tmp_path / "peft"))
+    right = dict(Adapter((DOWN,)).ours, path=str(folder))
+
+    def said(**lora) -> str:
+        return pool.run(refused, 1, path, replace(layout(), lora=dict(right, **lora)))[0]
+
+    named = r"its target_parameters are \[mlp.experts.down_proj\], which are 4 weights of experts"
+    for target, count in (("gate_up_proj", 4), ("mlp", 8), (f"layers.0.{DOWN}", 1)):
+        assert re.search(f"{named}, and lora.targets means {count}, not", said(targets=(target,)))
+    file = folder / "adapter_model.safetensors"
+    other = {"lora_A": "lora_B", "lora_B": "lora_A"}
+    turned = {
+        re.sub("lora_[AB]", lambda found: other[found[0]], name): value.T.contiguous()
+        for name, value in load_file(file).items()
+    }
+    save_file(turned, file)
+    assert "Or PEFT before 0.19.1 wrote it" in said()
+
+
 @pytest.fixture(scope="module")
 def a_run(pool, tiny, tmp_path_factory):
     from tests.sets import write_set
@@ -191,18 +232,26 @@ def test_a_run_trains_exports_and_is_scored_by_its_adapters(a_run, tiny, capfd):
 
 
 @pytest.mark.parametrize(
-    ("lora", "export", "said"),
+    ("lora", "export", "said", "sizes"),
     [
-        (ALL.ours, True, "vLLM ignores the adapters of merger and vision without a word unless"),
-        (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it"),
-        (ALL.ours, "merged", ""),
-        (Adapter().ours, True, ""),
+        (
+            ALL.ours,
+            True,
+            "vLLM ignores the adapters of merger and vision without a word unless",
+            {},
+        ),
+        (BESIDE_MERGER.ours, "both", "vLLM refuses an adapter with the whole merger beside it", {}),
+        (ALL.ours, "merged", "", {}),
+        (Adapter().ours, True, "", {}),
+        (IN_EXPERTS.ours, True, "", EXPERTS),
+        (Adapter((f"layers.0.{DOWN}",)).ours, True, "only where both of a layer's", EXPERTS),
     ],
 )
-def test_adapters_that_vllm_may_not_serve_are_named(lora, export, said, tiny):
-    cfg = replace(layout(), lora=lora).config(tiny())
+def test_adapters_that_vllm_may_not_serve_are_named(lora, export, said, sizes, tiny):
+    path = tiny(**sizes)
+    cfg = replace(layout(), lora=lora).config(path)
     cfg = replace(cfg, checkpoint=CheckpointConfig(export=export))
-    remark = serving_remark(cfg, adapted_weights(cfg, read_sizes(tiny())))
+    remark = serving_remark(cfg, adapted_weights(cfg, read_sizes(path)))
     assert bool(remark) == bool(said) and said in remark
 
 

@@ -162,6 +162,22 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
 
 
+@pytest.mark.parametrize("form", [Form.in_out, Form.single])
+def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
+    """As into that of transformers 5, which tests/test_lora_files.py compares with PEFT's."""
+    case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",), init="gaussian"))
+    source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
+    pool.run(train_and_merge, 2, source, case, str(out))
+    pool.run(train_and_merge, 2, tiny(**TINY), case, str(tmp_path / "theirs"))
+    theirs = stored_as(str(tmp_path / "theirs"), tmp_path / "turned", form)
+    found, want = (load_file(Path(f) / "model.safetensors") for f in (out, theirs))
+    before = load_file(Path(source) / "model.safetensors")
+    assert found.keys() == want.keys() == before.keys()
+    for name, value in want.items():
+        assert torch.equal(found[name], value), name
+        assert torch.equal(before[name], value) != (".mlp.experts." in name), name
+
+
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
     """At hidden = 2 x width gate_up is square: down tells, and transformers must agree."""
     path = tiny(**TINY, expert_intermediate=32)

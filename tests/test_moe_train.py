@@ -372,7 +372,10 @@ def gate_and_up_swapped() -> Any:
     right = experts.feed
 
     def wrong(x, gate_up, *more):
-        return right(x, torch.cat(gate_up.chunk(2, dim=1)[::-1], dim=1), *more)
+        def swapped(rows, counts):
+            return torch.cat(gate_up(rows, counts).chunk(2, dim=1)[::-1], dim=1)
+
+        return right(x, swapped, *more)
 
     return mock.patch.object(experts, "feed", wrong)
 

@@ -139,6 +139,11 @@ CASES = {
         lora(layout(dp=2, ep=2), ("attention", "layers.0.mlp.*_proj")),
         {"experts": 4, "dense_layers": 1},
     ),
+    "lora-in-experts": (lora(layout(), ("mlp",)), {"experts": 4}),
+    "lora-in-experts-ep2-dp2": (
+        lora(layout(dp=4, ep=2, overlap_grad_reduce=True), EVERY),
+        {"experts": 4, "dense_layers": 1},
+    ),
 }
 BF16 = {
     "lora-merger-dp2",

@@ -1,6 +1,7 @@
 """Adapters (LoRA) in Hugging Face's terms: which linear layers have one, and its two tensors.
 
-A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, rank].
+A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, rank]. Each expert
+has its own: A [experts, rank, in] and B [experts, out, rank].
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ from megatron_vlm.family.sizes import Part, TensorSpec
 
 PREFIX = "base_model.model."  # of every name in PEFT's files
 GROUPS = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
-_EXPERTS = (".mlp.experts.", ".mlp.gate.weight")  # and the router that chooses among them
+_ROUTER = ".mlp.gate.weight"
 _SHOWN = 8  # names in an error
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One of Hugging Face's linear layers among those that make up one of ours."""
+    """One of Hugging Face's linear layers among those that make up one of ours; the experts' are
+    one."""
 
     base: TensorSpec  # its weight
     adapted: bool
@@ -28,7 +30,7 @@ class Slot:
     @property
     def leaf(self) -> str:
         """The last part of its name, such as q_proj."""
-        return self.base.name.split(".")[-2]
+        return module_of(self.base).rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,17 @@ class AdaptedLinear:
     cut: int | None  # the axis of the weight that is cut over TP
     groups: int  # in which the rows of the slots alternate, over all TP ranks
 
+    @property
+    def is_of_experts(self) -> bool:
+        return is_of_experts(self.slots[0].base)
+
 
 def group_of(tensor: TensorSpec) -> str | None:
     """Which of GROUPS a weight belongs to; None for what is no linear layer that can be adapted:
-    norms, biases, embeddings, the head, experts and their routers."""
-    if len(tensor.shape) != 2 or _is_of_experts(tensor):
+    norms, biases, embeddings, the head, routers."""
+    if len(tensor.shape) != 2 and not is_of_experts(tensor):
+        return None
+    if tensor.name.endswith(_ROUTER):
         return None
     if tensor.part is Part.merger:
         return "merger"
@@ -69,9 +77,9 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
     linears = [tensor for tensor in tensors if group_of(tensor)]
     found = set()
     for target in targets:
-        _check_no_experts(tensors, target)
         matching = {each for each in linears if _is_meant(each, target)}
         if not matching:
+            _check_no_router(tensors, target)
             raise ConfigError(
                 f"lora.targets: {target!r} is none of {', '.join(GROUPS)}, nor does it match a "
                 f"linear layer of the model; names are such as {_samples(linears)}"
@@ -80,20 +88,20 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
     return [each for each in linears if each in found]
 
 
-def _check_no_experts(tensors: Sequence[TensorSpec], target: str) -> None:
-    for tensor in filter(_is_of_experts, tensors):
-        if target == "mlp" or _matches(tensor, target):
+def is_of_experts(tensor: TensorSpec) -> bool:
+    """Whether a tensor is a weight of all experts of a layer, one after the other."""
+    return ".mlp.experts." in tensor.name
+
+
+def _check_no_router(tensors: Sequence[TensorSpec], target: str) -> None:
+    for tensor in tensors:
+        if tensor.name.endswith(_ROUTER) and _matches(tensor, target):
             raise ConfigError(
-                f"lora.targets: {target!r} means {module_of(tensor)} as well, and experts and "
-                "their routers get no adapters here: they are no linear layers, and PEFT has "
-                "adapters of such parameters (target_parameters) only in another form; set "
-                "lora.targets=[attention], name layers without experts, such as "
-                "layers.0.mlp.*_proj, or train the experts themselves, with lora.rank=0"
+                f"lora.targets: {target!r} means the router {module_of(tensor)}, and routers have "
+                "no adapters here: in transformers they are no linear layers, and PEFT leaves them "
+                "as they are unless target_parameters names them; leave it out: mlp means the "
+                "experts themselves"
             )
-
-
-def _is_of_experts(tensor: TensorSpec) -> bool:
-    return any(mark in tensor.name for mark in _EXPERTS)
 
 
 def _is_meant(tensor: TensorSpec, target: str) -> bool:
@@ -134,10 +142,11 @@ def seed_from(*decides: object) -> int:
 
 
 def tensors_of(base: TensorSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:
-    """A and B of the adapter of a weight, by their names in PEFT's files."""
-    rows, columns = base.shape
+    """A and B of the adapter of a weight, by their names in PEFT's files. Those of experts have
+    other names and shapes there: hf/adapter_form.py."""
+    *experts, rows, columns = base.shape
     stem = f"{PREFIX}{module_of(base)}.lora_"
     return (
-        replace(base, name=f"{stem}A.weight", shape=(rank, columns)),
-        replace(base, name=f"{stem}B.weight", shape=(rows, rank)),
+        replace(base, name=f"{stem}A.weight", shape=(*experts, rank, columns)),
+        replace(base, name=f"{stem}B.weight", shape=(*experts, rows, rank)),
     )

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.adapters import PREFIX, tensors_of
 from megatron_vlm.family.sizes import TensorSpec
 from megatron_vlm.hf.adapter_files import CONFIG, WEIGHTS, merged, render_config, saved_whole
+from megatron_vlm.hf.adapter_form import file_tensors
 from megatron_vlm.hf.card import CARD, Training, model_card
 from megatron_vlm.hf.export import (
     check_finite,
@@ -38,11 +40,18 @@ class TrainedAdapter:
     source: HFCheckpoint
     tensors: Mapping[str, Tensor]
 
-    def pair(self, weight: TensorSpec) -> dict[str, Tensor]:
+    def pair(self, weight: TensorSpec) -> tuple[Tensor, Tensor]:
         """A and B of a weight, in the type in which that is stored."""
-        dtype = FLOATS[self.source.tensors[weight.name].dtype]
-        names = [tensor.name for tensor in tensors_of(weight, self.lora.rank)]
-        return {name: self.tensors[name].to(dtype).contiguous() for name in names}
+        first, *_ = self.source.experts.stored(weight.name, weight.shape)
+        dtype = FLOATS[self.source.tensors[first].dtype]
+        down, up = (self.tensors[each.name] for each in tensors_of(weight, self.lora.rank))
+        return down.to(dtype), up.to(dtype)
+
+    def in_file(self) -> dict[str, Tensor]:
+        """Those of all weights, as PEFT's files have them."""
+        forms = file_tensors(self.weights, self.lora.rank)
+        pairs = chain.from_iterable(map(self.pair, self.weights))
+        return {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}
 
 
 def export_adapter(
@@ -88,9 +97,7 @@ def write(
         return
     lora, source = adapter.lora, adapter.source
     _check_fits(lora)
-    tensors: dict[str, Tensor] = {}
-    for weight in adapter.weights:
-        tensors |= adapter.pair(weight)
+    tensors = adapter.in_file()
     for tensor in saved_whole(source.sizes.tensors, lora):
         dtype = FLOATS[source.tensors[tensor.name].dtype]
         tensors[PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
@@ -122,7 +129,7 @@ def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tu
             continue
         stored = adapter.source.read(name, [(0, shapes[name][0])])
         if name in with_adapter:
-            down, up = adapter.pair(with_adapter[name]).values()
+            down, up = adapter.pair(with_adapter[name])
             with torch.no_grad():
                 stored = merged(stored, down, up, adapter.lora)
         yield name, stored

@@ -2,6 +2,7 @@
 adapter_model.safetensors."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from megatron_vlm.config.lora import Exported, scale_of
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.family.adapters import PREFIX, module_of, tensors_of
+from megatron_vlm.family.adapters import PREFIX, is_of_experts, module_of
 from megatron_vlm.family.sizes import Part, TensorSpec
+from megatron_vlm.hf.adapter_form import file_tensors, is_of_linear, of_parameters, parameters
 from megatron_vlm.hf.source import HFCheckpoint, read_header
 from megatron_vlm.hub import hub_name
 from megatron_vlm.outside import Field, Outside
@@ -20,6 +22,10 @@ from megatron_vlm.outside import Field, Outside
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _SHOWN = 5  # names in an error
+_OLDER = (
+    ". Or PEFT before 0.19.1 wrote it, where A and B of experts are the other way round; merge it "
+    "into its base model with that PEFT, and give the result as model.path"
+)
 # What PEFT can do and we cannot: the value of each that changes nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -30,7 +36,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
     "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, {}),
     "alora_invocation_tokens": (None,),
     "use_bdlora": (None,),
@@ -56,14 +61,16 @@ class AdapterFolder:
         self.folder = Path(folder)
         self.file = self.folder / WEIGHTS
         config = read_adapter_config(self.folder)
-        for problem in (*_unknown(config), *_differences(config, lora)):
+        differences = _differences(config, lora), _other_experts(config, weights, source)
+        for problem in (*_unknown(config), *chain(*differences)):
             raise CheckpointError(f"lora.path={folder}: {problem}")
         self._check_base(config, source)
         self.shapes = {
             name: tuple(header["shape"]) for name, header in read_header(self.file).items()
         }
         whole = saved_whole(source.sizes.tensors, lora)
-        expected = {t.name: t.shape for weight in weights for t in tensors_of(weight, lora.rank)}
+        self.tensors = {each.ours.name: each for each in file_tensors(weights, lora.rank)}
+        expected = {each.name: each.shape for each in self.tensors.values()}
         expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole}
         for problem in self._problems(expected):
             raise CheckpointError(f"lora.path={folder}: {problem}")
@@ -95,16 +102,19 @@ class AdapterFolder:
                 yield (
                     f"{name} is {list(found[name])} in it, and {list(shape)} for this model: it "
                     "was trained on another one; give that one as model.path"
+                    + ("" if is_of_linear(name) else _OLDER)
                 )
 
     def read(self, name: str) -> Tensor | None:
-        """A tensor, whole; None for what is not in it."""
-        if name not in self.shapes:
+        """A tensor by our name, whole; None for what is not in it."""
+        form = self.tensors.get(name)
+        stored = name if form is None else form.name
+        if stored not in self.shapes:
             return None
         with Outside(str(self.file), CheckpointError, "use another adapter").border("unreadable"):  # noqa: SIM117
             with safe_open(self.file, framework="pt") as opened:
-                found: Tensor = opened.get_tensor(name)
-        return found
+                found: Tensor = opened.get_tensor(stored)
+        return found if form is None else form.loaded(found)
 
 
 def read_adapter_config(folder: Path) -> Field:
@@ -140,7 +150,10 @@ def lora_of(folder: Path) -> LoraConfig:
     config = read_adapter_config(folder)
     names = sorted(read_header(folder / WEIGHTS))
     ending = ".lora_A.weight"
-    targets = [n.removeprefix(PREFIX).removesuffix(ending) for n in names if n.endswith(ending)]
+    linears = [name for name in names if name.endswith(ending) and is_of_linear(name)]
+    targets = [name.removeprefix(PREFIX).removesuffix(ending) for name in linears]
+    if len(linears) < sum(name.endswith(ending) for name in names):
+        targets += _target_parameters(config)
     rslora = config.get("use_rslora")
     return LoraConfig(
         rank=config["r"].whole(1),
@@ -160,6 +173,26 @@ def _unknown(config: Field) -> Iterator[str]:
                 f"its {key} is {value.value!r}, which is not supported; merge it into its base "
                 "model with PEFT, and give that as model.path"
             )
+
+
+def _target_parameters(config: Field) -> list[str]:
+    said = config.get("target_parameters")
+    return [each.string() for each in said.items()] if said else []
+
+
+def _other_experts(
+    config: Field, weights: Sequence[TensorSpec], source: HFCheckpoint
+) -> Iterator[str]:
+    """Their tensors have the same names whichever weight of a layer's experts they belong to."""
+    named = _target_parameters(config)
+    theirs = {each.name for each in of_parameters(named, source.sizes.tensors)}
+    ours = {each.name for each in weights if is_of_experts(each)}
+    if theirs != ours:
+        yield (
+            f"its target_parameters are [{','.join(named)}], which are {len(theirs)} weights of "
+            f"experts, and lora.targets means {len(ours)}, not the same; give what it was trained "
+            "with"
+        )
 
 
 def _differences(config: Field, lora: LoraConfig) -> Iterator[str]:
@@ -183,6 +216,7 @@ def render_config(
     """adapter_config.json of what we trained."""
     base = hub_name(source.name)
     modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
+    linears = [weight for weight in weights if not is_of_experts(weight)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -198,7 +232,8 @@ def render_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": _shortest(weights, source.sizes.tensors),
+        "target_modules": _shortest(linears, source.sizes.tensors),
+        "target_parameters": parameters(weights, source.sizes.tensors) or None,
         "modules_to_save": modules or None,
         "layers_to_transform": None,
         "layers_pattern": None,

@@ -1,6 +1,7 @@
 """Adapters in the table of names: two entries for each, and the values that they begin with."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -9,18 +10,29 @@ from torch import Tensor, nn
 from megatron_vlm.config.lora import SWITCHES, exports
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.adapters import (
     PREFIX,
     AdaptedLinear,
     Slot,
     adapted,
     check_parts,
+    is_of_experts,
     seed_from,
     tensors_of,
 )
 from megatron_vlm.family.sizes import ModelSizes, TensorSpec
 from megatron_vlm.hf.adapter_files import AdapterFolder
-from megatron_vlm.hf.names import WHOLE, Entry, Origin, ReadSlice, columns, rows
+from megatron_vlm.hf.names import (
+    WHOLE,
+    Entry,
+    Layout,
+    Origin,
+    ReadSlice,
+    columns,
+    experts,
+    rows,
+)
 from megatron_vlm.hf.source import HFCheckpoint
 
 
@@ -31,6 +43,12 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
     chosen = adapted(sizes.tensors, cfg.lora.targets)
     frozen = [part for part in SWITCHES if getattr(cfg.model, f"freeze_{part}")]
     check_parts(chosen, cfg.lora.train, frozen)
+    if cfg.lora.dropout and any(map(is_of_experts, chosen)):
+        raise ConfigError(
+            f"lora.dropout={cfg.lora.dropout:g}, and lora.targets=[{','.join(cfg.lora.targets)}] "
+            "means experts: PEFT has no dropout there, since it adds their adapters to the weights "
+            "themselves; set lora.dropout=0, or leave the experts out: lora.targets=[attention]"
+        )
     return chosen
 
 
@@ -47,6 +65,9 @@ def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
         )
     if cfg.lora.train:
         found.append(f"refuses an adapter with the whole {' and '.join(cfg.lora.train)} beside it")
+    layers = Counter(weight.name.rpartition(".")[0] for weight in weights if is_of_experts(weight))
+    if 1 in layers.values():
+        found.append("takes adapters of experts only where both of a layer's weights have one")
     if not found:
         return ""
     return (
@@ -70,21 +91,15 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
 
 
 def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Entry]:
-    """A and B of each slot that has an adapter, cut as their weight is: where its rows are, B's
-    are, and where its columns are, A's."""
+    """A and B of each slot that has an adapter, cut as their weight is."""
     for linear in linears:
         for slot in linear.slots:
             if slot.adapted:
-                height, width = slot.base.shape
-                layouts = {
-                    "A": columns(width) if linear.cut == 1 else WHOLE,
-                    "B": rows(height) if linear.cut == 0 else WHOLE,
-                }
-                for tensor, (name, layout) in zip(
-                    tensors_of(slot.base, rank), layouts.items(), strict=True
-                ):
+                where = "lora" if linear.is_of_experts else f"lora.{slot.leaf}"
+                pairs = zip(tensors_of(slot.base, rank), _layouts(linear, slot.base), strict=True)
+                for name, (tensor, layout) in zip("AB", pairs, strict=True):
                     yield Entry(
-                        f"{linear.name}.lora.{slot.leaf}.{name}",
+                        f"{linear.name}.{where}.{name}",
                         (tensor,),
                         layout,
                         linear.stage,
@@ -92,6 +107,15 @@ def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Ent
                         linear.chunk,
                         Origin.ours,
                     )
+
+
+def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
+    """Of A and B: where the rows of their weight are cut, B's are, and where its columns are, A's.
+    Each rank has those of its own experts."""
+    *count, height, width = base.shape
+    if count:
+        return experts(*count), experts(*count)
+    return columns(width) if linear.cut == 1 else WHOLE, rows(height) if linear.cut == 0 else WHOLE
 
 
 def fill(
@@ -135,10 +159,11 @@ def values(
         whole = torch.zeros(tensor.shape)
         if name.endswith("lora_A.weight"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
+            rows_I = whole.flatten(0, -2)  # of all experts at once, as PEFT has them
             if lora.init == "gaussian":
-                nn.init.normal_(whole, std=1 / lora.rank, generator=generator)
+                nn.init.normal_(rows_I, std=1 / lora.rank, generator=generator)
             else:
-                nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+                nn.init.kaiming_uniform_(rows_I, a=math.sqrt(5), generator=generator)
         return whole
 
     return begin

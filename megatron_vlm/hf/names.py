@@ -152,7 +152,7 @@ def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
     return Layout("tp", 0, load, save, groups)
 
 
-def _experts(count: int) -> Layout:
+def experts(count: int) -> Layout:
     """Each rank holds some of the experts."""
     return Layout(
         "ep",
@@ -185,7 +185,8 @@ def _layer_rows(
         yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE
         yield "mlp.router", ("mlp.gate.weight",), WHOLE
         for ours, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
-            yield f"mlp.{ours}", (f"mlp.experts.{theirs}",), _experts(text.experts.count)
+            names = (f"mlp.experts.{theirs}",)
+            yield f"mlp.{ours}.weight", names, experts(text.experts.count)
         return
     yield (
         "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight",

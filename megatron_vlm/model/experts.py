@@ -3,7 +3,7 @@ tokens travel to the ranks of their experts and back.
 
 Shapes: S tokens of a row, B rows, H width of the decoder, N tokens without padding, K experts of
 each, M of these token-expert pairs on one rank, F width of an expert, E all experts, e this
-rank's.
+rank's; I what goes into a layer and O what comes out.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,21 @@ from torch import Tensor, nn
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.model.routing import Counts, Routing, route
+
+
+class ExpertLinear(nn.Module):
+    """One linear layer of each of this rank's experts; its weight is unset."""
+
+    def __init__(self, weight_eOI: Tensor, shared_out: bool):
+        super().__init__()
+        self.weight = nn.Parameter(weight_eOI)
+        # Megatron's mark of parameters whose gradients are summed over the expert data parallel
+        # group: the ranks of one expert parallel group hold different ones.
+        self.weight.allreduce = not shared_out  # type: ignore[attr-defined]
+
+    def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+        """Of the rows of x, so many in a row are of each expert."""
+        return times(x_MI, self.weight, counts)
 
 
 class ExpertMLP(MegatronModule):
@@ -45,17 +60,13 @@ class ExpertMLP(MegatronModule):
         self.layer = 0  # `set_layer_number` sets it
         self.load = [0] * experts  # of each expert, the tokens that this rank has sent in training
 
-        def weight(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=config.params_dtype))
+        def weight(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=config.params_dtype)
 
-        mine = experts // ranks
-        self.router = weight(experts, config.hidden_size)
-        self.gate_up = weight(mine, 2 * width, config.hidden_size)
-        self.down = weight(mine, config.hidden_size, width)
-        for param in (self.gate_up, self.down):
-            # Megatron's mark of parameters whose gradients are summed over the expert data
-            # parallel group: the ranks of one expert parallel group hold different ones.
-            param.allreduce = ranks == 1  # type: ignore[attr-defined]
+        self.mine = mine = experts // ranks
+        self.router = nn.Parameter(weight(experts, config.hidden_size))
+        self.gate_up = ExpertLinear(weight(mine, 2 * width, config.hidden_size), ranks > 1)
+        self.down = ExpertLinear(weight(mine, config.hidden_size, width), ranks > 1)
 
     def set_layer_number(self, number: int) -> None:
         """The layer's number in the whole model, from 1: Megatron calls it."""
@@ -86,7 +97,7 @@ class ExpertMLP(MegatronModule):
 
     def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
         """What the experts of all ranks make of this rank's rows, which are in their order."""
-        mine = len(self.down)
+        mine = self.mine
         first = self.rank * mine
         held = [ranks[first : first + mine] for ranks in counts]  # of each rank, for my experts
         totals = [sum(expert) for expert in zip(*held, strict=True)]
@@ -107,20 +118,27 @@ class ExpertMLP(MegatronModule):
 
 def feed(
     x_MH: Tensor,
-    gate_up_e2FH: Tensor,
-    down_eHF: Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
     counts: Sequence[int],
     swiglu: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts' MLPs: of the rows of x, so many in a row are of each expert."""
-    grouped = x_MH.is_cuda and x_MH.dtype is torch.bfloat16 and len(x_MH)
-    times = times_grouped if grouped else times_in_turn
-    return times(swiglu(times(x_MH, gate_up_e2FH, counts)), down_eHF, counts)
+    found: Tensor = down(swiglu(gate_up(x_MH, counts)), counts)
+    return found
+
+
+def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's rows [I], times its weight: O values. The kernel for all experts takes rows of
+    16 bytes or a multiple, which those of an adapter of a small rank are not."""
+    outputs, inputs = weight_eOI.shape[1:]
+    aligned = outputs % 8 == inputs % 8 == 0
+    grouped = x_MI.is_cuda and x_MI.dtype is torch.bfloat16 and len(x_MI) and aligned
+    return (times_grouped if grouped else times_in_turn)(x_MI, weight_eOI, counts)
 
 
 def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each expert's rows [I], times its weight: O values. One kernel for all experts, for which
-    torch wants some rows."""
+    """`times` by one kernel for all experts, for which torch wants some rows."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     if idle := [expert for expert, count in enumerate(counts) if not count]:
         weight_eOI = _NoGradient.apply(weight_eOI, to_device(torch.tensor(idle), x_MI.device))

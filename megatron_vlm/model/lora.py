@@ -1,6 +1,7 @@
 """Adapters at work: small matrices A and B beside a linear layer whose weight stays as it is.
 
-Shapes: I width of what goes into the layer, O of what comes out, on this rank.
+Shapes: I width of what goes into the layer, O of what comes out, on this rank; e its experts, M
+their rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +21,16 @@ from torch import Tensor, nn
 from megatron_vlm.config.lora import scale_of
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.family.adapters import AdaptedLinear, Slot, seed_from
+from megatron_vlm.model.experts import ExpertLinear, times
 
 
 class LowRank(nn.Module):
-    """A and B of one of Hugging Face's linear layers, unset."""
+    """A and B of one of Hugging Face's linear layers, or of one of each of these experts; unset."""
 
-    def __init__(self, rank: int, inputs: int, outputs: int, like: Tensor):
+    def __init__(self, rank: int, inputs: int, outputs: int, like: Tensor, *experts: int):
         super().__init__()
-        self.A = nn.Parameter(like.new_empty(rank, inputs))
-        self.B = nn.Parameter(like.new_empty(outputs, rank))
+        self.A = nn.Parameter(like.new_empty(*experts, rank, inputs))
+        self.B = nn.Parameter(like.new_empty(*experts, outputs, rank))
 
 
 class Adapters(nn.ModuleDict):
@@ -104,6 +106,26 @@ class Adapters(nn.ModuleDict):
         return x * kept / (1 - self.dropout)
 
 
+class ExpertAdapters(LowRank):
+    """Those beside one linear layer of this rank's experts. PEFT adds B A to the weight of every
+    expert in each forward; here only the tokens of an expert are multiplied by its A and its B,
+    which is the same and does not make a second set of experts."""
+
+    def __init__(self, linear: ExpertLinear, lora: LoraConfig):
+        weight_eOI = linear.weight
+        experts, outputs, inputs = weight_eOI.shape
+        super().__init__(lora.rank, inputs, outputs, weight_eOI, experts)
+        for param in self.parameters():  # their gradients are summed where those of the weight are
+            param.allreduce = weight_eOI.allreduce  # type: ignore[attr-defined]
+        self.scale = scale_of(lora)
+        assert not lora.dropout, "hf/adapters.py refuses it"
+
+    def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+        """What they add to the output [M, O]: of the rows of x, so many in a row are of each
+        expert."""
+        return times(times(x_MI, self.A, counts) * self.scale, self.B, counts)
+
+
 def attach(
     chunks: Sequence[nn.Module],
     plans: Sequence[AdaptedLinear],
@@ -114,13 +136,17 @@ def attach(
     other parameters stay."""
     for plan in plans:
         linear = chunks[plan.chunk].get_submodule(plan.name)
-        linear.lora = Adapters(linear, plan, lora, tp)
+        linear.lora = (
+            ExpertAdapters(linear, lora)
+            if isinstance(linear, ExpertLinear)
+            else Adapters(linear, plan, lora, tp)
+        )
         linear.register_forward_hook(_add)
 
 
 def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
     """Megatron's layers return their output and a bias, torch's only the output."""
-    added = linear.lora(args[0])
+    added = linear.lora(*args)
     if isinstance(output, tuple):
         return (output[0] + added, *output[1:])
     return output + added

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.adapters import adapted
-from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.family.adapters import adapted, is_of_experts
+from megatron_vlm.family.sizes import ModelSizes, TensorSpec
 from megatron_vlm.model.head import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.shapes import BatchSizes
@@ -87,11 +87,14 @@ def stage_memory(
 def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
     """With the freeze_* of the model that say what is kept for the backward: a part with adapters
     keeps what goes into its layers, as one that is trained whole does."""
-    chosen = adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else []
-    parts = {weight.part.switch for weight in chosen}
+    parts = {weight.part.switch for weight in _adapted(cfg, sizes)}
     vision, merger, language = (not (learns(cfg, each) or each in parts) for each in SWITCHES)
     model = replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
     return replace(cfg, model=model)
+
+
+def _adapted(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
+    return adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else []
 
 
 def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
@@ -182,7 +185,9 @@ def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     mlp //= tp
     if text.experts is not None:  # the mean layer; each token goes to several experts
         share = len(text.experts.layers) / text.layers
-        rows = (2 if learning else 1) * text.hidden + (4 if learning else 3) * text.experts.ffn
+        # What goes into their layers is needed for the gradient of weights, and of adapters.
+        inputs = learning or any(map(is_of_experts, _adapted(cfg, sizes)))
+        rows = (2 if inputs else 1) * text.hidden + (4 if inputs else 3) * text.experts.ffn
         sparse = text.experts.top_k * rows + text.hidden + 3 * text.experts.count
         mlp = round(share * sparse + (1 - share) * mlp)
     # recompute=selective saves nothing: torch's attention keeps no matrix of scores, and its output

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
+from math import prod
 
 from megatron_vlm.config.lora import learns
 from megatron_vlm.config.schema import Config
@@ -66,7 +67,7 @@ def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int)
     built module."""
     text, tp, language = sizes.text, dims.tp, learns(cfg, "language")
     first, last = place == 0, dims.is_last(place)
-    adapters = _adapters(cfg, sizes, tp)
+    adapters = _adapters(cfg, sizes, dims)
     vocabulary = Held(
         dims.padded_vocab(text.vocab) // tp * text.hidden,
         language,
@@ -105,7 +106,8 @@ def _layer(
         return
     yield text.experts.count * text.hidden, (), False  # the router
     mine = text.experts.count // dims.ep * text.experts.ffn * text.hidden
-    yield from ((values, (), dims.ep > 1) for values in (2 * mine, mine))
+    for values, module in ((2 * mine, "gate_up_proj"), (mine, "down_proj")):
+        yield values, (f"mlp.experts.{module}",), dims.ep > 1
 
 
 def _tower(
@@ -118,20 +120,25 @@ def _tower(
                 yield from adapters.get(tensor.name.removesuffix(".bias"), ())
 
 
-def _adapters(cfg: Config, sizes: ModelSizes, tp: int) -> dict[str, tuple[Held, Held]]:
+def _adapters(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> dict[str, tuple[Held, Held]]:
     """A and B on one rank, by the module: a decoder's begins with `layers`. Where the weight's rows
-    are cut over TP, B's are, and where its columns are, A's."""
-    found = {}
+    are cut over TP, B's are, and where its columns are, A's; the replicas share out experts'."""
+    found, rank = {}, cfg.lora.rank
     for weight in adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else ():
-        rows, columns = weight.shape
+        *count, rows, columns = weight.shape
         name = module_of(weight)
         if weight.part is Part.decoder:
             name = name[name.index("layers.") :]
             if name.endswith(_CUT_COLUMNS):
-                columns //= tp
+                columns //= dims.tp
             else:
-                rows //= tp
-        found[name] = (Held(cfg.lora.rank * columns, True), Held(cfg.lora.rank * rows, True))
+                rows //= dims.tp
+        experts = prod(count) // dims.ep if count else 1
+        shared = bool(count) and dims.ep > 1
+        found[name] = (
+            Held(experts * rank * columns, True, expert=shared),
+            Held(experts * rank * rows, True, expert=shared),
+        )
     return found
 
 
