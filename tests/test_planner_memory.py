@@ -139,7 +139,7 @@ CASES = {
         lora(layout(dp=2, ep=2), ("attention", "layers.0.mlp.*_proj")),
         {"experts": 4, "dense_layers": 1},
     ),
-    "lora-in-experts": (lora(layout(), ("mlp",)), {"experts": 4}),
+    "lora-in-experts": (lora(layout(), ("attention", "mlp")), {"experts": 4}),
     "lora-in-experts-ep2-dp2": (
         lora(layout(dp=4, ep=2, overlap_grad_reduce=True), EVERY),
         {"experts": 4, "dense_layers": 1},
