@@ -17,7 +17,10 @@ from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.group import WorkerError, WorkerGroup
+from tests.runs import call
 from tests.test_group import ODD, TOLERANCE, check_same, in_turn, run_in_turn
+from tests.test_moe import EXPERTS
+from tests.test_moe_train import check_group_routes, group_routes, routes
 from tests.test_parity import layout
 
 with warnings.catch_warnings():
@@ -70,6 +73,21 @@ def test_results_are_those_of_one_process(group, pool, tiny, tmp_path, record_pr
     record_property("worst", max(worst.values()))
     assert max(worst.values()) <= TOLERANCE, worst
     assert (tmp_path / "step-hf" / "config.json").exists()
+
+
+def test_routing_is_that_of_one_process(cluster, pool, tiny):
+    path = tiny(**EXPERTS)
+    [want] = pool.run(call, 1, path, layout(), routes)
+    made = start_ray_group(layout(dp=2, ep=2).config(path), processes=2, cpus=CPUS)
+    try:
+        check_group_routes(group_routes(made), want)
+    finally:
+        made.close()
+
+
+def test_a_model_without_experts_routes_nothing(group):
+    with pytest.raises(ConfigError, match=r"rank \d: model.path=.* has no experts to route to"):
+        group.routing(ODD).result()
 
 
 def test_pixel_values_reach_stage_0_alone(group):

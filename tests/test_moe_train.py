@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from megatron_vlm.checkpoint.store import step_folder
-from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
+from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.group.parts import even_parts
 from megatron_vlm.model import experts, routing
 from megatron_vlm.step import arrival
@@ -333,6 +335,45 @@ def test_a_group_hands_routing_on():
     found = [row.routing_SLK for part in parts for row in rows_of(part.batch)]
     assert [each is None for each in found] == [True, False, True, True]
     assert torch.equal(found[1], given)
+
+
+def group_routes(group: WorkerGroup) -> tuple[TensorList, ...]:
+    """What a controller gets of five rows, and of them again with others' choices; log-probs with
+    its own choices, and without."""
+    batch = batch_of(make_rows(MIXED)[:5])
+    free = group.routing(batch).result()
+    others = TensorList([(row + 1) % 8 for row in free])
+    bound = group.routing(batch.with_fields(routing=others)).result()
+    again = group.forward(batch.with_fields(routing=free)).result()
+    return free, others, bound, TensorList(again), TensorList(group.forward(batch).result())
+
+
+def local_routes(path: str, case: Case) -> tuple[TensorList, ...]:
+    return group_routes(local_group(MegatronWorker(case.config(path))))
+
+
+def check_group_routes(found: tuple[TensorList, ...], want: list[torch.Tensor]) -> None:
+    """`want` is what the workers of one process choose."""
+    free, others, bound, again, log_probs = found
+    assert free == TensorList(want) and free.dtype is torch.int32
+    assert bound == others != free and again == log_probs
+
+
+def routes(worker: MegatronWorker) -> list[torch.Tensor]:
+    return worker.routing(make_rows(MIXED)[:5])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [layout(dp=2, ep=2), pytest.param(layout(pp=2, dp=2, ep=2), marks=pytest.mark.slow)],
+)
+def test_a_group_routes_as_its_workers_do(case, pool, tiny):
+    """Two replicas do not divide five rows: what fills them up is not in the answer, which every
+    rank has whole."""
+    path = tiny(**EXPERTS)
+    [want] = pool.run(call, 1, path, layout(), routes)
+    for found in pool.run(local_routes, case.world, path, case):
+        check_group_routes(found, want)
 
 
 def refusals(worker: MegatronWorker) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt_parts
 from megatron_vlm.step.losses import LossFunction, Objective
@@ -44,6 +45,16 @@ class WorkerGroup:
         """Log-probs of each row's supervised tokens, as MegatronWorker.forward gives them."""
         parts = even_parts(batch, self.dims.dp)
         return self.ranks.call(lambda found: _in_order(found)[: len(batch)], "forward", parts)
+
+    def routing(self, batch: BatchLike) -> Future[TensorList]:
+        """The experts that each token of each row goes to, as MegatronWorker.routing gives them:
+        as the field `routing` of a batch they send it there again."""
+        parts = even_parts(batch, self.dims.dp)
+
+        def join(found: list[list[Tensor]]) -> TensorList:
+            return TensorList(_in_order(found)[: len(batch)])
+
+        return self.ranks.call(join, "routing", parts)
 
     def forward_backward(
         self,

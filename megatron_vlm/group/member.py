@@ -43,6 +43,9 @@ class Member:
     def forward(self, part: ReplicaBatch) -> list[Tensor]:
         return self.worker.forward(self._prepare(part))
 
+    def routing(self, part: ReplicaBatch) -> list[Tensor]:
+        return self.worker.routing(self._prepare(part))
+
     def forward_backward(
         self,
         part: ReplicaBatch,
