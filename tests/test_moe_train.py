@@ -93,6 +93,37 @@ def test_a_run_resumes_and_moves(cases, pool, tiny, tmp_path):
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
+CHAIN = (
+    layout(dp=2, ep=2),
+    layout(dp=4, ep=4, distributed_optimizer=False),
+    layout(pp=2, dp=2, ep=2, layers_per_stage=[3, 1]),
+    layout(pp=2, dp=2),
+    layout(),
+)
+
+
+def test_a_run_ends_its_moves_as_it_began(pool, tiny, tmp_path):
+    """From one process over every way to share out experts and back: after each move the same
+    bits, of weights and of the optimizer's state, and at the end the next step is that of the run
+    that stayed, bit for bit."""
+    path, stayed = tiny(**EXPERTS), tmp_path / "stayed"
+    figures = pool.run(go, 1, path, layout(), Part(stayed, range(3), None, (2, 3)))[0]
+    before, expected = step_folder(stayed, 2), whole(step_folder(stayed, 2))
+    assert {key.partition("/")[0] for key in expected if "/" in key} == {"exp_avg", "exp_avg_sq"}
+    for number, case in enumerate(CHAIN):
+        run, back = tmp_path / str(number), number == len(CHAIN) - 1
+        part = Part(run, range(2, 3 if back else 2), before, (3 if back else 2,))
+        done = pool.run(go, case.world, path, case, part)[0]
+        before = step_folder(run, part.save_at[0])
+        if not back:
+            found = whole(before)
+            assert found.keys() == expected.keys()
+            assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert done == figures[2:]
+    found, expected = whole(before), whole(step_folder(stayed, 3))
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
 GENERATE = {
     "1": layout(),
     "ep2": layout(dp=2, ep=2),
