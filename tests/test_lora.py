@@ -301,8 +301,15 @@ def operations(worker):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "sizes"),
+    [
+        ("none", {}),
+        ("full", {}),
+        ("none", EXPERTS),
+        pytest.param("full", EXPERTS, marks=pytest.mark.slow),
+    ],
+)
 def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, sizes, pool, tiny):
     """Forward and backward of full training are 3 products for each weight; without that for the
     weight's gradient, 2 are left, and recomputation adds one to either."""

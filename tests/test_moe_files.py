@@ -162,7 +162,7 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
 
 
-@pytest.mark.parametrize("form", [Form.in_out, Form.single])
+@pytest.mark.parametrize("form", [Form.single, pytest.param(Form.in_out, marks=pytest.mark.slow)])
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
     """As into that of transformers 5, which tests/test_lora_files.py compares with PEFT's."""
     case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",), init="gaussian"))
