@@ -30,6 +30,7 @@ from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, Trai
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, train_tokenizer, write_tiny
 from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.auto import decide
@@ -206,8 +207,8 @@ def free_port() -> int:
 
 def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[Pass]]:
     """What each stage does, for each micro-batch."""
-    cfg, pp = configuration(path, split), len(split)
-    parts = [Pass(Work(), accumulate(n, 4)) for n in trained(cfg, sizes, 1, pp)]
+    cfg, dims = configuration(path, split), ParallelDims(1, len(split), 1, 1, tuple(split))
+    parts = [Pass(Work(), accumulate(n, 4)) for n in trained(cfg, sizes, dims)]
     table = []
     for batch in shapes(make_rows()):
         work = micro_work(cfg, sizes, 1, batch, 4)

@@ -11,11 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import CheckpointConfig
 from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
@@ -27,12 +29,11 @@ from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import USABLE, estimate
 from megatron_vlm.planner.shapes import BatchSizes
-from megatron_vlm.tools.planning.command import run_plan
 from megatron_vlm.worker import MegatronWorker
-from tests.batches import ALL_TEXT, make_rows
+from tests.batches import ALL_TEXT, RowSpec, make_rows
 from tests.moe import stored_as
 from tests.reference import load_reference, row_log_probs
-from tests.runs import Case, loss_and_grads
+from tests.runs import Case, call, loss_and_grads
 from tests.test_model_fields import released
 from tests.test_parity import layout
 
@@ -233,10 +234,24 @@ def test_a_token_works_in_its_own_experts_alone(tiny):
     assert every - some == 2 * 3 * (8 - 2) * 3 * 40 * 64
 
 
-def test_layouts_of_experts_are_not_planned(tiny):
-    cfg = Case().config(tiny(**TINY))
-    with pytest.raises(ConfigError, match="has experts, whose layouts are not planned; give"):
-        run_plan(cfg, 8, "80", "H100", 0.4, None)
+def products(worker: MegatronWorker) -> tuple[int, int, int]:
+    """Operations of the matrix products in the forward of a row, its tokens, and how many of them
+    are supervised."""
+    [row] = rows = make_rows((RowSpec(60),))
+    with FlopCounterMode(display=False) as counter:
+        worker.forward(rows)
+    found = counter.get_flop_counts()["Global"]
+    supervised = int((row.labels_S[1:] != IGNORE).sum())
+    return found[torch.ops.aten.mm] + found.get(torch.ops.aten.addmm, 0), len(row.ids_S), supervised
+
+
+def test_the_work_that_mfu_is_of_is_what_runs(pool, tiny):
+    """By the products that a step really does: of 8 experts, 2 for each token."""
+    path = tiny(**{**TINY, "experts": 8})
+    [(done, tokens, supervised)] = pool.run(call, 1, path, layout(), products)
+    work = WorkModel.of(read_sizes(path))
+    said = work.row(tokens, supervised, 0, 0) - work.per_token_pair * tokens * (tokens + 1) // 2
+    assert done == said
 
 
 RELEASED = {

@@ -46,6 +46,7 @@ def built(path: str, case: Case) -> tuple[int, HeldValues, int]:
         sum(param.numel() for param in trained),
         sum(buffer.grad_data.numel() for buffer in buffers),
         sum(sum(moments_of(each)) for each in worker.optimizer.chained_optimizers),
+        sum(each.grad_data.numel() for chunk in wrapped for each in chunk.expert_parallel_buffers),
     )
     return worker.grid.pp.rank, counts, kept_bytes(worker)
 
@@ -134,6 +135,11 @@ CASES = {
     "experts": (layout(), {"experts": 4, "dense_layers": 1}),
     "experts-ep2": (layout(dp=2, ep=2), {"experts": 4}),
     "experts-ep2-dp2-pp2": (layout(pp=2, dp=4, ep=2, overlap_grad_reduce=True), {"experts": 4}),
+    "experts-ep4-full": (layout(dp=4, ep=4, recompute="full"), {"experts": 4}),
+    "experts-ep2-plain-optimizer": (
+        layout(dp=4, ep=2, distributed_optimizer=False),
+        {"experts": 8, "dense_layers": 1},
+    ),
     "experts-frozen": (layout(freeze_language=True), {"experts": 8}),
     "experts-lora-ep2": (
         lora(layout(dp=2, ep=2), ("attention", "layers.0.mlp.*_proj")),

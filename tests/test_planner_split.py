@@ -11,6 +11,7 @@ import pytest
 
 from megatron_vlm.config import load_config, read_saved
 from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.planner.auto import decide, settled
@@ -120,16 +121,14 @@ def test_memory_decides_what_a_stage_can_hold(tiny):
 
     limit = total((2, 4), 0)
     assert total((3, 3), 0) > limit >= total((3, 3), 1)
-    most = most_layers(cfg, sizes, (1, 2, 1), batches, 4, limit)
+    most = most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, limit)
     assert most is not None and most[0] == 2 and total((6 - most[1], most[1]), 1) <= limit
-    assert most_layers(cfg, sizes, (1, 2, 1), batches, 4, total((0, 6), 0) - 1) is None
-    assert most_layers(cfg, sizes, (1, 2, 1), batches, 4, None) == (6, 6)
+    assert most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, total((0, 6), 0) - 1) is None
+    assert most_layers(cfg, sizes, decided_dims((3, 3)), batches, 4, None) == (6, 6)
 
 
-def decided_dims(split):
-    from megatron_vlm.distributed.dims import ParallelDims
-
-    return ParallelDims(1, len(split), 1, 1, tuple(split))
+def decided_dims(split: tuple[int, ...]) -> ParallelDims:
+    return ParallelDims(1, len(split), 1, 1, split)
 
 
 HEAVY = {"layers": 6, "vision_depth": 6, "vision_hidden": 64, "vision_intermediate": 256}
@@ -147,7 +146,7 @@ def test_it_is_decided_by_the_rows(tiny):
     few = of(picture, picture, text)
     assert few[0] < 3 <= of(text)[0]
     steps = Mix((picture, picture, text), "").steps(cfg.train, sizes, 1)
-    replicas = replicas_of(cfg, sizes, (1, 2, 1), steps, CPU, 4)
+    replicas = replicas_of(cfg, sizes, decided_dims((3, 3)), steps, CPU, 4)
     assert few == min(splits(2, 6), key=lambda split: step_seconds(replicas, split))
 
 

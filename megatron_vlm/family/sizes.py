@@ -128,9 +128,9 @@ class Tokens:
     positions: Callable[[int, Sequence[PlaceholderRun]], Tensor] = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """A whole model."""
+    """A whole model. Compared by identity, so that what is counted of it can be kept."""
 
     text: TextSizes
     vision: VisionSizes

@@ -15,17 +15,16 @@ _MOST_GPUS = 512
 
 def advice(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate) -> str:
     """One message: what the leanest layout needs, and which changes would fit."""
-    dims, parts = leanest.dims, max(leanest.memory, key=lambda stage: stage.total)
+    parts = max(leanest.memory, key=lambda stage: stage.total)
     usable = USABLE * cluster.memory
     there = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
     remedies = list(_remedies(cfg, sizes, mix, cluster))
     return (
-        f"model.path={cfg.model.path} does not fit on {there}: the leanest layout, parallel.tp="
-        f"{dims.tp} parallel.pp={dims.pp} with model.recompute="
-        f"{leanest.cfg.model.recompute}, needs {_gib(leanest.need)} on "
-        f"its fullest rank, and {_gib(usable)} can be used (weights {_gib(parts.weights)}, "
-        f"gradients {_gib(parts.gradients)}, optimizer {_gib(parts.optimizer)}, activations "
-        f"{_gib(parts.activations + parts.working)}); "
+        f"model.path={cfg.model.path} does not fit on {there}: the leanest layout, "
+        f"{_degrees(leanest)} with model.recompute={leanest.cfg.model.recompute}, needs "
+        f"{_gib(leanest.need)} on its fullest rank, and {_gib(usable)} can be used (weights "
+        f"{_gib(parts.weights)}, gradients {_gib(parts.gradients)}, optimizer "
+        f"{_gib(parts.optimizer)}, activations {_gib(parts.activations + parts.working)}); "
         + ("what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit")
     )
 
@@ -57,9 +56,11 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
 
 def _trained_less(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:
     """Adapters alone, or fewer parts."""
-    model = cfg.model
-    if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
-        yield f"adapters alone trained, with lora=default ({need})"
+    model, usual, keys = cfg.model, USUAL, "lora=default"
+    if sizes.text.experts is not None:  # which get no adapters
+        usual, keys = replace(USUAL, targets=("attention",)), f"{keys} 'lora.targets=[attention]'"
+    if need := _need(replace(cfg, lora=usual), sizes, mix, cluster):
+        yield f"adapters alone trained, with {keys} ({need})"
     frozen = replace(model, freeze_vision=True)
     if not model.freeze_vision and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster)):
         yield f"model.freeze_vision=true ({need})"
@@ -75,8 +76,13 @@ def _need(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> str | N
     found = search(cfg, sizes, mix, cluster).fitting
     if not found:
         return None
-    dims = found[0].dims
-    return f"parallel.tp={dims.tp} parallel.pp={dims.pp}, {_gib(found[0].need)}"
+    return f"{_degrees(found[0])}, {_gib(found[0].need)}"
+
+
+def _degrees(found: Candidate) -> str:
+    dims = found.dims
+    experts = f" parallel.ep={dims.ep}" if dims.ep > 1 else ""
+    return f"parallel.tp={dims.tp} parallel.pp={dims.pp}{experts}"
 
 
 def _gib(size: float) -> str:

@@ -48,12 +48,12 @@ def decide(cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: 
     even = even_split(dims.pp, sizes.text.layers)
     steps, machine = mix.steps(cfg.train, sizes, dims.dp), machine_of(platform)
     limit = USABLE * platform.memory_total() if platform.is_cuda else None
-    degrees, itemsize = (dims.tp, dims.pp, dims.dp), compute_dtype(cfg, platform).itemsize
-    most = most_layers(cfg, sizes, degrees, heaviest_share(steps), itemsize, limit)
+    itemsize = compute_dtype(cfg, platform).itemsize
+    most = most_layers(cfg, sizes, dims, heaviest_share(steps), itemsize, limit)
     fits = most is not None
     if most is None:  # it will run out of memory however it is split
         most = (sizes.text.layers,) * dims.pp
-    replicas = replicas_of(cfg, sizes, degrees, steps, machine, itemsize)
+    replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
     layers = choose(replicas, most, even)
     gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
     text = (

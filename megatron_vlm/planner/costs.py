@@ -4,7 +4,8 @@ Suffixes: G micro-batches, S pipeline stages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.machine import Machine
-from megatron_vlm.planner.parameters import chunk_params
+from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.schedule import Task, one_f_one_b, timeline
 from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.planner.work import Pass, Work, accumulate, micro_work
@@ -57,20 +58,19 @@ class ReplicaCosts:
     def of(
         cfg: Config,
         sizes: ModelSizes,
-        degrees: tuple[int, int, int],
+        dims: ParallelDims,
         batches: Sequence[BatchSizes],
         machine: Machine,
         itemsize: int,
     ) -> "ReplicaCosts":
-        """With `degrees` TP, PP, DP."""
-        tp, pp, dp = degrees
-        works = [micro_work(cfg, sizes, tp, batch, itemsize) for batch in batches]
+        """At these degrees, whatever layers `dims` has on its stages."""
+        works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
         layer, first, last = (
-            Pass(Work(), accumulate(values, itemsize)) for values in trained(cfg, sizes, tp, pp)
+            Pass(Work(), accumulate(values, itemsize)) for values in trained(cfg, sizes, dims)
         )
 
         def seconds(part: Pass) -> tuple[float, float]:
-            return machine.seconds(part.forward), machine.seconds(part.backward)
+            return machine.seconds(part.forward, dims.ep), machine.seconds(part.backward, dims.ep)
 
         return ReplicaCosts(
             np.array([seconds(work.layer + layer) for work in works]),
@@ -78,8 +78,26 @@ class ReplicaCosts:
             np.array([seconds(work.last + last) for work in works]),
             np.array([work.hidden for work in works]),
             np.array([work.features for work in works]),
-            machine.between(tp * dp + 1),  # the next stage begins after all ranks of this one
+            machine.between(
+                dims.tp * dims.dp + 1
+            ),  # the next stage begins after all ranks of this one
         )
+
+    @staticmethod
+    def together(replicas: "Sequence[ReplicaCosts]") -> "ReplicaCosts":
+        """Of replicas that share experts: in each layer of a micro-batch they wait for each other,
+        and one that has fewer micro-batches takes part with fillers."""
+
+        def longest(name: str) -> np.ndarray:
+            parts = [getattr(replica, name) for replica in replicas]
+            most = np.zeros((max(map(len, parts)), *parts[0].shape[1:]))
+            for part in parts:
+                most[: len(part)] = np.maximum(most[: len(part)], part)
+            return most
+
+        names = ("layer_G2", "first_G2", "last_G2", "hidden_G", "features_G")
+        found: Any = {name: longest(name) for name in names}
+        return replace(replicas[0], **found)
 
     def stages(self, split: Split) -> Stages:
         """With this many layers on each stage."""
@@ -94,15 +112,14 @@ class ReplicaCosts:
         return Stages(found[0], found[1], sent_GS)
 
 
-def trained(cfg: Config, sizes: ModelSizes, tp: int, pp: int) -> tuple[int, int, int]:
-    """Values that learn on one rank: in a decoder layer, and besides those on the first and on the
-    last stage."""
+def trained(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> tuple[int, int, int]:
+    """Values that learn on one rank: in the mean decoder layer, and besides the layers on the first
+    and on the last stage."""
+    pp, layers = dims.pp, sizes.text.layers
 
     def of(split: Split, stage: int) -> int:
-        dims = ParallelDims(tp, pp, 1, 1, split)
-        params = chunk_params(cfg, sizes, dims, stage)
-        return sum(param.values for param in params if param.trained)
+        return count(cfg, sizes, replace(dims, layers_per_stage=split), stage).trained
 
     none = (0,) * pp
     first, last = of(none, 0), of(none, pp - 1) if pp > 1 else 0
-    return of((1, *none[1:]), 0) - first, first, last
+    return (of((layers, *none[1:]), 0) - first) // layers, first, last

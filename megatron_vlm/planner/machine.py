@@ -18,12 +18,20 @@ class Machine:
     layer_s: float  # the least that a layer's forward takes, however few its tokens
     devices: int = 8  # of a machine
 
-    def seconds(self, work: Work) -> float:
-        """How long a rank takes for this work."""
+    def seconds(self, work: Work, ep: int = 1) -> float:
+        """How long a rank takes for this work; `ep` neighbours share out the experts."""
         computed = (
             work.matmul / self.matmul + work.attention / self.attention + work.moved / self.moved
         )
-        return max(computed, work.layers * self.layer_s) + work.reduced / self.link
+        sent = work.reduced / self.link + self.exchange(work.exchanged, ep)
+        return max(computed, work.layers * self.layer_s) + sent
+
+    def exchange(self, size: float, ranks: int) -> float:
+        """Seconds of an all-to-all in which each of these neighbours has `size` bytes, as many for
+        each of them. Links and network are busy at the same time."""
+        near = min(ranks, self.devices)
+        inside, outside = size * (near - 1) / ranks, size * (ranks - near) / ranks
+        return max(inside / self.link, outside / self.network)
 
     def between(self, ranks: int) -> float:
         """Bytes per second from one rank to another, where this many neighbours belong together."""

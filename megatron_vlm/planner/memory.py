@@ -7,12 +7,13 @@ tests/test_planner_memory.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.adapters import adapted, is_of_experts
-from megatron_vlm.family.sizes import ModelSizes, TensorSpec
+from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.model.head import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.shapes import BatchSizes
@@ -87,14 +88,21 @@ def stage_memory(
 def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
     """With the freeze_* of the model that say what is kept for the backward: a part with adapters
     keeps what goes into its layers, as one that is trained whole does."""
-    parts = {weight.part.switch for weight in _adapted(cfg, sizes)}
+    parts, _ = _with_adapters(cfg, sizes)
     vision, merger, language = (not (learns(cfg, each) or each in parts) for each in SWITCHES)
     model = replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
     return replace(cfg, model=model)
 
 
-def _adapted(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
-    return adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else []
+def _with_adapters(cfg: Config, sizes: ModelSizes) -> tuple[frozenset[str], bool]:
+    """The parts that have adapters, and whether experts do."""
+    return _adapted_by(sizes, cfg.lora.targets) if cfg.lora.rank else (frozenset(), False)
+
+
+@lru_cache(maxsize=8)
+def _adapted_by(sizes: ModelSizes, targets: tuple[str, ...]) -> tuple[frozenset[str], bool]:
+    weights = adapted(sizes.tensors, targets)
+    return frozenset(weight.part.switch for weight in weights), any(map(is_of_experts, weights))
 
 
 def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
@@ -186,7 +194,7 @@ def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     if text.experts is not None:  # the mean layer; each token goes to several experts
         share = len(text.experts.layers) / text.layers
         # What goes into their layers is needed for the gradient of weights, and of adapters.
-        inputs = learning or any(map(is_of_experts, _adapted(cfg, sizes)))
+        inputs = learning or _with_adapters(cfg, sizes)[1]
         rows = (2 if inputs else 1) * text.hidden + (4 if inputs else 3) * text.experts.ffn
         sparse = text.experts.top_k * rows + text.hidden + 3 * text.experts.count
         mlp = round(share * sparse + (1 - share) * mlp)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 
-from megatron_vlm.config.lora import learns
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.lora import SWITCHES, learns
+from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.adapters import adapted, module_of
 from megatron_vlm.family.sizes import ModelSizes, Part, TextSizes
@@ -38,28 +39,58 @@ class HeldValues:
     trained: int
     gradients: int  # of the buffer that gradients are summed in, alignment included
     optimized: int  # whose moments this rank keeps
+    of_experts: int = 0  # of the gradients, those that are summed over DP / EP ranks alone
 
 
 def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> HeldValues:
     """The values of each kind on a rank of a stage: of all its chunks."""
+    # Only what the numbers depend on: a search meets the same chunks again and again.
+    freeze, optimizer = [f"freeze_{part}" for part in SWITCHES], ["overlap_grad_reduce"]
+    optimizer += ["distributed_optimizer"]
+    model = ModelConfig(path="", **{key: getattr(cfg.model, key) for key in freeze})
+    parallel = ParallelConfig(**{key: getattr(cfg.parallel, key) for key in optimizer})
     places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
-    chunks = [astuple(_of_chunk(cfg, sizes, dims, place)) for place in places]
+    short = [_shortest(cfg, sizes, dims, place) for place in places]
+    chunks = [astuple(_of_chunk(model, cfg.lora, parallel, sizes, *each)) for each in short]
     return HeldValues(*map(sum, zip(*chunks, strict=True)))
 
 
-def _of_chunk(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> HeldValues:
+def _shortest(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
+) -> tuple[ParallelDims, int]:
+    """The shortest pipeline that has a chunk like the one at this place, and its place there."""
+    layers, experts = dims.layers_per_stage, sizes.text.experts
+    alike = not cfg.lora.rank and (experts is None or len(experts.layers) == sizes.text.layers)
+    before = [0 if alike else sum(layers[:place])] * (place > 0)
+    short = (*before, layers[place], *[0] * (not dims.is_last(place)))
+    found = replace(dims, pp=len(short), layers_per_stage=short, virtual_stages=1)
+    return found, len(before)
+
+
+@lru_cache(maxsize=8192)
+def _of_chunk(
+    model: ModelConfig,
+    lora: LoraConfig,
+    parallel: ParallelConfig,
+    sizes: ModelSizes,
+    dims: ParallelDims,
+    place: int,
+) -> HeldValues:
+    cfg = Config(model=model, lora=lora, parallel=parallel)
     params = list(chunk_params(cfg, sizes, dims, place))
     trained = [param for param in params if param.trained]
     values = sum(param.values for param in trained)
     held = sum(param.values for param in params)
     if not cfg.parallel.distributed_optimizer or dims.dp == 1:
-        return HeldValues(held, values, values, values)
+        shared = sum(param.values for param in trained if param.expert)
+        return HeldValues(held, values, values, values, shared)
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
         bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
     dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
     experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
-    return HeldValues(held, values, *(a + b for a, b in zip(dense, experts, strict=True)))
+    summed, kept = (a + b for a, b in zip(dense, experts, strict=True))
+    return HeldValues(held, values, summed, kept, experts[0])
 
 
 def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> Iterator[Held]:

@@ -1,5 +1,6 @@
 """Every layout of a number of GPUs: does it fit, and how long is a step."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -60,9 +61,12 @@ class Candidate:
     @property
     def overrides(self) -> list[str]:
         """The keys that make a run of it."""
-        dims, model = self.dims, self.cfg.model
+        dims, model, given = self.dims, self.cfg.model, self.cfg.parallel
         keys: dict[str, object] = {"parallel.tp": dims.tp, "parallel.pp": dims.pp}
-        if dims.layers_per_stage != even_split(dims.pp, dims.num_layers):
+        if dims.ep > 1 or given.ep > 1:
+            keys["parallel.ep"] = dims.ep
+        is_even = dims.layers_per_stage == even_split(dims.pp, dims.num_layers)
+        if not is_even or given.layers_per_stage is not None:
             layers = ",".join(map(str, dims.layers_per_stage))
             keys["parallel.layers_per_stage"] = f"[{layers}]"
         keys["train.micro_batch_tokens"] = self.cfg.train.micro_batch_tokens
@@ -84,10 +88,10 @@ def search(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Found:
     """All layouts, ranked by predicted tokens per second."""
     fitting: list[Candidate] = []
     leanest: Candidate | None = None
-    for degrees, tokens in _options(cfg, sizes, mix, cluster):
+    for dims, tokens in _options(cfg, sizes, mix, cluster):
         tried = replace(cfg, train=replace(cfg.train, micro_batch_tokens=tokens))
-        steps = mix.steps(tried.train, sizes, degrees[2])
-        for candidate in _modes(tried, sizes, degrees, steps, cluster):
+        steps = mix.steps(tried.train, sizes, dims.dp)
+        for candidate in _modes(tried, sizes, dims, steps, cluster):
             if candidate.stages is not None:
                 fitting.append(candidate)
             elif leanest is None or candidate.need < leanest.need:
@@ -100,25 +104,33 @@ def search(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Found:
 
 def _options(
     cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster
-) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """(TP, PP, DP) and train.micro_batch_tokens."""
+) -> Iterator[tuple[ParallelDims, int]]:
+    """The degrees, with layers spread evenly, and train.micro_batch_tokens."""
     text, gpus = sizes.text, cluster.gpus
     limits = {tokens for tokens in _MICRO_TOKENS if tokens >= mix.tokens}
     limits |= {cfg.train.micro_batch_tokens or _MICRO_TOKENS[-1]}
-    for tp in (1, 2, 4, 8):
+    experts = text.experts.count if text.experts else 1
+    for tp in (1,) if text.experts else (1, 2, 4, 8):
         cut = (text.heads, text.kv_heads, text.ffn, gpus)
         if any(each % tp for each in cut) or tp > cluster.machine.devices:
             continue
-        for pp in range(1, gpus // tp + 1):
+        for pp in _divisors(gpus // tp):
             dp = gpus // (tp * pp)
-            if tp * pp * dp == gpus and pp <= text.layers and dp <= cfg.train.global_batch_size:
-                yield from (((tp, pp, dp), tokens) for tokens in sorted(limits))
+            if pp > text.layers or dp > cfg.train.global_batch_size:
+                continue
+            for ep in _divisors(math.gcd(dp, experts)):
+                dims = ParallelDims(tp, pp, dp, ep, even_split(pp, text.layers))
+                yield from ((dims, tokens) for tokens in sorted(limits))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _modes(
     cfg: Config,
     sizes: ModelSizes,
-    degrees: tuple[int, int, int],
+    dims: ParallelDims,
     steps: Sequence[Step],
     cluster: Cluster,
 ) -> Iterator[Candidate]:
@@ -128,7 +140,7 @@ def _modes(
             continue
         model = replace(cfg.model, recompute=recompute, recompute_vision=vision)
         tried = replace(cfg, model=model)
-        found = _candidate(tried, sizes, degrees, steps, cluster)
+        found = _candidate(tried, sizes, dims, steps, cluster)
         yield found
         if found.stages is not None:
             return
@@ -137,19 +149,16 @@ def _modes(
 def _candidate(
     cfg: Config,
     sizes: ModelSizes,
-    degrees: tuple[int, int, int],
+    dims: ParallelDims,
     steps: Sequence[Step],
     cluster: Cluster,
 ) -> Candidate:
-    tp, pp, dp = degrees
     itemsize, heaviest = ITEMSIZE[cfg.train.precision], heaviest_share(steps)
-    limit, even = USABLE * cluster.memory, even_split(pp, sizes.text.layers)
-    most = most_layers(cfg, sizes, degrees, heaviest, itemsize, limit)
-    replicas = (
-        [] if most is None else replicas_of(cfg, sizes, degrees, steps, cluster.machine, itemsize)
-    )
-    split = even if most is None else level(replicas, most, sizes.text.layers)
-    dims = ParallelDims(tp, pp, dp, 1, split)
+    limit, replicas = USABLE * cluster.memory, []
+    most = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
+    if most is not None:
+        replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
+        dims = replace(dims, layers_per_stage=level(replicas, most, sizes.text.layers))
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     if most is None or max(stage.total for stage in memory) > limit:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
@@ -161,12 +170,12 @@ def _candidate(
 def polished(candidate: Candidate, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Candidate:
     """The same with the best split of its layers, which takes longer to find."""
     cfg, dims = candidate.cfg, candidate.dims
-    itemsize, degrees = ITEMSIZE[cfg.train.precision], (dims.tp, dims.pp, dims.dp)
+    itemsize = ITEMSIZE[cfg.train.precision]
     steps = mix.steps(cfg.train, sizes, dims.dp)
     heaviest, limit = heaviest_share(steps), USABLE * cluster.memory
-    most = most_layers(cfg, sizes, degrees, heaviest, itemsize, limit)
+    most = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     assert most is not None
-    replicas = replicas_of(cfg, sizes, degrees, steps, cluster.machine, itemsize)
+    replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
     split = choose(replicas, most, even_split(dims.pp, dims.num_layers))
     dims = replace(dims, layers_per_stage=split)
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
@@ -193,7 +202,7 @@ def _timed(
     planned = sum(share != [] for share in steps[0]) or 1
     tokens = sum(row.padded_tokens for row in rows) / len(steps) * max(1.0, dims.dp / planned)
     busy = sum(float(s.forward_GS.sum() + s.backward_GS.sum()) for s in slowest)
-    bubble = 1 - busy / dims.pp / (pipeline * len(slowest))
+    bubble = max(0.0, 1 - busy / dims.pp / (pipeline * len(slowest)))
     return replace(
         candidate, stages=slowest[0], step_s=pipeline + after, tokens=tokens, bubble=bubble
     )
@@ -206,12 +215,12 @@ def _after(
     counts, itemsize = count(cfg, sizes, dims, stage), ITEMSIZE[cfg.train.precision]
     found = machine.seconds(update(counts))
     link = machine.between(dims.tp * dims.dp)
-    if cfg.parallel.distributed_optimizer:
-        found += ring(dims.dp) / 2 * (_FP32 + itemsize) * counts.gradients / link
-    else:
-        found += ring(dims.dp) * _FP32 * counts.gradients / link
+    sent = (_FP32 + itemsize) / 2 if cfg.parallel.distributed_optimizer else _FP32
+    rest = counts.gradients - counts.of_experts
+    for ranks, values in ((dims.dp, rest), (dims.dp // dims.ep, counts.of_experts)):
+        found += ring(ranks) * sent * values / link
     if stage == 0 and cfg.model.share_images:
-        tower = trained(_tower_alone(cfg), sizes, dims.tp, dims.pp)[1]
+        tower = trained(_tower_alone(cfg), sizes, dims)[1]
         found += ring(dims.tp) * _FP32 * tower / machine.link
     return found
 

@@ -1,6 +1,7 @@
 """Which stage gets how many decoder layers: the fastest split that fits into memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megatron_vlm.config.schema import Config, ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
@@ -21,16 +22,26 @@ def step_seconds(replicas: Sequence[Sequence[ReplicaCosts]], split: Split) -> fl
 def replicas_of(
     cfg: Config,
     sizes: ModelSizes,
-    degrees: tuple[int, int, int],
+    dims: ParallelDims,
     steps: Sequence[Step],
     machine: Machine,
     itemsize: int,
 ) -> list[list[ReplicaCosts]]:
-    """Each step's replicas that have anything to do."""
-    return [
-        [ReplicaCosts.of(cfg, sizes, degrees, share, machine, itemsize) for share in step if share]
-        for step in steps
-    ]
+    """Each step's replicas that have anything to do; those that share experts as one."""
+    found = []
+    for step in steps:
+        groups = [step[first : first + dims.ep] for first in range(0, len(step), dims.ep)]
+        shares = [[share for share in group if share] for group in groups]
+        found.append(
+            [
+                ReplicaCosts.together(
+                    [ReplicaCosts.of(cfg, sizes, dims, each, machine, itemsize) for each in group]
+                )
+                for group in shares
+                if group
+            ]
+        )
+    return found
 
 
 def choose(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, even: Split) -> Split:
@@ -55,14 +66,14 @@ def even_split(pp: int, layers: int) -> Split:
 def most_layers(
     cfg: Config,
     sizes: ModelSizes,
-    degrees: tuple[int, int, int],
+    dims: ParallelDims,
     batches: Sequence[BatchSizes],
     itemsize: int,
     limit: float | None,
 ) -> Split | None:
-    """How many layers each stage has memory for; None where that is too few for the model."""
-    tp, pp, dp = degrees
-    layers = sizes.text.layers
+    """How many layers each stage has memory for at these degrees; None where that is too few for
+    the model."""
+    pp, layers = dims.pp, sizes.text.layers
     if limit is None:
         return (layers,) * pp
 
@@ -70,8 +81,8 @@ def most_layers(
         split = [0] * pp
         split[stage] = count
         split[stage - 1] += layers - count  # so that features arrive as they would
-        dims = ParallelDims(tp, pp, dp, 1, tuple(split))
-        return stage_memory(cfg, sizes, dims, stage, batches, itemsize).total
+        tried = replace(dims, layers_per_stage=tuple(split))
+        return stage_memory(cfg, sizes, tried, stage, batches, itemsize).total
 
     found = tuple(
         _largest(lambda count: need(stage, count) <= limit, layers)  # noqa: B023 - called at once

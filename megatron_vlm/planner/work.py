@@ -29,6 +29,7 @@ class Work:
     attention: float = 0.0  # operations of attention between tokens
     moved: float = 0.0  # bytes read and written by everything else
     reduced: float = 0.0  # bytes that each rank sends to its tensor parallel neighbours
+    exchanged: float = 0.0  # bytes that go to the experts of all ranks, this one's too, or back
     layers: float = 0.0  # of the decoder or blocks of the tower: how many start their kernels
 
     def __add__(self, other: "Work") -> "Work":
@@ -39,7 +40,8 @@ class Work:
 
     @property
     def _values(self) -> tuple[float, ...]:
-        return (self.matmul, self.attention, self.moved, self.reduced, self.layers)
+        sent = (self.reduced, self.exchanged)
+        return (self.matmul, self.attention, self.moved, *sent, self.layers)
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,22 @@ def _products(cfg: Config, part: str) -> int:
 def _layer(
     cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
 ) -> Pass:
-    """One decoder layer."""
+    """One decoder layer: the mean one, where only some have experts."""
     text, tokens = sizes.text, batch.padded_tokens
     pairs = batch.rows * batch.tokens * (batch.tokens + 1) // 2
     kept = tokens * kept_of_layer(cfg, sizes, tp) * itemsize
     # The output of attention and of the MLP, summed over the ranks.
     reduced = 2 * ring(tp) * tokens * text.hidden * itemsize
+    exchanged = 0.0
+    if text.experts is not None:  # each token goes to its experts, and comes back
+        copies = text.experts.top_k * len(text.experts.layers) / text.layers
+        exchanged = 2 * copies * tokens * text.hidden * itemsize
     forward = Work(
         work.per_token * tokens / text.layers / tp,
         work.per_token_pair * pairs / text.layers / tp,
         _TOUCHED_FORWARD * kept,
         reduced,
+        exchanged,
         1,
     )
     again = {"none": Work(), "selective": Work(attention=forward.attention), "full": forward}
@@ -111,6 +118,7 @@ def _layer(
         2 * forward.attention,
         _TOUCHED_BACKWARD * kept,
         reduced,
+        exchanged,
         1,
     )
     return Pass(forward, backward + again[cfg.model.recompute])

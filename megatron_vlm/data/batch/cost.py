@@ -4,6 +4,7 @@ Padding is not work. Used to balance micro-batches and to say how well the hardw
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_vlm.data.batch.batching import RowSize
 from megatron_vlm.family.sizes import ModelSizes, Part
@@ -21,6 +22,7 @@ class WorkModel:
     per_patch_pair: int  # attention within a frame
 
     @staticmethod
+    @lru_cache(maxsize=8)
     def of(sizes: ModelSizes) -> "WorkModel":
         """The work of a model of these sizes."""
         text, vision = sizes.text, sizes.vision

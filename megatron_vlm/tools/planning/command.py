@@ -35,11 +35,6 @@ def run_plan(
         raise ConfigError("model.freeze_*: everything is frozen, and nothing is left to plan for")
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
-    if sizes.text.experts is not None:
-        raise ConfigError(
-            f"model.path={cfg.model.path} has experts, whose layouts are not planned; give "
-            "parallel.ep and parallel.pp to `megatron-vlm train --dry-run`, which tells the memory"
-        )
     mix = mix_of(cfg, sizes)
     found = search(cfg, sizes, mix, cluster)
     if found.leanest is not None:
@@ -54,7 +49,8 @@ def run_plan(
     shown = ranked[:SHOWN]
     if not any(each.dims.pp > 1 for each in shown):  # one with a pipeline, to compare
         shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
-    plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked))
+    has_experts = sizes.text.experts is not None
+    plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked), has_experts)
     console = Console(highlight=False)
     print_plan(plan, console)
     if html is not None:

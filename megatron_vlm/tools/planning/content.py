@@ -12,6 +12,7 @@ COLUMNS = (
     "s/step",
     "tp",
     "pp",
+    "ep",
     "dp",
     "layers",
     "micro-batch",
@@ -35,6 +36,7 @@ def cells(found: Candidate) -> tuple[str, ...]:
         f"{found.step_s:.2f}",
         str(dims.tp),
         str(dims.pp),
+        str(dims.ep),
         str(dims.dp),
         layers,
         f"{cfg.train.micro_batch_tokens:,}",
@@ -54,6 +56,12 @@ def memory_cells(found: Candidate) -> list[tuple[str, ...]]:
     return rows
 
 
+def degrees(found: Candidate) -> str:
+    """As the pictures of a pipeline name a layout."""
+    dims = found.dims
+    return f"tp={dims.tp} pp={dims.pp} {f'ep={dims.ep} ' * (dims.ep > 1)}dp={dims.dp}"
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is shown."""
@@ -63,6 +71,14 @@ class Plan:
     cluster: Cluster
     candidates: tuple[Candidate, ...]  # the fastest first
     tried: int  # layouts that fit
+    has_experts: bool = False
+
+    @property
+    def layouts(self) -> list[tuple[str, ...]]:
+        """The names of the columns, then a line for each layout. Either TP or EP is always 1."""
+        place = COLUMNS.index("tp" if self.has_experts else "ep")
+        lines = [COLUMNS, *map(cells, self.candidates)]
+        return [(*line[:place], *line[place + 1 :]) for line in lines]
 
     @property
     def pipeline(self) -> Candidate | None:
@@ -74,8 +90,10 @@ def assumptions(plan: Plan) -> list[str]:
     """Every number that is not counted but assumed, in sentences."""
     machine, cluster = plan.cluster.machine, plan.cluster
     speeds = [speed / 1e12 for speed in (machine.matmul, machine.attention, machine.moved)]
+    experts = "Experts: all have equally many tokens; replicas that share them wait for each other."
     return [
         f"Rows: {plan.mix.origin}.",
+        *[experts] * plan.has_experts,
         f"{machine.name}: {speeds[0]:,.0f} TFLOP/s in matrix products, {speeds[1]:,.0f} in "
         f"attention, {speeds[2]:.1f} TB/s in the rest, "
         f"{machine.link / 1e9:,.0f} GB/s between the {machine.devices} GPUs of a machine, "

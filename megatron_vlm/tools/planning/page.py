@@ -9,11 +9,10 @@ from megatron_vlm.planner.costs import Stages
 from megatron_vlm.planner.schedule import Task
 from megatron_vlm.planner.search import Candidate
 from megatron_vlm.tools.planning.content import (
-    COLUMNS,
     MEMORY,
     Plan,
     assumptions,
-    cells,
+    degrees,
     memory_cells,
 )
 
@@ -41,7 +40,8 @@ def _body(plan: Plan) -> Iterator[Html]:
     )
     yield tag("h2", "Layouts")
     caption = f"The fastest of {plan.tried:,} that fit. GiB: of the fullest rank."
-    yield table(COLUMNS, [cells(each) for each in plan.candidates], caption)
+    columns, *lines = plan.layouts
+    yield table(columns, lines, caption)
     yield tag("p", "The fastest: ", tag("code", " ".join(best.overrides)), class_="keys")
     drawn = plan.pipeline
     if drawn is not None:
@@ -55,10 +55,9 @@ def _body(plan: Plan) -> Iterator[Html]:
 
 def _pipeline(drawn: Candidate) -> Html:
     assert drawn.stages is not None
-    dims = drawn.dims
     words = (
-        f"tp={dims.tp} pp={dims.pp} dp={dims.dp}, layers {list(dims.layers_per_stage)}: one step "
-        f"of one replica. Stages wait {drawn.bubble:.0%} of the time."
+        f"{degrees(drawn)}, layers {list(drawn.dims.layers_per_stage)}: one step of one replica. "
+        f"Stages wait {drawn.bubble:.0%} of the time."
     )
     legend = tag(
         "div",

@@ -7,11 +7,10 @@ from megatron_vlm.display.tables import plain_table
 from megatron_vlm.planner.costs import Stages
 from megatron_vlm.planner.search import Candidate
 from megatron_vlm.tools.planning.content import (
-    COLUMNS,
     MEMORY,
     Plan,
     assumptions,
-    cells,
+    degrees,
     memory_cells,
 )
 
@@ -23,7 +22,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     """All of it."""
     for sentence in assumptions(plan):
         console.print(sentence, markup=False, soft_wrap=True)
-    console.print(_table(COLUMNS, [cells(each) for each in plan.candidates]))
+    columns, *lines = plan.layouts
+    console.print(_table(columns, lines))
     best = plan.candidates[0]
     console.print(f"The fastest: {' '.join(best.overrides)}", markup=False, soft_wrap=True)
     console.print(_table(MEMORY, memory_cells(best)))
@@ -36,8 +36,8 @@ def print_plan(plan: Plan, console: Console) -> None:
 def heading(drawn: Candidate) -> str:
     """What the drawing shows."""
     return (
-        f"Pipeline of tp={drawn.dims.tp} pp={drawn.dims.pp} dp={drawn.dims.dp}, one step: digits "
-        f"are forwards, letters backwards, dots wait ({drawn.bubble:.0%})"
+        f"Pipeline of {degrees(drawn)}, one step: digits are forwards, letters backwards, dots "
+        f"wait ({drawn.bubble:.0%})"
     )
 
 
