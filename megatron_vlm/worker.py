@@ -54,7 +54,7 @@ from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.expert_choices import check_routing
-from megatron_vlm.step.expert_load import take_expert_load
+from megatron_vlm.step.expert_load import busiest, take_expert_load
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
 from megatron_vlm.step.optimizer import (
     apply_gradients,
@@ -84,6 +84,8 @@ class StepMetrics:
     # What the loss reports, over the same; and with experts `expert_load`, see step/expert_load.py,
     # and of model.router_balance_loss and router_z_loss the losses without these coefficients.
     means: dict[str, float] = field(default_factory=dict)
+    # With experts: the tokens of each [layers with experts, experts]. A controller does not get it.
+    expert_load_LE: Tensor | None = None
 
 
 class MegatronWorker:
@@ -210,8 +212,9 @@ class MegatronWorker:
         if return_per_token_outputs:
             log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
         device, text = self.platform.device, self.source.sizes.text
-        means |= take_expert_load(self.chunks, text, device) | values_of(losses)
-        return StepMetrics(mean, count, log_probs, means)
+        load_LE = take_expert_load(self.chunks, text, device)
+        means |= values_of(losses) | ({} if load_LE is None else {"expert_load": busiest(load_LE)})
+        return StepMetrics(mean, count, log_probs, means, load_LE)
 
     def _totals(
         self, objective: Objective, batches: Sequence[MicroBatch], outputs: Sequence[Any]

@@ -22,6 +22,7 @@ from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.group.parts import even_parts
 from megatron_vlm.model import experts, routing
 from megatron_vlm.step import arrival
+from megatron_vlm.step.expert_load import percent_of_mean
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import inputs_of, load_reference, run_reference
@@ -171,18 +172,21 @@ def test_padding_and_fillers_go_to_no_expert(pool, tiny):
         assert [sum(layer) for layer in zip(*sent, strict=True)] == [2 * tokens] * 4
 
 
-def loads(worker: MegatronWorker) -> list[float]:
-    """Of two steps; evaluation between them does not count."""
+def loads(worker: MegatronWorker) -> list[tuple[float, list[list[float]]]]:
+    """Of two steps, the busiest and all; evaluation between them does not count."""
     found = []
     for seed in range(2):
         rows = my_rows(make_rows(MIXED, seed=seed))
         worker.forward(rows)
-        found.append(worker.forward_backward(rows).means["expert_load"])
+        metrics = worker.forward_backward(rows)
+        assert metrics.expert_load_LE is not None
+        found.append((metrics.means["expert_load"], metrics.expert_load_LE.tolist()))
     return found
 
 
-def test_the_load_of_the_busiest_expert(pool, tiny):
-    """By the routers of transformers, over all rows and for each layer; the worst one counts."""
+def test_the_load_of_experts(pool, tiny):
+    """By the routers of transformers, over all rows and for each layer; the worst one is the
+    busiest. In whole percent of the mean, too."""
     path, want = tiny(**EXPERTS, dense_layers=1), []
     model = load_reference(path)
     for seed in range(2):
@@ -192,11 +196,14 @@ def test_the_load_of_the_busiest_expert(pool, tiny):
                 logits = model(**inputs_of(model, row), output_router_logits=True).router_logits
             for layer, logits_SE in enumerate(logits):
                 load_LE[layer] += logits_SE.topk(2).indices.flatten().bincount(minlength=8)
-        want.append(float((load_LE.amax(1) / load_LE.mean(1)).amax()))
-    assert all(load > 1.1 for load in want)
+        want.append((float((load_LE.amax(1) / load_LE.mean(1)).amax()), load_LE.tolist()))
+        shares = [[round(100 * 8 * n / sum(row)) for n in row] for row in load_LE.tolist()]
+        assert percent_of_mean(load_LE) == shares
+    assert all(busiest > 1.1 for busiest, _ in want)
     for case in (layout(recompute="full"), layout(pp=2, dp=2, ep=2)):
         for found in pool.run(call, case.world, path, case, loads):
-            assert found == pytest.approx(want)
+            assert [load for _, load in found] == [load for _, load in want]
+            assert [busiest for busiest, _ in found] == pytest.approx([each for each, _ in want])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

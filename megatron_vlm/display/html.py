@@ -15,7 +15,7 @@ from typing import Any
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
 
-_VOID = frozenset(("meta", "img", "rect", "line", "path"))
+_VOID = frozenset(("meta", "img", "input", "rect", "line", "path"))
 # Should anything of a record become markup after all, it still loads nothing and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_vlm.outside import Outside
 
+MOST_LOADS = 40  # of a run, besides that of its last step
+
 
 @dataclass(frozen=True)
 class StartLine:
@@ -53,6 +55,21 @@ class StepLine:
     z_loss: float | None = None  # the same
 
 
+@dataclass(frozen=True)
+class LoadLine:
+    """Of some steps: the tokens of each expert in percent of the mean one of its layer; a row for
+    each layer that has experts."""
+
+    step: int
+    layers: list[int]
+    load: list[list[int]]
+
+    def __post_init__(self) -> None:
+        widths = {len(row) for row in self.load}
+        if len(self.load) != len(self.layers) or len(widths) != 1 or not min(widths):
+            raise ValueError("the load of experts is a table with a row for each layer")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalLine:
     """The scores of one evaluation set; None is a score that was not asked for."""
@@ -80,13 +97,19 @@ class EventLine:
     text: str
 
 
-Line = StartLine | StepLine | EvalLine | EventLine
+Line = StartLine | StepLine | LoadLine | EvalLine | EventLine
 _KINDS: dict[str, type[Line]] = {
     "start": StartLine,
     "step": StepLine,
+    "load": LoadLine,
     "eval": EvalLine,
     "event": EventLine,
 }
+
+
+def tells_load(step: int, total_steps: int) -> bool:
+    """Whether a step has a LoadLine: it has many numbers, so only some steps do, and the last."""
+    return step % -(-total_steps // MOST_LOADS) == 0 or step + 1 == total_steps
 
 
 def to_json(line: Line) -> str:
@@ -117,8 +140,14 @@ def _figure(value: float | None) -> float:
     return float(value) if value is not None and math.isfinite(value) else math.nan
 
 
+def _whole(value: Any) -> int:
+    return min(max(int(value), -(2**53)), 2**53)  # beyond, no float holds it
+
+
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
-    int: lambda value: min(max(int(value), -(2**53)), 2**53),  # beyond, no float holds it
+    int: _whole,
+    list[int]: lambda values: [_whole(value) for value in values],
+    list[list[int]]: lambda rows: [[_whole(value) for value in row] for row in rows],
     str: str,
     bool: bool,
     dict[str, int]: dict,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.display.text import visible
-from megatron_vlm.run.lines import EvalLine, EventLine, Line, StartLine, StepLine
+from megatron_vlm.run.lines import EvalLine, EventLine, Line, LoadLine, StartLine, StepLine
 from megatron_vlm.run.sinks import JsonLines, TensorBoard, WandB
 
 
@@ -67,6 +67,10 @@ class RunLog:
             left = (self.total_steps - figures.step - 1) * _mean(self.window, "seconds")
             self.console.print(f"{share}  {line}  {duration(left)} left", soft_wrap=True)
             self.window = []
+
+    def expert_load(self, step: int, layers: list[int], load: list[list[int]]) -> None:
+        """With the fields of LoadLine, to the files alone."""
+        self._write(LoadLine(step, layers, load))
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
         """The scores of one evaluation set, by the fields of EvalLine."""

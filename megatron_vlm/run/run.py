@@ -22,11 +22,13 @@ from megatron_vlm.hf.push import Upload
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.run.folder import export_folders, held_folder
 from megatron_vlm.run.layers import decided
+from megatron_vlm.run.lines import tells_load
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.meter import Guard, Meter
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.report import write_report
 from megatron_vlm.run.saver import Saver
+from megatron_vlm.step.expert_load import percent_of_mean
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -105,6 +107,11 @@ class Run:
         self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
         figures = self.meter.read(step, batch.after.epoch, metrics, lr, norm, batch.figures)
         self.log.step(figures)
+        if metrics.expert_load_LE is not None and tells_load(step, self.total_steps):
+            text = self.worker.source.sizes.text
+            assert text.experts is not None
+            layers, load = sorted(text.experts.layers), percent_of_mean(metrics.expert_load_LE)
+            self.log.expert_load(step, layers, load)
         if (warning := self.guard.check(step, metrics, norm)) is not None:
             self.log.event(step, warning)
 

@@ -20,7 +20,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to a prompt. Shapes: S its tokens, L decoder layers with experts, K experts of a token."""
+    """One answer to a prompt. Shapes: S its tokens, L decoder layers with experts, K experts of a
+    token."""
 
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
     # Of each id, by the model itself: as at temperature 1, with nothing cut off.

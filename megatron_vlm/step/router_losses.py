@@ -17,7 +17,7 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.model.router_losses import RouterLosses
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.expert_load import begin_count, load_of_experts
+from megatron_vlm.step.expert_load import begin_count, take_expert_load
 from megatron_vlm.step.pipeline import ForwardStep, Stage, as_it_is
 
 
@@ -45,7 +45,7 @@ def router_losses(
     balance_E = None
     if "balance_loss" in wanted:
         load_E = _load_ahead(stage, batches, step).sum(0)
-        balance_E = (experts.count * mean * mean * load_E).float()
+        balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
     return RouterLosses(
         # Every gradient of the step is divided by the sum of weights in the end.
         {name: coefficient * weight for name, coefficient in wanted.items()},
@@ -70,8 +70,8 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
     begin_count(stage.chunks)
     with torch.no_grad():
         stage.run(batches, count, forward_only=True)
-    load_LE = load_of_experts(stage.chunks, stage.sizes.text, stage.device)
-    begin_count(stage.chunks)
+    load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
+    assert load_LE is not None
     return load_LE
 
 

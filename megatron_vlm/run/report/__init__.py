@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.display.charts import chart_css, chart_scripts
+from megatron_vlm.display.heat import heat_css, heat_script
 from megatron_vlm.display.html import document
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.outside import Outside
@@ -24,10 +25,12 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
         title, body = f"{run.name}: training report", run_page(run, folder / "examples.json")
     else:
         title, body = f"{len(runs)} runs compared", comparison_page(runs)
-    css = chart_css() + Path(__file__).with_name("report.css").read_text()
+    has_map = len(runs) == 1 and runs[0].metrics.loads
+    scripts = (*chart_scripts(), *[heat_script()] * bool(has_map))
+    css = chart_css() + heat_css() + Path(__file__).with_name("report.css").read_text()
     path = out or folders[0] / ("report.html" if len(runs) == 1 else "comparison.html")
     try:
-        path.write_text(document(title, css, body, chart_scripts()), encoding="utf-8")
+        path.write_text(document(title, css, body, scripts), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     return path

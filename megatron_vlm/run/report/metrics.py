@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.outside import Outside
-from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, from_json
+from megatron_vlm.run.lines import EvalLine, EventLine, LoadLine, StartLine, StepLine, from_json
 
 _LONGEST = 2**20  # characters of a line
 _ROW = tuple(field.name for field in fields(StepLine))
@@ -35,6 +35,7 @@ class RunMetrics:
     empty_N: np.ndarray  # no token of their batch was trained
     figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
     evaluations: tuple[EvalLine, ...]
+    loads: tuple[LoadLine, ...]  # of the experts
     seconds: float  # of all steps, with those that were done again
     replaced: int  # steps that were done again or lost
     unreadable: int  # lines, such as the last one of a killed run
@@ -108,6 +109,7 @@ class _Reading:
         self.rows = array("d")
         self.resumes: list[tuple[int, int]] = []  # after so many rows, so many steps were done
         self.evaluations: dict[tuple[str, int], EvalLine] = {}
+        self.loads: dict[int, LoadLine] = {}
         self.history: list[StartLine | EventLine] = []
         self.unreadable = 0
 
@@ -123,6 +125,8 @@ class _Reading:
             self.rows.extend(math.nan if each is None else each for each in vars(line).values())
         elif isinstance(line, EvalLine):
             self.evaluations[line.name, line.step] = line
+        elif isinstance(line, LoadLine):
+            self.loads[line.step] = line
         elif line is not None:
             self.history.append(line)
             if isinstance(line, StartLine):
@@ -131,6 +135,7 @@ class _Reading:
     def _resume(self, step: int) -> None:
         self.resumes.append((len(self.rows) // len(_ROW), step))
         self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
+        self.loads = {number: load for number, load in self.loads.items() if number < step}
 
     def metrics(self) -> RunMetrics:
         rows = np.array(self.rows).reshape(-1, len(_ROW))
@@ -144,6 +149,7 @@ class _Reading:
             empty_N=columns.pop("empty").astype(bool),
             figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
+            loads=tuple(load for _, load in sorted(self.loads.items())),
             seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
             replaced=len(rows) - len(kept),
             unreadable=self.unreadable,

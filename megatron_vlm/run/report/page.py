@@ -10,6 +10,7 @@ from megatron_vlm.display.numbers import number, time_spent
 from megatron_vlm.run.lines import EventLine, StartLine
 from megatron_vlm.run.report.curves import NAMES, curve_section, score_section, score_text
 from megatron_vlm.run.report.examples import example_section
+from megatron_vlm.run.report.loads import expert_section
 from megatron_vlm.run.report.metrics import LoggedRun, RunMetrics, best_of
 
 _MOST_EVENTS = 200
@@ -22,6 +23,7 @@ def run_page(run: LoggedRun, examples: Path) -> Iterator[Html]:
     shown = [*example_section(examples)]
     yield from _header(run, bool(shown))
     yield from curve_section([run])
+    yield from expert_section(run.metrics)
     yield from score_section([run])
     yield from shown
     yield from _history(run.metrics)
@@ -38,6 +40,7 @@ def _header(run: LoggedRun, examples: bool) -> Iterator[Html]:
         facts.append(f"started {_time(metrics.starts[0])}")
         yield tag("p", " \u00b7 ".join(facts), class_="quiet")
     links = [("curves", "Curves")]
+    links += [("experts", "Experts")] if metrics.loads else []
     links += [("evaluation", "Evaluation")] if metrics.evaluations else []
     links += [("examples", "Examples")] if examples else []
     yield contents([*links, ("history", "History"), ("configuration", "Configuration")])
