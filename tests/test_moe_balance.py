@@ -40,7 +40,7 @@ from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.reference import Reference, inputs_of, load_reference
 from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
-from tests.test_moe import EXPERTS, UNEVEN
+from tests.test_moe import EXPERTS, UNEVEN, with_fillers
 from tests.test_parity import TOLERANCE, errors, layout
 
 # So large that a tenth of either would be noticed in the gradients of most parameters.
@@ -195,6 +195,15 @@ def test_equals_hugging_face(case, sizes, batch, pool, tiny, reference, record_p
     worst = max(found, key=lambda key: found[key])
     record_property("worst", found[worst])
     assert found[worst] <= TOLERANCE, f"{worst}: {found[worst]:.2e} of {len(found)} compared"
+
+
+def test_fillers_count_for_nothing(pool, tiny, reference):
+    """One replica has all rows, the other none."""
+    case, expected = layout(dp=2, ep=2, **BOTH), reference("uneven", (), BALANCE, Z)
+    outcomes = pool.run(with_fillers, 2, tiny(**EXPERTS), case, batch_of("uneven"))
+    for name, grad in outcomes[0].grads.items():
+        want = expected.plain.grads[name]
+        assert float((grad - want).norm()) <= TOLERANCE * float(want.norm()), name
 
 
 def passes(worker: MegatronWorker) -> tuple[int, set[str], float]:
