@@ -8,7 +8,7 @@ TensorBatch, cut into micro-batches in order, or a list of micro-batches as the 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -53,6 +53,7 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.expert_load import busiest, take_expert_load
 from megatron_vlm.step.losses import LossFunction, Objective, loss_of
@@ -66,6 +67,7 @@ from megatron_vlm.step.optimizer import (
 from megatron_vlm.step.overlap import WeightGather
 from megatron_vlm.step.pipeline import ForwardStep, Stage
 from megatron_vlm.step.router_losses import router_losses, values_of, with_losses
+from megatron_vlm.step.samples import Sample, SamplingSettings
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
 PATIENCE = 2
@@ -179,6 +181,20 @@ class MegatronWorker:
         if self.source.sizes.text.experts is None:
             raise ConfigError(f"model.path={self.cfg.model.path} has no experts to route to")
         return self.stage.routing(self.micro_batches(batch))
+
+    def sample(
+        self,
+        prompts: Sequence[Row],
+        settings: SamplingSettings,
+        n: int = 1,
+        seeds: Sequence[int] | None = None,
+        batch_rows: int = ROWS,
+        text_of: TextOf | None = None,
+    ) -> list[list[Sample]]:
+        """`n` answers to each prompt, with the log-probs that `forward` gives their tokens. A
+        collective; see step/decode.py."""
+        found = sample(self.stage, prompts, settings, n, seeds, batch_rows, text_of)
+        return [[replace(each, version=self.steps) for each in answers] for answers in found]
 
     def forward_backward(
         self,

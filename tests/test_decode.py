@@ -18,7 +18,9 @@ from transformers import Qwen3VLForConditionalGeneration
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.model.cache import KVCache
-from megatron_vlm.step.decode import candidate_log_probs, generate, pick_ids
+from megatron_vlm.step.decode import candidate_log_probs, generate
+from megatron_vlm.step.samples import SamplingSettings
+from megatron_vlm.step.sampling import pick, whole_logits
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids
 from tests.reference import inputs_of, load_reference, row_log_probs
@@ -285,7 +287,7 @@ def compare_with_whole_forward(worker: MegatronWorker) -> float:
         prompts_BS = ids_BS[:, : max(lengths)].clone()
         for row, length in enumerate(lengths):
             prompts_BS[row, length:] = 0
-        cache = KVCache(lengths, max(lengths) + steps, torch.device("cpu"))
+        cache = KVCache(lengths, torch.device("cpu"))
         columns_BS = torch.arange(max(lengths)).expand(3, -1)
         last_BS = columns_BS == torch.tensor(lengths)[:, None] - 1
         logits_BV = worker.chunks[0](
@@ -298,7 +300,8 @@ def compare_with_whole_forward(worker: MegatronWorker) -> float:
             worst = max(worst, float((logits_BV - wanted_BV).abs().max() / wanted_BV.abs().max()))
             kept = [0, 2] if step == steps // 2 else list(range(len(rows)))
             rows, ends = [rows[place] for place in kept], ends[kept]
-            cache.advance(kept)
+            cache.keep(kept)
+            cache.advance()
             logits_BV = worker.chunks[0](
                 ids_BS[rows, ends][:, None], position_ids(ends[:, None]), cache=cache
             )[:, 0]
@@ -336,10 +339,12 @@ def _logits() -> Tensor:
 
 def _pick(worker: MegatronWorker) -> list[list[int]]:
     part = slice(0, 255) if torch.distributed.get_rank() == 0 else slice(255, 510)
-    return [
-        pick_ids(worker.source.sizes.text.vocab, worker.grid.tp, logits[:, part]).tolist()
-        for logits in (_logits(), _logits().bfloat16())
-    ]
+    vocab, greedy = worker.source.sizes.text.vocab, SamplingSettings(1, temperature=0)
+    found = []
+    for logits in (_logits(), _logits().bfloat16()):
+        whole_BV = whole_logits(logits[:, part], vocab, worker.grid.tp)
+        found.append(pick(whole_BV, greedy, (), ())[:, 0].long().tolist())
+    return found
 
 
 def test_picks_as_argmax_over_the_whole_row_without_padding(pool, tiny):
@@ -423,8 +428,8 @@ def _refusals(worker: MegatronWorker) -> list[str]:
 
 def test_refuses_what_it_cannot_do(pool, tiny):
     messages = pool.run(call, 1, tiny(), layout(), _refusals)[0]
-    assert messages[0].startswith("ConfigError: generate: max_new_tokens=0 must be")
-    assert messages[1].startswith("ConfigError: generate: batch_rows=0 must be")
+    assert messages[0].startswith("ConfigError: sampling: max_tokens=0 must be")
+    assert messages[1].startswith("ConfigError: sampling: batch_rows=0 must be")
     assert messages[2].startswith("DataError: prompt 1: pixel_values has 16 patches")
     assert messages[3].startswith("DataError: candidate 1 of 2 has 0 tokens")
     assert messages[4].startswith("DataError: an empty batch")

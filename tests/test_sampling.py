@@ -120,6 +120,6 @@ def _refused(worker: MegatronWorker) -> list[str]:
 
 def test_what_is_refused(pool, sharp):
     negative, without, few = pool.run(call, 1, sharp, layout(), _refused)[0]
-    assert negative == "generate: temperature=-1.0 must be 0 (greedy) or above"
+    assert negative == "sampling: temperature=-1.0 must be 0 (greedy) or above"
     assert "needs a seed for each of the 2 prompts, and there are none" in without
     assert "and there are 1" in few

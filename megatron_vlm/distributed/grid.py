@@ -109,6 +109,12 @@ class Grid:
         source = dist.get_process_group_ranks(self.pp.group)[-1]
         dist.broadcast(tensor, source, group=self.pp.group)
 
+    def from_head(self, tensor: Tensor) -> None:
+        """Broadcast the values of the first rank of the last stage to the replica, in place."""
+        ranks = dist.get_process_group_ranks(self.replica.group)
+        source = next(rank for rank in ranks if self.dims.stage_of(rank) == self.pp.size - 1)
+        dist.broadcast(tensor, source, group=self.replica.group)
+
     @property
     def leader(self) -> int:
         """The rank, of the whole job, that leads this replica."""

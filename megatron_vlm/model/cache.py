@@ -11,17 +11,20 @@ from torch import Tensor
 
 from megatron_vlm.distributed.device import to_device
 
+# By so many columns a cache grows: it is copied once in so many tokens.
+COLUMNS = 64
+
 
 class KVCache:
-    """The cache of one batch, in the decoder layers of one stage.
+    """The cache of rows that take each pass together, in the decoder layers of one stage.
 
     Column t of a row holds its token t, so rows of different lengths need no common start. What
-    is to the right of a row's tokens is masked, and overwritten as the row grows.
+    is to the right of a row's tokens is masked, and overwritten as the row grows. There are columns
+    for the longest row, to the next multiple of COLUMNS.
     """
 
-    def __init__(self, lengths: Sequence[int], columns: int, device: torch.device):
+    def __init__(self, lengths: Sequence[int], device: torch.device):
         self.lengths = list(lengths)  # tokens of each row, those of the pass under way included
-        self.columns = columns
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, T, G, D]
         self.last_B: Tensor | None = None  # the column of each row's newest token
@@ -31,35 +34,67 @@ class KVCache:
     def in_prefill(self) -> bool:
         return self.mask_B11T is None
 
-    def advance(self, rows: Sequence[int]) -> None:
-        """Continue with these rows, each by one token."""
-        if len(rows) < len(self.lengths):
-            kept = to_device(torch.tensor(rows), self.device)
-            self.layers = {
-                layer: (key_BTGD[kept], value_BTGD[kept])
-                for layer, (key_BTGD, value_BTGD) in self.layers.items()
-            }
-        self.lengths = [self.lengths[row] + 1 for row in rows]
+    def advance(self) -> None:
+        """Continue each row by one token."""
+        self.lengths = [length + 1 for length in self.lengths]
+        for layer, (key_BTGD, value_BTGD) in self.layers.items():
+            self.layers[layer] = (self._with_room(key_BTGD), self._with_room(value_BTGD))
         lengths_B = to_device(torch.tensor(self.lengths), self.device)
         columns_T = torch.arange(max(self.lengths), device=self.device)
         self.last_B = lengths_B - 1
         self.mask_B11T = (columns_T < lengths_B[:, None])[:, None, None]
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Continue with these rows, in this order. Only those are copied whose place changes."""
+        self.lengths = [self.lengths[row] for row in rows]
+        if not rows:
+            self.layers = {}
+        moves = [(place, row) for place, row in enumerate(rows) if place != row]
+        if moves:
+            to, of = to_device(torch.tensor(moves), self.device).unbind(1)
+            for key_BTGD, value_BTGD in self.layers.values():
+                key_BTGD[to] = key_BTGD[of]
+                value_BTGD[to] = value_BTGD[of]
+
+    def add(self, other: "KVCache", rows: Sequence[int], spent: bool) -> None:
+        """Take over rows of another cache, behind those that are here; a row may be taken several
+        times. A cache that is `spent` is not used after this, and need not be kept meanwhile."""
+        first, longest = len(self.lengths), max(other.lengths[row] for row in rows)
+        self.lengths += [other.lengths[row] for row in rows]
+        rows_B = to_device(torch.tensor(rows), self.device)
+        for layer in list(other.layers):
+            theirs = other.layers.pop(layer) if spent else other.layers[layer]
+            mine = self.layers.pop(layer, (theirs[0][:0], theirs[1][:0]))
+            key_BTGD, value_BTGD = (self._with_room(each) for each in mine)
+            for into_BTGD, of_BTGD in zip((key_BTGD, value_BTGD), theirs, strict=True):
+                into_BTGD[first : len(self.lengths), :longest] = of_BTGD[rows_B, :longest]
+            self.layers[layer] = (key_BTGD, value_BTGD)
+
     def store(self, layer: int, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
         """Put one layer's new keys and values into their columns; all of its columns in use."""
         if self.last_B is None:
-            self.layers[layer] = (self._columns_of(key_SBGD), self._columns_of(value_SBGD))
+            self.layers[layer] = (_rows_first(key_SBGD), _rows_first(value_SBGD))
             return self.layers[layer]
         key_BTGD, value_BTGD = self.layers[layer]
-        rows_B = torch.arange(len(self.last_B), device=self.device)
+        rows, longest = len(self.lengths), max(self.lengths)
+        rows_B = torch.arange(rows, device=self.device)
         key_BTGD[rows_B, self.last_B] = key_SBGD[0]
         value_BTGD[rows_B, self.last_B] = value_SBGD[0]
-        longest = max(self.lengths)
-        return key_BTGD[:, :longest], value_BTGD[:, :longest]
+        return key_BTGD[:rows, :longest], value_BTGD[:rows, :longest]
 
-    def _columns_of(self, new_SBGD: Tensor) -> Tensor:
-        length, rows, *head = new_SBGD.shape
+    def _with_room(self, held_BTGD: Tensor) -> Tensor:
+        """What is held, in a larger tensor where there are more rows or tokens than it takes."""
+        rows, columns, *head = held_BTGD.shape
+        longest = max(self.lengths)
+        if rows >= len(self.lengths) and columns >= longest:
+            return held_BTGD
+        rows, columns = max(rows, len(self.lengths)), max(columns, -(-longest // COLUMNS) * COLUMNS)
         # Zeros: a masked column has weight 0, but 0 x NaN of unset memory would be NaN.
-        columns_BTGD = new_SBGD.new_zeros(rows, self.columns, *head)
-        columns_BTGD[:, :length] = new_SBGD.transpose(0, 1)
-        return columns_BTGD
+        wider_BTGD = held_BTGD.new_zeros(rows, columns, *head)
+        wider_BTGD[: len(held_BTGD), : held_BTGD.shape[1]] = held_BTGD
+        return wider_BTGD
+
+
+def _rows_first(new_SBGD: Tensor) -> Tensor:
+    # A copy: a view would hold on to the queries beside these as well.
+    return new_SBGD.transpose(0, 1).clone(memory_format=torch.contiguous_format)

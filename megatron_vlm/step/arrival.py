@@ -84,12 +84,12 @@ def stage_input(
 
 
 def arrivals(
-    batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: bool, copies: CopyStream
+    batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: Sequence[bool], copies: CopyStream
 ) -> Iterator[StageInput]:
     """Micro-batches on the device, in order: while one computes, the next is on its way."""
     coming: Callable[[], StageInput] | None = None
     for number, batch in enumerate(batches):
-        following = copies.send(partial(stage_input, batch, number, chunk, sees))
+        following = copies.send(partial(stage_input, batch, number, chunk, sees[number]))
         if coming is not None:
             yield coming()
         coming = following

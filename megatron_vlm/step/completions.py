@@ -1,9 +1,13 @@
 """What a sampler is asked for, and what it answers."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+
+from megatron_vlm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,27 @@ class SamplingSettings:
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"sampling: max_tokens={self.max_tokens} must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(
+                f"sampling: temperature={self.temperature} must be 0 (greedy) or above"
+            )
+        if self.top_k < 0:
+            raise ConfigError(f"sampling: top_k={self.top_k} must be 0 (all tokens) or above")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"sampling: top_p={self.top_p} must be above 0 and at most 1")
+        if "" in self.stop_strings:
+            raise ConfigError(
+                f"sampling: stop_strings={self.stop_strings} has an empty one, at which every "
+                "answer would end; leave it out"
+            )
+
+    def without_stop(self, ids: Sequence[int]) -> list[int]:
+        """An answer's ids without the stop id that ended it. A stop string stays."""
+        return list(ids[:-1] if ids[-1] in self.stop_ids else ids)
 
 
 @dataclass(frozen=True)

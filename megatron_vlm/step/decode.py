@@ -1,41 +1,80 @@
-"""Generation, greedy or sampled, and the ranking of candidates, on the weights that are trained.
+"""Answers of the model, greedy or sampled, and the ranking of candidates, on the weights that are
+trained.
 
-The prompts of a batch go through the pipeline once (the prefill); after that each pass takes one
-token of every row that has not stopped. A pass is a MicroBatch like any other, its rows one token
-long, and Megatron's forward-only schedule takes it from stage to stage.
-
-Shapes: S tokens, B rows of a batch, V this rank's part of the padded vocabulary, T the ranks of
-TP, 3 the axes of a position, 5 the columns of a token as in data/encode/row.py.
+Shapes: S tokens, B rows of a pass, N draws of a pass, V the vocabulary, 2 an id and its log-prob.
 """
 
-import hashlib
-import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import (
-    MicroBatch,
-    collate,
-    cut_micro_batches,
-    filler_batch,
-)
+from megatron_vlm.data.batch.micro_batch import cut_micro_batches
 from megatron_vlm.data.encode.row import IGNORE, Row, continued, place_row
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.distributed.grid import Axis
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.sizes import Tokens
-from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.lane import DecodePass, Draw, Ended, Lane, Prompt, filler
 from megatron_vlm.step.pipeline import Stage, as_it_is
+from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.sampling import pick, whole_logits
+
+ROWS = 16  # of a pass, where nothing else is asked for
+
+TextOf = Callable[[Sequence[int]], str]
+Hear = Callable[[int, int], None]
+
+
+def sample(
+    stage: Stage,
+    prompts: Sequence[Row],
+    settings: SamplingSettings,
+    n: int = 1,
+    seeds: Sequence[int] | None = None,
+    batch_rows: int = ROWS,
+    text_of: TextOf | None = None,
+    on_token: Hear | None = None,
+) -> list[list[Sample]]:
+    """`n` answers to each prompt, as `settings` say.
+
+    Drawn answers need a seed for each prompt: answer k is the one that seed + k alone gives, at
+    every layout and whatever else is asked at the same time. Placeholders of images and videos are
+    never drawn: nobody could be trained on such an answer. Stop strings are looked for in
+    `text_of` the ids of an answer.
+
+    All ranks of a replica pass the same prompts and get the same answers; replicas may pass
+    different ones, or none. Labels are ignored. A pass has at most `batch_rows` rows, and as many
+    passes as there are pipeline stages are under way: so many rows have a cache, each with columns
+    for the longest row beside it. `on_token` hears of each token but stop ids as it is found, with
+    the number of its prompt; what it raises ends the generation.
+    """
+    _check(settings, len(prompts), n, seeds, batch_rows, text_of)
+    asked = _placed(stage, prompts, n, seeds or [0] * len(prompts))
+    # The longest come first: what does not fit fails at once.
+    waiting = deque(sorted(asked, key=lambda prompt: -len(prompt.row.tokens_S5)))
+    lanes = [Lane(batch_rows, stage.device) for _ in range(stage.grid.pp.size)]
+
+    def ended(draw: Draw) -> Ended | None:
+        if on_token is not None and draw.ids[-1] not in settings.stop_ids:
+            on_token(draw.prompt, draw.ids[-1])
+        return _ended(draw.ids, settings, text_of)
+
+    with stage.evaluating():
+        while True:
+            passes = [(lane, each) for lane in lanes for each in lane.passes(waiting)]
+            # Replicas that share experts go on until the last of them has all its answers.
+            if not stage.most(len(passes)):
+                break
+            _run(stage, [each for _, each in passes], settings)
+            for lane, each in passes:
+                lane.settle(each, ended)
+    return [[_sample_of(draw) for draw in prompt.draws] for prompt in asked]
 
 
 def generate(
@@ -43,47 +82,17 @@ def generate(
     prompts: Sequence[Row],
     max_new_tokens: int,
     stop_ids: Collection[int],
-    batch_rows: int = 16,
+    batch_rows: int = ROWS,
     temperature: float = 0.0,
     seeds: Sequence[int] | None = None,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Hear | None = None,
 ) -> list[list[int]]:
     """The most likely next tokens of each prompt, up to the first of `stop_ids` (left out) or to
-    `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives.
-
-    With a `temperature` above 0 they are sampled from softmax(logits / temperature). `seeds` then
-    has a number from 0 on for each prompt: the same prompt and seed give the same answer,
-    whatever the layout and the other prompts. Placeholders of images and videos are never sampled:
-    nobody could be trained on such an answer.
-
-    All ranks of a replica pass the same prompts and get the same answers; replicas may pass
-    different ones, or none. Labels are ignored. A batch has at most `batch_rows` rows; as many
-    batches as there are pipeline stages are in flight together. `on_token` hears of each token as
-    it is found, with the number of its prompt; what it raises ends the generation.
-    """
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_rows", batch_rows)):
-        if value < 1:
-            raise ConfigError(f"generate: {name}={value} must be at least 1")
-    sampling = _sampling(temperature, seeds, len(prompts), stage.sizes.tokens)
-    answers: list[list[int]] = [[] for _ in prompts]
-    batches = _batches(stage, prompts, batch_rows)
-    together = stage.grid.pp.size
-    with stage.evaluating():
-        # While the last stage works on one batch, the first can take up the next. Replicas that
-        # share experts go on until the last of them has all its answers.
-        for start in range(0, stage.most(len(batches)), together):
-            passes = [
-                DecodePass.prefill(batch, max_new_tokens, stage.device)
-                for batch in batches[start : start + together]
-            ]
-            while stage.most(len(passes)):
-                picked = _run(stage, passes, sampling)
-                unfinished = [
-                    each.extend(answers, ids, max_new_tokens, stop_ids, on_token)
-                    for each, ids in zip(passes, picked, strict=True)
-                ]
-                passes = [each for each in unfinished if each is not None]
-    return answers
+    `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives. With a `temperature`
+    above 0 they are drawn. The rest is as for `sample`."""
+    settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
+    found = sample(stage, prompts, settings, 1, seeds, batch_rows, on_token=on_token)
+    return [settings.without_stop(each.ids) for (each,) in found]
 
 
 def candidate_log_probs(
@@ -101,98 +110,36 @@ def candidate_log_probs(
     return [float(log_probs_S.double().sum()) for log_probs_S in stage.score(batches)]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is sampled."""
-
-    temperature: float
-    seeds: tuple[int, ...]  # of all prompts
-    never: tuple[int, ...]  # ids that are not sampled
-
-    def noise(self, one: "DecodePass", vocab: int, device: torch.device) -> Tensor:
-        """Gumbel noise [B, vocab]: the largest of logits with it is a sample. Drawn for each row
-        and pass alone, and for the whole vocabulary on each rank."""
-        noise_BV = torch.empty(len(one.batch.rows), vocab, dtype=torch.float64, device=device)
-        generator = torch.Generator(device)
-        for row, place in enumerate(one.batch.rows):
-            # Similar seeds give similar first numbers: spread the seeds.
-            seed = hashlib.blake2b(f"{self.seeds[place]} {one.number}".encode(), digest_size=8)
-            generator.manual_seed(int.from_bytes(seed.digest(), "little") >> 1)
-            noise_BV[row].exponential_(generator=generator)
-        noise_BV[:, list(self.never)] = torch.inf
-        return noise_BV.log_().neg_().float()
-
-
-@dataclass(frozen=True)
-class DecodePass:
-    """A batch's way through the pipeline, with its prompts or the newest token of each row."""
-
-    batch: MicroBatch
-    cache: KVCache
-    number: int = 0
-
-    @staticmethod
-    def prefill(batch: MicroBatch, max_new_tokens: int, device: torch.device) -> "DecodePass":
-        columns = max(batch.lengths) + max_new_tokens - 1  # the last token is not fed back
-        return DecodePass(batch, KVCache(batch.lengths, columns, device))
-
-    def extend(
-        self,
-        answers: list[list[int]],
-        ids: Sequence[int],
-        max_new_tokens: int,
-        stop_ids: Collection[int],
-        on_token: Callable[[int, int], None] | None = None,
-    ) -> "DecodePass | None":
-        """Add to the answers the ids that this pass found; the next pass of those that continue."""
-        going_on = []
-        for row, (place, token) in enumerate(zip(self.batch.rows, ids, strict=True)):
-            if token in stop_ids:
-                continue
-            answers[place].append(token)
-            if on_token is not None:
-                on_token(place, token)
-            if len(answers[place]) < max_new_tokens:
-                going_on.append(row)
-        return self._next(ids, going_on) if going_on else None
-
-    def _next(self, ids: Sequence[int], rows: list[int]) -> "DecodePass":
-        # Text continues after the highest position on any axis (padding has position 0).
-        positions_B = self.batch.tokens_BS5[:, :, 2:].amax((1, 2)) + 1
-        tokens_B15 = torch.empty(len(rows), 1, 5, dtype=torch.int32)
-        tokens_B15[:, 0, 0] = torch.tensor([ids[row] for row in rows])
-        tokens_B15[:, 0, 1] = IGNORE
-        tokens_B15[:, 0, 2:] = positions_B[rows, None]
-        places = tuple(self.batch.rows[row] for row in rows)
-        self.cache.advance(rows)
-        batch = MicroBatch(tokens_B15, (1,) * len(rows), places)
-        return DecodePass(batch, self.cache, self.number + 1)
-
-
-def _sampling(
-    temperature: float, seeds: Sequence[int] | None, prompts: int, tokens: Tokens
-) -> Sampling | None:
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ConfigError(f"generate: temperature={temperature} must be 0 (greedy) or above")
-    if temperature == 0:
-        return None
-    if seeds is None or len(seeds) != prompts:
+def _check(
+    settings: SamplingSettings,
+    prompts: int,
+    n: int,
+    seeds: Sequence[int] | None,
+    batch_rows: int,
+    text_of: TextOf | None,
+) -> None:
+    for name, value in (("n", n), ("batch_rows", batch_rows)):
+        if value < 1:
+            raise ConfigError(f"sampling: {name}={value} must be at least 1")
+    if settings.temperature > 0 and (seeds is None or len(seeds) != prompts):
         raise ConfigError(
-            f"generate: temperature={temperature} needs a seed for each of the {prompts} prompts, "
-            f"and there are {'none' if seeds is None else len(seeds)}; give seeds"
+            f"sampling: temperature={settings.temperature} needs a seed for each of the {prompts} "
+            f"prompts, and there are {'none' if seeds is None else len(seeds)}; give seeds"
         )
-    return Sampling(temperature, tuple(seeds), (tokens.image_id, tokens.video_id))
+    if settings.stop_strings and text_of is None:
+        raise ConfigError(
+            f"sampling: stop_strings={settings.stop_strings} are looked for in the text of an "
+            "answer; give text_of, such as the decode of a tokenizer"
+        )
 
 
-def _batches(stage: Stage, prompts: Sequence[Row], size: int) -> list[MicroBatch]:
-    """Prompts of like length together. The longest come first: what does not fit fails at once."""
-    placed = [
-        place_row(_unlabelled(row), stage.sizes.tokens, f"prompt {place}")
-        for place, row in enumerate(prompts)
-    ]
-    order = sorted(range(len(placed)), key=lambda place: -len(placed[place].tokens_S5))
-    parts = [order[start : start + size] for start in range(0, len(order), size)]
-    return [collate([placed[place] for place in part], part) for part in parts]
+def _placed(stage: Stage, prompts: Sequence[Row], n: int, seeds: Sequence[int]) -> list[Prompt]:
+    asked = []
+    for number, (row, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        placed = place_row(_unlabelled(row), stage.sizes.tokens, f"prompt {number}")
+        position = int(placed.tokens_S5[:, 2:].max()) + 1
+        asked.append(Prompt(placed, [Draw(number, seed + k, position) for k in range(n)]))
+    return asked
 
 
 def _unlabelled(row: Row) -> Row:
@@ -201,82 +148,82 @@ def _unlabelled(row: Row) -> Row:
     )
 
 
-def _run(stage: Stage, passes: Sequence[DecodePass], sampling: Sampling | None) -> list[list[int]]:
-    """Each pass through all stages; on every rank, the id that follows each of its rows."""
+def _ended(ids: Sequence[int], settings: SamplingSettings, text_of: TextOf | None) -> Ended | None:
+    if ids[-1] in settings.stop_ids:
+        return "stop"
+    if settings.stop_strings and text_of is not None:
+        # Of the whole answer: a string may begin in one token and end in another, and what a token
+        # says may depend on those before it.
+        text = text_of(ids)
+        if any(string in text for string in settings.stop_strings):
+            return "stop"
+    return "length" if len(ids) == settings.max_tokens else None
+
+
+def _sample_of(draw: Draw) -> Sample:
+    assert draw.ended is not None
+    return Sample(tuple(draw.ids), tuple(draw.log_probs), draw.ended)
+
+
+def _run(stage: Stage, passes: Sequence[DecodePass], settings: SamplingSettings) -> None:
+    """Each pass through all stages; on every rank its draws get their next tokens."""
     outputs = stage.run(
         passes,
-        partial(_forward_step, stage, sampling),
+        partial(_forward_step, stage, settings),
         forward_only=True,
         batch_of=attrgetter("batch"),
-        filler=lambda: DecodePass.prefill(filler_batch(), 1, stage.device),
+        filler=lambda: filler(stage.device),
         arriving=partial(_arrivals, stage),
     )
-    counts = [len(one.batch.rows) for one in passes]
-    ids = torch.empty(sum(counts), dtype=torch.long, device=stage.device)
+    counts = [len(one.draws) for one in passes]
+    picked_N2 = torch.empty(sum(counts), 2, dtype=torch.double, device=stage.device)
     if stage.grid.last and outputs:
-        ids = torch.cat(outputs)
-    # Every stage needs the ids: the first to continue, all to know which rows have stopped.
-    stage.grid.from_last_stage(ids)
-    return [part.tolist() for part in ids.split(counts)]
+        picked_N2 = torch.cat(outputs)
+    # Every rank needs them: the first stage to continue, all to know which rows have ended.
+    stage.grid.from_head(picked_N2)
+    found = iter(picked_N2.tolist())
+    for one in passes:
+        for draw in one.draws:
+            token, log_prob = next(found)
+            draw.ids.append(int(token))
+            draw.log_probs.append(log_prob)
 
 
 def _arrivals(
     stage: Stage, passes: Sequence[DecodePass], chunk: Qwen3VLGPTModel
 ) -> Iterator[tuple[DecodePass, StageInput]]:
     # Past the prefill come generated tokens: a placeholder among them shows nothing.
-    sees = passes[0].cache.in_prefill
+    sees = [one.cache.in_prefill for one in passes]
     batches = [one.batch for one in passes]
     return zip(passes, stage.arrivals(batches, chunk, sees), strict=True)
 
 
 def _forward_step(
     stage: Stage,
-    sampling: Sampling | None,
+    settings: SamplingSettings,
     data: Iterator[tuple[DecodePass, StageInput]],
     chunk: Any,
 ) -> tuple[Tensor, Any]:
     one, batch = next(data)
-    rows = len(one.batch.lengths)
+    lengths = one.batch.lengths
     # The head on each row's last token only.
-    last_B = [(length - 1) * rows + row for row, length in enumerate(one.batch.lengths)]
+    last_B = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
     places_B = to_device(torch.tensor(last_B), stage.device)
     output = stage.call(chunk, batch, cache=one.cache, loss_mask=places_B)
-    vocab, tp = stage.sizes.text.vocab, stage.grid.tp
-    if not one.batch.rows:  # a filler
+    if not one.draws:  # a filler
         return output, as_it_is
-    if sampling is None:
-        return output, partial(pick_ids, vocab, tp)
-    return output, partial(sample_ids, vocab, tp, sampling, one)
+    return output, partial(_pick, stage, settings, one)
 
 
-def sample_ids(
-    vocab: int,
-    tp: Axis,
-    sampling: Sampling,
+def _pick(
+    stage: Stage,
+    settings: SamplingSettings,
     one: DecodePass,
-    logits_BV: Tensor,
+    logits_Bv: Tensor,
     non_loss_data: bool = True,
 ) -> Tensor:
-    """An id for each row [B], the same on all TP ranks and at each TP degree."""
-    noise_BV = sampling.noise(one, vocab, logits_BV.device)
-    width = logits_BV.shape[1]
-    first = tp.rank * width
-    mine_BV = noise_BV[:, first : first + width]
-    mine_BV = F.pad(mine_BV, (0, width - mine_BV.shape[1]))  # padding of the vocabulary
-    return pick_ids(vocab, tp, logits_BV.float() / sampling.temperature + mine_BV)
-
-
-def pick_ids(vocab: int, tp: Axis, logits_BV: Tensor, non_loss_data: bool = True) -> Tensor:
-    """The id of each row's largest logit over all TP ranks [B]; of several equal ones the lowest,
-    as torch's argmax over the whole row. Ids from `vocab` on are padding."""
-    rows, width = logits_BV.shape
-    ids_V = tp.rank * width + torch.arange(width, device=logits_BV.device)
-    real_BV = logits_BV.float().masked_fill(ids_V >= vocab, float("-inf"))
-    best_B, column_B = real_BV.max(dim=-1)
-    # float64 carries logit and id in one collective, both exact.
-    mine_B2 = torch.stack([best_B.double(), ids_V[column_B].double()], dim=-1)
-    found = mine_B2.new_empty(tp.size * rows, 2)
-    dist.all_gather_into_tensor(found, mine_B2, group=tp.group)
-    found_TB2 = found.view(tp.size, rows, 2)
-    winner_1B = found_TB2[:, :, 0].argmax(dim=0, keepdim=True)
-    return found_TB2[:, :, 1].gather(0, winner_1B)[0].long()
+    """The next token of each draw [N, 2]."""
+    logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
+    rows_N = to_device(torch.tensor(one.rows), stage.device)
+    tokens, turns = stage.sizes.tokens, [draw.turn for draw in one.draws]
+    return pick(logits_BV[rows_N], settings, (tokens.image_id, tokens.video_id), turns)

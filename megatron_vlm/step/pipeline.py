@@ -93,10 +93,13 @@ class Stage:
         return int(largest)
 
     def arrivals(
-        self, batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: bool = True
+        self,
+        batches: Sequence[MicroBatch],
+        chunk: Qwen3VLGPTModel,
+        sees: Sequence[bool] | None = None,
     ) -> Iterator[StageInput]:
-        """The batches on the device; which `sees` nothing, only words."""
-        return arrivals(batches, chunk, sees, self.copies)
+        """The batches on the device; of one that `sees` nothing, only words."""
+        return arrivals(batches, chunk, sees or [True] * len(batches), self.copies)
 
     def call(self, chunk: Any, batch: StageInput, **more: Any) -> Tensor:
         """A chunk's output for a micro-batch."""
