@@ -178,9 +178,12 @@ class MegatronWorker:
     def routing(self, batch: Batch) -> list[Tensor]:
         """The experts that each token of each row goes to: `routing_SLK` of a Row, which sends it
         there again. Int32 on the host, the same on every rank of the replica."""
+        self._check_experts()
+        return self.stage.routing(self.micro_batches(batch))
+
+    def _check_experts(self) -> None:
         if self.source.sizes.text.experts is None:
             raise ConfigError(f"model.path={self.cfg.model.path} has no experts to route to")
-        return self.stage.routing(self.micro_batches(batch))
 
     def sample(
         self,
@@ -190,10 +193,15 @@ class MegatronWorker:
         seeds: Sequence[int] | None = None,
         batch_rows: int = ROWS,
         text_of: TextOf | None = None,
+        routing: bool = False,
     ) -> list[list[Sample]]:
-        """`n` answers to each prompt, with the log-probs that `forward` gives their tokens. A
-        collective; see step/decode.py."""
-        found = sample(self.stage, prompts, settings, n, seeds, batch_rows, text_of)
+        """`n` answers to each prompt, with the log-probs that `forward` gives their tokens, and
+        with `routing` the experts that they went to. A collective; see step/decode.py."""
+        if routing:
+            self._check_experts()
+        found = sample(
+            self.stage, prompts, settings, n, seeds, batch_rows, text_of, routing=routing
+        )
         return [[replace(each, version=self.steps) for each in answers] for answers in found]
 
     def forward_backward(

@@ -15,7 +15,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.batch.dataset import DataSet, open_data
-from megatron_vlm.data.encode.row import Row, continued
+from megatron_vlm.data.encode.row import continued
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
@@ -37,6 +37,7 @@ from megatron_vlm.evaluation.scores import Voice
 from megatron_vlm.evaluation.sets import Question, question_of
 from megatron_vlm.family import read_sizes
 from megatron_vlm.group import WorkerGroup, local_group
+from megatron_vlm.step.samples import SamplingSettings
 from megatron_vlm.worker import MegatronWorker
 
 WANTED, ENOUGH = 0.8, 0.9  # mean reward of the last steps: to pass, to end early
@@ -84,10 +85,10 @@ class Quiz:
             for question, ids in zip(asked, answers, strict=True)
         ]
 
-    def answered(self, question: Question, ids: Sequence[int], **values: float) -> Row:
-        """The question with an answer to learn from; ending it is a choice of the model too."""
-        whole = list(ids) if len(ids) == MOST else [*ids, self.voice.end_id]
-        return continued(question.prompt, whole, **values)
+    @property
+    def asking(self) -> SamplingSettings:
+        """Answers as the model gives them."""
+        return SamplingSettings(MOST, stop_ids=(self.voice.end_id,))
 
 
 def learn_words(group: WorkerGroup, quiz: Quiz, lr: float) -> None:
@@ -96,7 +97,10 @@ def learn_words(group: WorkerGroup, quiz: Quiz, lr: float) -> None:
     for _, questions in zip(range(WORDS_STEPS), quiz.draw(WORDS_ROWS), strict=False):
         answers = [question.answer_ids for question in questions]
         rng.shuffle(answers)
-        rows = [quiz.answered(q, ids) for q, ids in zip(questions, answers, strict=True)]
+        rows = [
+            continued(question.prompt, [*ids, quiz.voice.end_id])
+            for question, ids in zip(questions, answers, strict=True)
+        ]
         group.forward_backward(rows)
         group.optim_step(lr=lr).result()
 
@@ -106,13 +110,14 @@ def try_out(
 ) -> float:
     """One step of REINFORCE; the mean reward of its answers."""
     asked = [question for question in questions for _ in range(COPIES)]
-    prompts = [question.prompt for question in asked]
-    stop_ids = (quiz.voice.end_id,)
-    answers = group.generate(prompts, MOST, stop_ids, len(asked), 1.0, seed).result()
-    rewards = quiz.rewards(asked, answers)
+    prompts = [question.prompt for question in questions]
+    found = group.sample(prompts, quiz.asking, COPIES, seed, batch_rows=len(asked)).result()
+    answers = [each.ids for of_prompt in found for each in of_prompt]
+    rewards = quiz.rewards(asked, [quiz.asking.without_stop(ids) for ids in answers])
     usual = [fmean(rewards[i : i + COPIES]) for i in range(0, len(rewards), COPIES)]
     rows = [
-        quiz.answered(question, ids, advantages=rewards[place] - usual[place // COPIES])
+        # To end an answer is a choice of the model, too.
+        continued(question.prompt, ids, advantages=rewards[place] - usual[place // COPIES])
         for place, (question, ids) in enumerate(zip(asked, answers, strict=True))
     ]
     ref_log_probs = TensorList(reference.forward(rows).result())

@@ -1,6 +1,7 @@
 """What a rank answers to a call, as bytes for the other ranks: tensors as they are, the rest JSON.
 An error keeps its type if it is one of the errors of this package."""
 
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import FailedElsewhereError, WorkerError
+from megatron_vlm.step.samples import Sample
 from megatron_vlm.worker import StepMetrics
 
 _ERRORS: dict[str, type[MegatronVLMError]] = {
@@ -41,6 +43,10 @@ def to_bytes(answer: Any) -> bytes:
         rows = answer.log_probs or []
     elif isinstance(answer, list) and any(isinstance(row, Tensor) for row in answer):
         meta, rows = {"kind": "rows"}, answer
+    elif isinstance(answer, list) and answer and _are_samples(answer[0]):
+        samples = [each for of_prompt in answer for each in of_prompt]
+        figures = [[s.ids, s.log_probs, s.ended, s.version] for s in samples]
+        meta = {"kind": "samples", "counts": list(map(len, answer)), "figures": figures}
     elif isinstance(answer, tuple):
         meta = {"kind": "tuple", "value": answer}
     else:
@@ -59,4 +65,13 @@ def from_bytes(data: bytes) -> Any:
         return StepMetrics(loss, num_tokens, rows if meta["has_rows"] else None, means)
     if kind == "rows":
         return rows
+    if kind == "samples":
+        samples = (
+            Sample(tuple(ids), tuple(log_probs), *rest) for ids, log_probs, *rest in meta["figures"]
+        )
+        return [list(islice(samples, count)) for count in meta["counts"]]
     return tuple(meta["value"]) if kind == "tuple" else meta["value"]
+
+
+def _are_samples(answer: Any) -> bool:
+    return isinstance(answer, list) and any(isinstance(each, Sample) for each in answer)

@@ -10,7 +10,9 @@ from torch import Tensor
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt_parts
+from megatron_vlm.step.decode import ROWS
 from megatron_vlm.step.losses import LossFunction, Objective
+from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.worker import StepMetrics
 
 T = TypeVar("T")
@@ -81,20 +83,37 @@ class WorkerGroup:
         """Clip and apply the gradients: (norm before clipping, learning rate)."""
         return self.ranks.call(_first, "optim_step", None, lr)
 
+    def sample(
+        self,
+        prompts: BatchLike,
+        settings: SamplingSettings,
+        n: int = 1,
+        seed: int = 0,
+        batch_rows: int = ROWS,
+    ) -> Future[list[list[Sample]]]:
+        """`n` answers to each prompt, as MegatronWorker.sample gives them; stop strings are looked
+        for in what the checkpoint's tokenizer decodes. Answers are drawn by `seed` and their number
+        in the call: give each call another seed."""
+        args = (settings, n, seed, batch_rows)
+        return self.ranks.call(_in_order, "sample", prompt_parts(prompts, self.dims.dp), *args)
+
     def generate(
         self,
         prompts: BatchLike,
         max_new_tokens: int,
         stop_ids: Collection[int],
-        batch_rows: int = 16,
+        batch_rows: int = ROWS,
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Future[list[list[int]]]:
-        """New tokens for each prompt, as decode.generate gives them. Rows are sampled by `seed`
-        and their number in the call: give each call another seed."""
-        parts = prompt_parts(prompts, self.dims.dp)
-        args = (max_new_tokens, tuple(stop_ids), batch_rows, temperature, seed)
-        return self.ranks.call(_in_order, "generate", parts, *args)
+        """New tokens for each prompt, as decode.generate gives them; the rest as for `sample`."""
+        settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
+
+        def join(found: list[Any]) -> list[list[int]]:
+            return [settings.without_stop(each.ids) for (each,) in _in_order(found)]
+
+        args = (settings, 1, seed, batch_rows)
+        return self.ranks.call(join, "sample", prompt_parts(prompts, self.dims.dp), *args)
 
     def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
         """Write a checkpoint; `progress` is plain JSON, for `load` to return."""

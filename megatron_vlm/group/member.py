@@ -1,20 +1,23 @@
 """One rank of a group: what it does for each call of the controller."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.checkpoint import state
 from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.group.parts import ReplicaBatch
-from megatron_vlm.step.decode import generate
 from megatron_vlm.step.losses import LossFunction, Objective
+from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -66,21 +69,27 @@ class Member:
         self.has_gradients = False
         return self.worker.optim_step(lr)
 
-    def generate(
+    def sample(
         self,
         part: ReplicaBatch,
-        max_new_tokens: int,
-        stop_ids: Collection[int],
-        batch_rows: int,
-        temperature: float,
+        settings: SamplingSettings,
+        n: int,
         seed: int,
-    ) -> list[list[int]]:
+        batch_rows: int,
+    ) -> list[list[Sample]]:
         prompts = rows_of(part.whole())
-        # By the row's number in the whole batch, so that no two rows of a call have one seed.
-        seeds = [(seed << 32) + part.first_row + place for place in range(len(prompts))]
-        return generate(
-            self.worker.stage, prompts, max_new_tokens, stop_ids, batch_rows, temperature, seeds
-        )
+        # By the answer's number in the whole call, so that no two of a call have one seed.
+        seeds = [(seed << 32) + n * (part.first_row + place) for place in range(len(prompts))]
+        text_of = self._text_of if settings.stop_strings else None
+        return self.worker.sample(prompts, settings, n, seeds, batch_rows, text_of)
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        cfg = self.worker.cfg
+        return read_tokenizer(cfg.model.path, cfg.data.add_tokens)
 
     def save(self, folder: str, progress: dict[str, Any]) -> None:
         state.save(self.worker, Path(folder), progress)

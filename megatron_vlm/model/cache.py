@@ -64,7 +64,7 @@ class KVCache:
         rows_B = to_device(torch.tensor(rows), self.device)
         for layer in list(other.layers):
             theirs = other.layers.pop(layer) if spent else other.layers[layer]
-            mine = self.layers.pop(layer, (theirs[0][:0], theirs[1][:0]))
+            mine = self.layers.pop(layer, (theirs[0][:0, :0], theirs[1][:0, :0]))
             key_BTGD, value_BTGD = (self._with_room(each) for each in mine)
             for into_BTGD, of_BTGD in zip((key_BTGD, value_BTGD), theirs, strict=True):
                 into_BTGD[first : len(self.lengths), :longest] = of_BTGD[rows_B, :longest]

@@ -45,12 +45,14 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to a prompt. Shapes: S its tokens, L decoder layers with experts, K experts of a
-    token."""
+    """One answer to a prompt. Shapes: S the tokens of the prompt and its own, L decoder layers with
+    experts, K experts of a token."""
 
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
     # Of each id, by the model itself: as at temperature 1, with nothing cut off.
     log_probs: tuple[float, ...]
     ended: Literal["stop", "length"]
     version: int = 0  # of the weights that drew it
-    routing_SLK: Tensor | None = None  # the experts that its tokens went to, where asked for
+    # Where asked for, the experts that the tokens went to, as a Row takes them: -1 for the last,
+    # which nothing was drawn after.
+    routing_SLK: Tensor | None = None

@@ -5,7 +5,7 @@ Shapes: S tokens, B rows of a pass, N draws of a pass, V the vocabulary, 2 an id
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -20,6 +20,7 @@ from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.expert_choices import routing_tables
 from megatron_vlm.step.lane import DecodePass, Draw, Ended, Lane, Prompt, filler
 from megatron_vlm.step.pipeline import Stage, as_it_is
 from megatron_vlm.step.samples import Sample, SamplingSettings
@@ -29,6 +30,7 @@ ROWS = 16  # of a pass, where nothing else is asked for
 
 TextOf = Callable[[Sequence[int]], str]
 Hear = Callable[[int, int], None]
+Chosen = tuple[int, Mapping[int, Tensor]]  # of a pass by its number: experts, by layer
 
 
 def sample(
@@ -40,6 +42,7 @@ def sample(
     batch_rows: int = ROWS,
     text_of: TextOf | None = None,
     on_token: Hear | None = None,
+    routing: bool = False,
 ) -> list[list[Sample]]:
     """`n` answers to each prompt, as `settings` say.
 
@@ -52,7 +55,8 @@ def sample(
     different ones, or none. Labels are ignored. A pass has at most `batch_rows` rows, and as many
     passes as there are pipeline stages are under way: so many rows have a cache, each with columns
     for the longest row beside it. `on_token` hears of each token but stop ids as it is found, with
-    the number of its prompt; what it raises ends the generation.
+    the number of its prompt; what it raises ends the generation. With `routing`, a sample says
+    which experts its tokens went to.
     """
     _check(settings, len(prompts), n, seeds, batch_rows, text_of)
     asked = _placed(stage, prompts, n, seeds or [0] * len(prompts))
@@ -71,7 +75,7 @@ def sample(
             # Replicas that share experts go on until the last of them has all its answers.
             if not stage.most(len(passes)):
                 break
-            _run(stage, [each for _, each in passes], settings)
+            _run(stage, [each for _, each in passes], settings, routing)
             for lane, each in passes:
                 lane.settle(each, ended)
     return [[_sample_of(draw) for draw in prompt.draws] for prompt in asked]
@@ -162,14 +166,21 @@ def _ended(ids: Sequence[int], settings: SamplingSettings, text_of: TextOf | Non
 
 def _sample_of(draw: Draw) -> Sample:
     assert draw.ended is not None
-    return Sample(tuple(draw.ids), tuple(draw.log_probs), draw.ended)
+    routing_SLK = None
+    if draw.routing:
+        last_1LK = torch.full_like(draw.routing[-1][:1], -1)
+        routing_SLK = torch.cat([*draw.routing, last_1LK])
+    return Sample(tuple(draw.ids), tuple(draw.log_probs), draw.ended, routing_SLK=routing_SLK)
 
 
-def _run(stage: Stage, passes: Sequence[DecodePass], settings: SamplingSettings) -> None:
+def _run(
+    stage: Stage, passes: Sequence[DecodePass], settings: SamplingSettings, routing: bool
+) -> None:
     """Each pass through all stages; on every rank its draws get their next tokens."""
+    chosen: list[Chosen] = []
     outputs = stage.run(
         passes,
-        partial(_forward_step, stage, settings),
+        partial(_forward_step, stage, settings, chosen),
         forward_only=True,
         batch_of=attrgetter("batch"),
         filler=lambda: filler(stage.device),
@@ -187,6 +198,18 @@ def _run(stage: Stage, passes: Sequence[DecodePass], settings: SamplingSettings)
             token, log_prob = next(found)
             draw.ids.append(int(token))
             draw.log_probs.append(log_prob)
+    if routing:
+        _add_routing(stage, passes, chosen)
+
+
+def _add_routing(stage: Stage, passes: Sequence[DecodePass], chosen: Sequence[Chosen]) -> None:
+    """Where the tokens of these passes went to, for their draws. A collective."""
+    batches = [one.batch for one in passes]
+    tables = routing_tables(batches, chosen, stage.sizes.text, stage.grid, stage.device)
+    for one, table_TLK in zip(passes, tables, strict=True):
+        by_row = table_TLK.split(list(one.batch.lengths))
+        for row, draw in zip(one.rows, one.draws, strict=True):
+            draw.routing.append(by_row[row])
 
 
 def _arrivals(
@@ -201,10 +224,13 @@ def _arrivals(
 def _forward_step(
     stage: Stage,
     settings: SamplingSettings,
+    chosen: list[Chosen],
     data: Iterator[tuple[DecodePass, StageInput]],
     chunk: Any,
 ) -> tuple[Tensor, Any]:
     one, batch = next(data)
+    if batch.routing is not None:
+        chosen.append((batch.number, batch.routing.chosen))
     lengths = one.batch.lengths
     # The head on each row's last token only.
     last_B = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]

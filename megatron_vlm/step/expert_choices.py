@@ -67,8 +67,19 @@ def made_routing(
     grid: Grid,
     device: torch.device,
 ) -> list[Tensor]:
-    """The routing [S, L, K] of each row, on the host of every rank of a replica. `chosen` is what
-    this stage's routers chose in the micro-batches, by their numbers. A collective."""
+    """The routing [S, L, K] of each row, as `routing_tables` makes it."""
+    return _by_row(batches, routing_tables(batches, chosen, text, grid, device))
+
+
+def routing_tables(
+    batches: Sequence[MicroBatch],
+    chosen: Sequence[tuple[int, Mapping[int, Tensor]]],
+    text: TextSizes,
+    grid: Grid,
+    device: torch.device,
+) -> list[Tensor]:
+    """The routing [T, L, K] of each micro-batch, on the host of every rank of a replica. `chosen`
+    is what this stage's routers chose in the micro-batches, by their numbers. A collective."""
     experts = text.experts
     assert experts is not None
     order, found = sorted(experts.layers), []
@@ -80,7 +91,7 @@ def made_routing(
             found[number][:, order.index(layer - 1)] = chosen_TK.int()
     for table_TLK in found:
         dist.all_reduce(table_TLK, group=grid.pp.group)  # of the other layers a stage has zeros
-    return _by_row(batches, [table_TLK.cpu() for table_TLK in found])
+    return [table_TLK.cpu() for table_TLK in found]
 
 
 def _by_row(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:

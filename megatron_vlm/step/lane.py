@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow
@@ -29,6 +30,7 @@ class Draw:
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     ended: Ended | None = None
+    routing: list[Tensor] = field(default_factory=list)  # of each pass that was asked for it
 
     @property
     def turn(self) -> tuple[int, int]:

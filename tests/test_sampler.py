@@ -1,0 +1,364 @@
+# .venv/bin/python -m pytest tests/test_sampler.py
+"""Samples carry the log-probs that `forward` gives them, whatever shares a pass with them; a row
+that ends makes place for the next prompt; what is cut off is what transformers cuts off."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from megatron_vlm.data.encode.row import continued
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.cache import COLUMNS, KVCache
+from megatron_vlm.step.lane import DecodePass
+from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.sampling import likeliest, pick, whole_logits
+from megatron_vlm.worker import MegatronWorker
+from tests.batches import MIXED, make_rows
+from tests.runs import Case, call, my_rows
+from tests.test_moe_train import EXPERTS
+from tests.test_parity import layout
+from tests.test_sampling import chi_square_excess
+
+# Of log-probs around -6, fp32 on the CPU. Measured worst case: TODO
+TOLERANCE = 1e-5
+STOP_IDS = tuple(range(0, 250, 8))  # about one token in 16: answers of very different lengths
+SEEDS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def worst_log_prob(worker: MegatronWorker) -> float:
+    """The largest difference between the log-probs of samples and those that `forward` gives."""
+    prompts = my_rows(make_rows(MIXED))
+    settings = SamplingSettings(12, temperature=0.7, top_k=200, top_p=0.9, stop_ids=STOP_IDS)
+    found = worker.sample(prompts, settings, 2, range(0, 2 * len(prompts), 2), batch_rows=3)
+    pairs = [
+        (prompt, each) for prompt, answers in zip(prompts, found, strict=True) for each in answers
+    ]
+    scored = worker.forward([continued(prompt, each.ids) for prompt, each in pairs])
+    lengths = {len(each.ids) for _, each in pairs}
+    assert len(lengths) > 4 and all(len(each.ids) == len(each.log_probs) for _, each in pairs)
+    assert all((each.ids[-1] in STOP_IDS) == (each.ended == "stop") for _, each in pairs)
+    return max(
+        float((log_probs_S[-len(each.ids) :] - torch.tensor(each.log_probs)).abs().max())
+        for (_, each), log_probs_S in zip(pairs, scored, strict=True)
+    )
+
+
+LAYOUTS: dict[str, tuple[Case, dict[str, Any]]] = {
+    "1x1x1": (layout(), {}),
+    "tp2": (layout(tp=2), {}),
+    "pp2": (layout(pp=2), {}),
+    "tp2-pp2": (layout(tp=2, pp=2), {}),
+    "experts-ep2": (layout(dp=2, ep=2), EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_are_those_of_forward(name, pool, tiny, record_property):
+    case, sizes = LAYOUTS[name]
+    worst = max(pool.run(call, case.world, tiny(**sizes), case, worst_log_prob))
+    record_property("log_probs", worst)
+    assert worst <= TOLERANCE
+
+
+def routed(worker: MegatronWorker) -> tuple[bool, float]:
+    """Whether samples say the routing that the trainer chooses, and how far its log-probs are from
+    theirs where it is told that routing."""
+    prompts = my_rows(make_rows(MIXED))
+    settings, seeds = SamplingSettings(6, stop_ids=STOP_IDS), range(len(prompts))
+    found = worker.sample(prompts, settings, 2, seeds, batch_rows=3, routing=True)
+    answered, samples = [], []
+    for prompt, answers in zip(prompts, found, strict=True):
+        for each in answers:
+            row = continued(prompt, each.ids)
+            answered.append(replace(row, routing_SLK=each.routing_SLK))
+            samples.append(each)
+    free = worker.routing([replace(row, routing_SLK=None) for row in answered])
+    same = [
+        torch.equal(each.routing_SLK[:-1], chosen_SLK[:-1])
+        and bool((each.routing_SLK[-1] < 0).all())
+        for each, chosen_SLK in zip(samples, free, strict=True)
+    ]
+    scored = worker.forward(answered)
+    return all(same), max(
+        float((log_probs_S[-len(each.ids) :] - torch.tensor(each.log_probs)).abs().max())
+        for each, log_probs_S in zip(samples, scored, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", [layout(dp=2, ep=2), layout(pp=2)], ids=["ep2", "pp2"])
+def test_samples_say_which_experts_their_tokens_went_to(case, pool, tiny):
+    for same, worst in pool.run(call, 2, tiny(**EXPERTS), case, routed):
+        assert same and worst <= TOLERANCE
+
+
+def counted(worker: MegatronWorker) -> list[tuple[int, int, int]]:
+    """Of each pass that the worker makes from now on: its rows, their tokens, its draws."""
+    seen: list[tuple[int, int, int]] = []
+    right = worker.stage.run
+
+    def run(items: list[DecodePass], *rest: Any, **more: Any) -> list[Any]:
+        seen.extend((*one.batch.tokens_BS5.shape[:2], len(one.draws)) for one in items)
+        return right(items, *rest, **more)
+
+    worker.stage.run = run  # type: ignore[method-assign]
+    return seen
+
+
+Found = tuple[list[list[Sample]], list[tuple[int, int, int]]]
+LONG = SamplingSettings(60, stop_ids=STOP_IDS)
+
+
+def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
+    """Answers to the same prompts with the same seeds, and the passes that they took: all asked at
+    once, or four at a time, each time until the last of them has ended."""
+    prompts, seeds = make_rows(MIXED) * 3, list(range(24))
+    seen = counted(worker)
+    together = worker.sample(prompts, LONG, 1, seeds, batch_rows=4)
+    split, waves = len(seen), []
+    for start in range(0, 24, 4):
+        part = slice(start, start + 4)
+        waves += worker.sample(prompts[part], LONG, 1, seeds[part], batch_rows=4)
+    return (together, seen[:split]), (waves, seen[split:])
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "pp2"])
+def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
+    case = LAYOUTS[name][0]
+    (together, passes), (waves, wave_passes) = pool.run(
+        call, case.world, tiny(), case, continuously_and_in_waves
+    )[0]
+    assert ids_of(together) == ids_of(waves)
+    lengths = [len(each.ids) for (each,) in together]
+    assert min(lengths) <= 3 and max(lengths) >= 40
+    assert all(rows <= 4 for rows, _, _ in passes)
+    decoding, in_waves = (
+        [rows for rows, tokens, _ in seen if tokens == 1] for seen in (passes, wave_passes)
+    )
+    # Every token but an answer's first takes one row of one pass.
+    assert sum(decoding) == sum(in_waves) == sum(lengths) - 24
+    assert len(in_waves) == sum(max(lengths[i : i + 4]) - 1 for i in range(0, 24, 4))
+    # Rows are full while there is anybody who waits, so little is added to the least number.
+    assert len(decoding) < sum(lengths) / 4 + max(lengths) < len(in_waves)
+    assert len(passes) < len(wave_passes)
+
+
+def ids_of(found: list[list[Sample]]) -> list[list[tuple[int, ...]]]:
+    return [[each.ids for each in answers] for answers in found]
+
+
+def several_of_each(worker: MegatronWorker) -> dict[str, Found]:
+    """Five answers to each of three prompts, in passes that have room for all of them, and in some
+    that have not even room for those of one prompt; and each alone."""
+    prompts, settings = make_rows(MIXED)[1:4], SamplingSettings(20, stop_ids=STOP_IDS)
+    seen, found = counted(worker), {}
+    for rows in (16, 3):
+        answers = worker.sample(prompts, settings, 5, [0, 100, 200], batch_rows=rows)
+        found[f"rows {rows}"] = (answers, seen.copy())
+        seen.clear()
+    alone = [
+        [worker.sample([prompt], settings, 1, [100 * place + k])[0][0] for k in range(5)]
+        for place, prompt in enumerate(prompts)
+    ]
+    return found | {"alone": (alone, [])}
+
+
+def test_several_answers_to_a_prompt_that_is_seen_once(pool, tiny):
+    found = pool.run(call, 1, tiny(), layout(), several_of_each)[0]
+    assert len({each for answers in ids_of(found["alone"][0]) for each in answers}) == 15
+    for rows in (16, 3):
+        answers, passes = found[f"rows {rows}"]
+        assert ids_of(answers) == ids_of(found["alone"][0])
+        prefills = [(count, draws) for count, tokens, draws in passes if tokens > 1]
+        assert sum(count for count, _ in prefills) == 3 and sum(d for _, d in prefills) == 15
+        assert max(count for count, tokens, _ in passes if tokens == 1) == min(rows, 15)
+
+
+def across_layouts(worker: MegatronWorker) -> list[list[tuple[int, ...]]]:
+    settings = SamplingSettings(10, temperature=0.9, top_k=50, top_p=0.8, stop_ids=STOP_IDS)
+    return ids_of(worker.sample(make_rows(MIXED), settings, 3, SEEDS, batch_rows=5))
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_samples_are_the_same_at_every_layout(name, pool, tiny):
+    expected = pool.run(call, 1, tiny(), layout(), across_layouts)
+    assert pool.run(call, 2, tiny(), LAYOUTS[name][0], across_layouts) == expected * 2
+
+
+def letters(ids: Any) -> str:
+    """Each id is two letters."""
+    return "".join(chr(97 + token % 7) + chr(97 + token % 3) for token in ids)
+
+
+def with_stop_strings(worker: MegatronWorker) -> list[list[Sample]]:
+    """Freely, and with strings that begin and end within tokens."""
+    prompts = make_rows(MIXED)
+    free = worker.sample(prompts, SamplingSettings(30), 1, SEEDS)
+    settings = SamplingSettings(30, stop_strings=("bbc", "dcfa"))
+    stopped = worker.sample(prompts, settings, 1, SEEDS, text_of=letters)
+    return [[one[0] for one in found] for found in (free, stopped)]
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_string(pool, tiny):
+    free, stopped = pool.run(call, 1, tiny(), layout(), with_stop_strings)[0]
+    ends = 0
+    for one, other in zip(free, stopped, strict=True):
+        count = next(
+            (i for i in range(1, 31) if {"bbc", "dcfa"} & pieces(letters(one.ids[:i]))), None
+        )
+        assert other.ids == one.ids[:count] and len(one.ids) == 30
+        assert other.ended == ("length" if count is None else "stop") and one.ended == "length"
+        ends += count is not None
+    assert 2 < ends < 8
+
+
+def pieces(text: str) -> set[str]:
+    return {text[i : i + size] for i in range(len(text)) for size in (3, 4)}
+
+
+def warped(scores_BV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """transformers' own."""
+    if top_k:
+        scores_BV = TopKLogitsWarper(top_k)(None, scores_BV)
+    if top_p < 1:
+        scores_BV = TopPLogitsWarper(top_p)(None, scores_BV)
+    return scores_BV
+
+
+CUTS = [(0, 1.0), (1, 1.0), (7, 1.0), (600, 1.0), (0, 0.9), (0, 1e-6), (7, 0.5), (40, 0.95)]
+
+
+def random_logits() -> Tensor:
+    """Of 509 ids, some of them with equal logits, and a padding."""
+    logits_BV = 3 * torch.randn(64, 510, generator=torch.Generator().manual_seed(0))
+    logits_BV[:8, :500] = logits_BV[:8, :500].round()
+    logits_BV[8] = 0
+    return logits_BV
+
+
+def cut_off(worker: MegatronWorker) -> list[Tensor]:
+    logits_BV = random_logits()
+    width = logits_BV.shape[1] // worker.grid.tp.size
+    part_Bv = logits_BV[:, worker.grid.tp.rank * width :][:, :width]
+    whole_BV = whole_logits(part_Bv, worker.source.sizes.text.vocab, worker.grid.tp)
+    return [likeliest(whole_BV, *cut) for cut in CUTS]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_top_k_and_top_p_are_those_of_transformers(tp, pool, tiny):
+    for found in pool.run(call, tp, tiny(vocab=509), layout(tp=tp), cut_off):
+        for (top_k, top_p), ours_BV in zip(CUTS, found, strict=True):
+            assert torch.equal(ours_BV, warped(random_logits()[:, :509], top_k, top_p))
+            assert (ours_BV > -torch.inf).any(-1).all()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (1.0, 13, 1.0), (1.0, 0, 0.8), (1.7, 20, 0.9)],
+)
+def test_frequencies_are_the_probabilities_of_what_is_left(
+    temperature, top_k, top_p, record_property
+):
+    draws, never = 20000, (3, 17)
+    logits_V = 1.5 * torch.randn(30, generator=torch.Generator().manual_seed(2))
+    settings = SamplingSettings(1, temperature, top_k, top_p)
+    turns = [(seed, 0) for seed in range(draws)]
+    found_N2 = pick(logits_V.expand(draws, -1), settings, never, turns)
+    left_V = logits_V / temperature
+    left_V[list(never)] = -torch.inf
+    expected_V = draws * warped(left_V[None], top_k, top_p)[0].double().softmax(-1)
+    found_V = torch.bincount(found_N2[:, 0].long(), minlength=30).double()
+    assert not found_V[expected_V == 0].any()
+    error = chi_square_excess(found_V, expected_V)
+    record_property("standard_deviations", error)
+    assert abs(error) < 4
+    # Log-probs are those of the model, before anything was cut off.
+    model_V = logits_V.log_softmax(-1).double()
+    assert torch.equal(found_N2[:, 1], model_V[found_N2[:, 0].long()])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"top_k": -1}, "top_k=-1 must be 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"stop_strings": ("a", "")}, "has an empty one"),
+    ],
+)
+def test_settings_that_are_refused(wrong, words):
+    with pytest.raises(ConfigError, match=words):
+        SamplingSettings(**{"max_tokens": 5, **wrong})
+
+
+def refusals(worker: MegatronWorker) -> list[str]:
+    prompts, settings = make_rows(MIXED)[2:4], SamplingSettings(1)
+    messages = []
+    for more in (
+        {"settings": settings},
+        {"settings": settings, "seeds": [1]},
+        {"settings": settings, "seeds": [1, 2], "n": 0},
+        {"settings": replace(settings, stop_strings=("a",)), "seeds": [1, 2]},
+        {"settings": settings, "seeds": [1, 2], "routing": True},
+    ):
+        with pytest.raises(ConfigError) as error:
+            worker.sample(prompts, **more)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_is_refused(pool, tiny):
+    without, few, none, no_text, no_experts = pool.run(call, 1, tiny(), layout(), refusals)[0]
+    assert "needs a seed for each of the 2 prompts, and there are none" in without
+    assert "and there are 1" in few and "n=0 must be at least 1" in none
+    assert "give text_of" in no_text and "has no experts" in no_experts
+
+
+def test_a_cache_holds_what_its_rows_were_given():
+    """Rows come, several from one, grow and leave, in random order; each layer keeps the tokens of
+    each, in no more columns than the longest needs."""
+    rng, device = random.Random(0), torch.device("cpu")
+    cache, rows, counter = KVCache([], device), [], 0.0
+    most_rows = most = 0
+    for turn in range(400):
+        if len(rows) < 6 and (not rows or rng.random() < 0.4):
+            lengths = [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]
+            new, given = KVCache(lengths, device), []
+            keys_SBGD = torch.full((max(lengths), len(lengths), 2, 3), torch.nan)
+            for row, length in enumerate(lengths):
+                counter += 1
+                given.append([counter] * length)
+                keys_SBGD[:, row] = counter  # padding has values of its own
+            new.store(1, keys_SBGD, -keys_SBGD)
+            taken = [rng.randrange(len(lengths)) for _ in range(rng.randint(1, 6 - len(rows)))]
+            cache.add(new, taken, spent=bool(turn % 2))
+            rows += [list(given[row]) for row in taken]
+        if (len(rows) > 1 and rng.random() < 0.4) or turn % 50 == 49:
+            kept = rng.sample(range(len(rows)), rng.randint(0 if turn % 50 == 49 else 1, len(rows)))
+            cache.keep(kept)
+            rows = [rows[row] for row in kept]
+        if not rows:
+            assert not cache.layers
+            continue
+        cache.advance()
+        counter += 1
+        new_B = counter + torch.arange(len(rows)) / 8
+        for row, value in zip(rows, new_B.tolist(), strict=True):
+            row.append(value)
+        keys = new_B[None, :, None, None].expand(1, -1, 2, 3)
+        key_BTGD, value_BTGD = cache.store(1, keys, -keys)
+        assert cache.lengths == [len(row) for row in rows]
+        for row, tokens in enumerate(rows):
+            assert key_BTGD[row, : len(tokens), 1, 2].tolist() == tokens
+            assert cache.mask_B11T[row, 0, 0].sum() == len(tokens)
+        assert torch.equal(value_BTGD, -key_BTGD) and key_BTGD.isfinite().all()
+        most_rows, most = max(most_rows, len(rows)), max(most, *map(len, rows))
+        held = cache.layers[1][0]
+        assert held.shape[0] <= most_rows and held.shape[1] < most + COLUMNS
+    assert most > 2 * COLUMNS
