@@ -353,7 +353,7 @@ def test_a_cache_holds_what_its_rows_were_given():
             taken = [rng.randrange(len(lengths)) for _ in range(rng.randint(1, 6 - len(rows)))]
             cache.add(new, taken, spent=bool(turn % 2))
             rows += [list(given[row]) for row in taken]
-            most_rows = max(most_rows, len(rows))
+            most_rows, most = max(most_rows, len(rows)), max(most, *map(len, rows))
         if (len(rows) > 1 and rng.random() < 0.4) or turn % 50 == 49:
             kept = rng.sample(range(len(rows)), rng.randint(0 if turn % 50 == 49 else 1, len(rows)))
             cache.keep(kept)
