@@ -4,7 +4,7 @@ name the rank; pixel values stay on stage 0; two workers live in one process."""
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.group import WorkerError, WorkerGroup, local_group
 from megatron_vlm.group.parts import even_parts, prompt_parts
+from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.runs import Case
@@ -31,6 +32,8 @@ from tests.test_parity import layout
 ODD = make_rows(MIXED)[:5]  # two replicas do not divide it
 # Between layouts, relative (measured worst: 1.2e-6, the gradient norm).
 TOLERANCE = 5e-6
+
+SAMPLING = SamplingSettings(5, 1.2, top_k=90, stop_ids=tuple(range(30)), stop_strings=("e",))
 
 pytestmark = pytest.mark.slow  # four processes, and a group over every layout
 
@@ -66,6 +69,7 @@ def in_turn(batch: TensorBatch, group: WorkerGroup, folder: str) -> dict[str, An
         "progress": progress,
         "answers": group.generate(batch, 4, ()).result(),
         "sampled": group.generate(batch, 4, (), temperature=1.5, seed=3).result(),
+        "samples": group.sample(batch, SAMPLING, 3, seed=3, batch_rows=4).result(),
     }
 
 
@@ -94,7 +98,21 @@ def check_same(ours: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
         worst[key] = abs(ours["means"][key] - value) / max(abs(value), 1e-2)
     for key in ("num_tokens", "progress", "answers", "sampled"):
         assert ours[key] == expected[key]
+    assert [len(each) for each in ours["samples"]] == [3] * len(ODD)
+    for one, other in zip(answers_of(ours), answers_of(expected), strict=True):
+        assert replace(one, log_probs=()) == replace(other, log_probs=()) and one.version == 1
+        worst["samples"] = error_of(one.log_probs, other.log_probs, worst.get("samples", 0.0))
     return worst
+
+
+def answers_of(turn: dict[str, Any]) -> list[Sample]:
+    return [each for answers in turn["samples"] for each in answers]
+
+
+def error_of(ours: Sequence[float], theirs: Sequence[float], least: float) -> float:
+    """The largest relative difference of an answer's log-probs, or `least`."""
+    error = (torch.tensor(ours) - torch.tensor(theirs)).abs().max()
+    return max(least, float(error) / abs(min(theirs)))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +129,10 @@ def test_a_turn_does_what_it_says(alone, pool, tiny):
     assert alone["means"]["ratio"] == pytest.approx(1)
     assert alone["norm_2"] != alone["norm"]
     assert alone["sampled"] != alone["answers"]
+    samples = answers_of(alone)
+    assert {each.ended for each in samples} == {"stop", "length"}
+    ids = [each.ids for each in samples]
+    assert len(set(ids)) == len(ids)  # each has a seed of its own
 
 
 @pytest.mark.parametrize("name", ["dp2", "tp2-dp2", "pp2-dp2"])
@@ -235,7 +257,7 @@ def wrong_calls(path: str, case: Case) -> list[str]:
         lambda: group.forward_backward(rows, loss="ppo"),
         lambda: group.generate(bad, 2, ()),
         lambda: group.load("/nowhere"),
-        lambda: group.generate(rows, 0, ()),
+        lambda: group.sample(rows, SamplingSettings(1), 0),
     ]
     errors = [make().exception() for make in calls]
     found = [f"{type(error).__name__}: {error}" for error in errors]
@@ -254,7 +276,7 @@ def test_errors_are_the_workers_own_with_the_rank(pool, tiny):
     assert found[0][3].startswith("DataError: rank 0: row 0: the loss reads 'advantages'")
     assert found[0][4].startswith("DataError: rank 1: prompt 1: pixel_values has 16 patches")
     assert found[0][5].startswith("CheckpointError: rank 0: ")
-    assert found[0][6].startswith("ConfigError: rank 0: generate: max_new_tokens=0")
+    assert found[0][6].startswith("ConfigError: rank 0: sampling: n=0 must be")
 
 
 def broken(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
