@@ -4,6 +4,7 @@ that ends makes place for the next prompt; what is cut off is what transformers 
 
 import random
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -95,20 +96,24 @@ def test_samples_say_which_experts_their_tokens_went_to(case, pool, tiny):
         assert same and worst <= TOLERANCE
 
 
-def counted(worker: MegatronWorker) -> list[tuple[int, int, int]]:
-    """Of each pass that the worker makes from now on: its rows, their tokens, its draws."""
-    seen: list[tuple[int, int, int]] = []
+Seen = list[list[tuple[int, int, int]]]
+
+
+def counted(worker: MegatronWorker) -> Seen:
+    """Of each time that the worker sends passes through its stages from now on, of each pass: its
+    rows, their tokens, its draws."""
+    seen: Seen = []
     right = worker.stage.run
 
     def run(items: list[DecodePass], *rest: Any, **more: Any) -> list[Any]:
-        seen.extend((*one.batch.tokens_BS5.shape[:2], len(one.draws)) for one in items)
+        seen.append([(*one.batch.tokens_BS5.shape[:2], len(one.draws)) for one in items])
         return right(items, *rest, **more)
 
     worker.stage.run = run  # type: ignore[method-assign]
     return seen
 
 
-Found = tuple[list[list[Sample]], list[tuple[int, int, int]]]
+Found = tuple[list[list[Sample]], Seen]
 LONG = SamplingSettings(60, stop_ids=STOP_IDS)
 
 
@@ -128,9 +133,12 @@ def continuously_and_in_waves(worker: MegatronWorker) -> tuple[Found, Found]:
 @pytest.mark.parametrize("name", ["1x1x1", "pp2"])
 def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
     case = LAYOUTS[name][0]
-    (together, passes), (waves, wave_passes) = pool.run(
+    (together, runs), (waves, wave_runs) = pool.run(
         call, case.world, tiny(), case, continuously_and_in_waves
     )[0]
+    passes, wave_passes = (list(chain.from_iterable(each)) for each in (runs, wave_runs))
+    # As many passes of decoding are under way together as there are stages.
+    assert max(sum(tokens == 1 for _, tokens, _ in run) for run in runs) == case.parallel["pp"]
     assert ids_of(together) == ids_of(waves)
     lengths = [len(each.ids) for (each,) in together]
     assert min(lengths) <= 3 and max(lengths) >= 40
@@ -170,7 +178,8 @@ def test_several_answers_to_a_prompt_that_is_seen_once(pool, tiny):
     found = pool.run(call, 1, tiny(), layout(), several_of_each)[0]
     assert len({each for answers in ids_of(found["alone"][0]) for each in answers}) == 15
     for rows in (16, 3):
-        answers, passes = found[f"rows {rows}"]
+        answers, runs = found[f"rows {rows}"]
+        passes = list(chain.from_iterable(runs))
         assert ids_of(answers) == ids_of(found["alone"][0])
         prefills = [(count, draws) for count, tokens, draws in passes if tokens > 1]
         assert sum(count for count, _ in prefills) == 3 and sum(d for _, d in prefills) == 15
