@@ -43,7 +43,7 @@ from megatron_vlm.hf.adapters import (
 )
 from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.digest import digests, weights_digest
-from megatron_vlm.hf.export import export_hf
+from megatron_vlm.hf.export import export_hf, stored_tensors
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf
 from megatron_vlm.hf.names import Entry, name_table
@@ -289,6 +289,16 @@ class MegatronWorker:
         trained = [entry for entry in self.table if not entry.is_frozen(self.cfg)]
         form = self.cfg.lora, self.adapted, self.source
         export_adapter(self.held, trained, self.table, self.grid, form, path, kind, mark, done)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor as `export_hf` writes it, one at a time, on rank 0; nothing on the others. A
+        collective: all ranks iterate, to the end."""
+        if self.cfg.lora.rank:
+            raise ConfigError(
+                f"lora.rank={self.cfg.lora.rank}: the weights that are streamed would lack the "
+                "adapters; write their folder with export_hf, and give that one"
+            )
+        return stored_tensors(self.held, self.source, self.table, self.grid)
 
     def micro_batches(
         self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0

@@ -56,6 +56,22 @@ def gather_tensors(
             yield name, tensors[index].cpu() if grid.leads else None
 
 
+def stored_tensors(
+    held: Mapping[Entry, nn.Parameter],
+    source: HFCheckpoint,
+    table: Sequence[Entry],
+    grid: Grid,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor as `export_hf` writes it, one at a time, on the first rank of all; nothing on
+    the others. A collective: all ranks iterate, to the end."""
+    # The replicas that share experts with the first one send theirs.
+    named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
+    for name, tensor in named:
+        if tensor is not None and grid.dp.rank == 0:
+            for each, value in _stored(name, tensor, source):
+                yield each, value.to(FLOATS[source.tensors[each].dtype])
+
+
 def _send_to_first(
     tensors: list[Tensor], source: int, stages: Axis, device: torch.device
 ) -> list[Tensor]:

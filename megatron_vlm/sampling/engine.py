@@ -1,0 +1,223 @@
+"""One engine: a process in an environment of its own, which is asked over a socket.
+
+server/serve.py is what runs there. Many requests may be under way. When the process has died, all
+of them end in an EngineDiedError; when this process dies, so does the engine.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from asyncio import Future, StreamReader, StreamWriter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_vlm.distributed.process import SECRET
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.sampling.sampler import SamplerError
+from megatron_vlm.sampling.server.wire import HEADER, Message, WireError, head, parse, sizes
+
+SERVER = Path(__file__).parent / "server" / "serve.py"
+# What a launcher says to a rank is not for the engine, whose Python and threads are others.
+_OURS = ("PYTHON", "OMP_", "TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_ASYNC", SECRET)
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+_SAID = 4000  # characters of its last words that a message has
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How engines are started."""
+
+    python: str  # of the environment that has vLLM
+    folder: str  # the checkpoint to begin with
+    dtype: str = "auto"  # of weights and activations
+    max_len: int = 4096  # tokens of a prompt and its answer together
+    pictures: int = 8  # of a prompt, at most
+    lora_rank: int = 0  # of the adapters that it may be given; 0: none
+    lora_vision: bool = False  # whether they have parts in the vision tower and its mergers
+    options: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
+    start_s: float = 1800.0  # how long it may take to load
+
+
+class EngineDiedError(Exception):
+    """The process is gone; says its last words."""
+
+
+@dataclass(eq=False)
+class Engine:
+    """A process that was started, and what it has not answered yet."""
+
+    settings: EngineSettings
+    process: "subprocess.Popen[bytes]"
+    reader: StreamReader
+    writer: StreamWriter
+    said: BinaryIO
+    waiting: dict[int, "Future[Any]"] = field(default_factory=dict)
+    numbers: Any = field(default_factory=count)
+    listening: "asyncio.Task[None] | None" = None
+
+    @staticmethod
+    async def start(
+        settings: EngineSettings, environment: Mapping[str, str], buffer: int, version: int
+    ) -> "Engine":
+        """Start one and have it load the checkpoint, as this version. It inherits `buffer`, the
+        memory that weights come through."""
+        ours, theirs = socket.socketpair()
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        try:
+            process = subprocess.Popen(
+                [settings.python, SERVER, str(theirs.fileno()), str(buffer)],
+                pass_fds=(theirs.fileno(), buffer),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**_environment(), **environment},
+                start_new_session=True,  # Ctrl-C is ours, and what it starts is ended with it
+            )
+        except OSError as error:
+            said.close()
+            ours.close()
+            raise ConfigError(
+                f"{settings.python} cannot be started: {error.strerror}; give the python of an "
+                "environment that has vLLM, such as that of `make vllm-env`: .venv-vllm/bin/python"
+            ) from error
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        engine = Engine(settings, process, reader, writer, said)
+        engine.listening = asyncio.create_task(engine._listen())
+        try:
+            await asyncio.wait_for(engine._load(version), settings.start_s)
+        except BaseException as error:
+            words = engine.last_words()
+            engine.close()
+            if (known := _of_start(error, words, settings)) is None:
+                raise
+            raise known from error
+        return engine
+
+    async def _load(self, version: int) -> None:
+        names = ("folder", "dtype", "max_len", "pictures", "lora_rank", "lora_vision")
+        given = {name: getattr(self.settings, name) for name in names}
+        await self.ask("load", **given, version=version, options=dict(self.settings.options))
+
+    async def ask(self, do: str, body: Sequence[Any] = (), **fields: Any) -> Any:
+        """The answer to a request, whose raw bytes are those of `body`."""
+        number = next(self.numbers)
+        future: Future[Any] = asyncio.get_running_loop().create_future()
+        if not self.alive:
+            raise EngineDiedError(self.last_words())
+        self.waiting[number] = future
+        self._send({"id": number, "do": do, **fields}, body)
+        try:
+            with contextlib.suppress(ConnectionError):  # the listener hears of it, too
+                await self.writer.drain()
+            return await future
+        except asyncio.CancelledError:
+            if do == "sample" and self.alive:
+                self._send({"id": number, "do": "abort"})
+            raise
+        finally:
+            self.waiting.pop(number, None)
+
+    def _send(self, message: Message, body: Sequence[Any] = ()) -> None:
+        self.writer.write(head(message, sum(memoryview(part).nbytes for part in body)))
+        for part in body:
+            self.writer.write(part)
+
+    async def _listen(self) -> None:
+        """Hand out answers until the process is gone."""
+        try:
+            while True:
+                text, _ = sizes(await self.reader.readexactly(HEADER.size))
+                answer = parse(await self.reader.readexactly(text))
+                future = self.waiting.get(answer["id"])
+                if future is not None and not future.done():
+                    self._settle(future, answer)
+        except (asyncio.IncompleteReadError, ConnectionError, WireError):
+            self._end()
+            for future in self.waiting.values():
+                if not future.done():
+                    future.set_exception(EngineDiedError(self.last_words()))
+
+    @staticmethod
+    def _settle(future: "Future[Any]", answer: Message) -> None:
+        if "error" in answer:
+            future.set_exception(_explained(answer["error"]))
+        else:
+            future.set_result(answer["answer"])
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None and not self.writer.is_closing()
+
+    def last_words(self) -> str:
+        """The end of what it has written."""
+        if self.said.closed:
+            return "it was closed"
+        self.said.seek(0, os.SEEK_END)
+        self.said.seek(max(0, self.said.tell() - _SAID))
+        return self.said.read().decode(errors="replace").strip()
+
+    def _end(self) -> None:
+        """With whatever it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.writer.close()
+
+    def close(self) -> None:
+        """End the process, now."""
+        if self.listening is not None:
+            self.listening.cancel()
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(EngineDiedError("it was closed"))
+        self._end()
+        self.said.close()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OURS) and name not in _RANK
+    }
+
+
+def _explained(said: str) -> Exception:
+    """What vLLM's traceback means for a user."""
+    last = said.strip().splitlines()[-1]
+    if last.startswith("PromptError: "):
+        return DataError(last.removeprefix("PromptError: "))
+    return SamplerError(f"vLLM has failed: {last}\n{said[-_SAID:]}")
+
+
+def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exception | None:
+    """What keeps an engine from starting, as a sentence with its remedy where that is known."""
+    known = f"{error}\n{words}"
+    if "No module named 'vllm'" in known:
+        return ConfigError(
+            f"{settings.python} has no vLLM; `make vllm-env` builds an environment that has it for "
+            "the CPU, with .venv-vllm/bin/python; on GPUs, install vllm in one of its own"
+        )
+    if "Unsupported CPU attention configuration" in known:
+        return ConfigError(
+            f"{settings.folder}: vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, "
+            "112, 128 or a larger multiple of 32 wide, and this model's are not; sample from it on "
+            "a GPU, or with our own sampler"
+        )
+    if isinstance(error, TimeoutError):
+        return SamplerError(
+            f"vLLM has not loaded {settings.folder} within {settings.start_s:g} s; raise start_s, "
+            f"or see why it waits:\n{words}"
+        )
+    if isinstance(error, EngineDiedError):
+        return SamplerError(f"vLLM ended while it was loading {settings.folder}:\n{words}")
+    return None

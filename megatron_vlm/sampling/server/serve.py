@@ -1,0 +1,240 @@
+"""vLLM behind a socket: `python serve.py SOCKET BUFFER`, two file descriptors that it inherits.
+
+It runs in the engine's own environment, which has nothing of ours, by its path. Frames are those of
+wire.py. A request is {"id": N, "do": METHOD, ...}; its answer is {"id": N, "answer": ...}, or
+{"id": N, "error": TEXT}. Requests join the batch that is running, and are answered as they end.
+Weights come through BUFFER, memory that both processes see. The end of the socket ends the process.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from link import Link
+from wire import Message
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "0"  # the model lives here, and so can be streamed to
+)
+
+
+@dataclass
+class Asked:
+    """A prompt whose samples are being drawn."""
+
+    expected: list[int]  # the prompt's ids, with all placeholders
+    samples: list[Message | None]
+    names: list[str] = field(default_factory=list)  # of vLLM's requests
+
+
+class Server:
+    """One vLLM, and what it has been asked."""
+
+    def __init__(self, link: Link):
+        self.link = link
+        self.engine: Any = None
+        self.adapter: Any = None
+        self.adapters = 0  # that were ever served
+        self.version = 0
+        self.asked: dict[int, Asked] = {}
+
+    def run(self) -> None:
+        """Answer for ever. What vLLM's own step raises ends the process: nobody knows what is left
+        of it."""
+        while True:
+            busy = self.engine is not None and self.engine.has_unfinished_requests()
+            while not busy or not self.link.inbox.empty():
+                self._handle(*self.link.inbox.get())
+                busy = self.engine is not None and self.engine.has_unfinished_requests()
+            for output in self.engine.step():
+                if output.finished:
+                    self._take(output)
+
+    def _handle(self, message: Message, body: bytes) -> None:
+        number, do = message.pop("id"), message.pop("do")
+        try:
+            if do == "sample":
+                self.sample(number, body=body, **message)
+            elif do == "abort":
+                self._forget_request(number)
+            else:
+                self.link.answer(number, getattr(self, do)(**message))
+        except Exception:
+            self.link.refuse(number, traceback.format_exc())
+
+    def load(
+        self,
+        folder: str,
+        dtype: str,
+        max_len: int,
+        pictures: int,
+        lora_rank: int,
+        lora_vision: bool,
+        version: int,
+        options: dict[str, Any],
+    ) -> str:
+        """Serve a checkpoint's folder; the version of vLLM. `options` are more of its own."""
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        lora = dict(
+            enable_lora=True, max_lora_rank=lora_rank, enable_tower_connector_lora=lora_vision
+        )
+        given = dict(
+            model=folder,
+            dtype=dtype,
+            max_model_len=max_len,
+            limit_mm_per_prompt={"image": pictures, "video": 0},
+            enforce_eager=current_platform.is_cpu(),
+            disable_log_stats=True,
+            **(lora if lora_rank else {}),
+        )
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**(given | options)))
+        self.version = version
+        return str(vllm.__version__)
+
+    def sample(
+        self,
+        number: int,
+        prompt: list[int],
+        expected: list[int],
+        pictures: list[tuple[int, int]],
+        settings: Message,
+        never: list[int],
+        seeds: list[int],
+        body: bytes,
+    ) -> None:
+        """Draw an answer for each seed. `prompt` has one placeholder for each of `pictures`, whose
+        heights and widths these are and whose pixels the body has, `expected` as many as it is to
+        become; ids that are `never` drawn are so only at a temperature of 0."""
+        asked = self.asked[number] = Asked(expected, [None] * len(seeds))
+        given: Message = {"prompt_token_ids": prompt}
+        if pictures:
+            given["multi_modal_data"] = {"image": opened(pictures, body)}
+            given["mm_processor_kwargs"] = {"do_resize": False}  # they have the trainer's sizes
+        try:
+            for place, seed in enumerate(seeds):
+                params = sampling_params(settings, never, seed)
+                name = f"{number}-{place}"
+                self.engine.add_request(name, given, params, lora_request=self.adapter)
+                asked.names.append(name)
+        except Exception:
+            self._forget_request(number)
+            raise
+
+    def _take(self, output: Any) -> None:
+        """A sample that has ended."""
+        number, place = map(int, output.request_id.split("-"))
+        asked = self.asked[number]
+        if output.prompt_token_ids != asked.expected:
+            self._forget_request(number)
+            self.link.refuse(number, _unlike(output.prompt_token_ids, asked.expected))
+            return
+        asked.samples[place] = answer_of(output)
+        if None not in asked.samples:
+            del self.asked[number]
+            self.link.answer(number, {"samples": asked.samples, "version": self.version})
+
+    def _forget_request(self, number: int) -> None:
+        if (asked := self.asked.pop(number, None)) is not None:
+            self.engine.abort_request(asked.names)
+
+    def folder(self, folder: str, version: int) -> None:
+        """The weights of a checkpoint's folder."""
+        self._reload({"weights_path": folder}, version)
+
+    def stream_weights(self, version: int) -> None:
+        """The weights that come next, tensor by tensor."""
+        self._reload({"weights_iterator": self._arriving()}, version)
+
+    def adapt(self, folder: str, version: int) -> None:
+        """An adapter's folder, for all requests from now on."""
+        from vllm.lora.request import LoRARequest
+
+        former, self.adapters = self.adapter, self.adapters + 1
+        self.adapter = LoRARequest(f"adapter-{self.adapters}", self.adapters, folder)
+        self.engine.add_lora(self.adapter)
+        if former is not None:
+            self.engine.remove_lora(former.lora_int_id)
+        self._renew(version)
+
+    def _reload(self, how: dict[str, Any], version: int) -> None:
+        self.engine.collective_rpc("reload_weights", kwargs=how)
+        self.adapter = None
+        self._renew(version)
+
+    def _renew(self, version: int) -> None:
+        """Forget keys, values and features of pictures, which came from former weights."""
+        assert not self.asked, "an update comes when nothing is asked"
+        assert self.engine.reset_prefix_cache(), "keys and values of former weights are still used"
+        self.engine.reset_encoder_cache()
+        self.version = version
+
+    def _arriving(self) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        while (found := self.link.next_tensor()) is not None:
+            about, values = found
+            dtype = getattr(torch, about["dtype"])
+            yield about["name"], torch.frombuffer(values, dtype=dtype).view(about["shape"])
+
+
+def opened(pictures: list[tuple[int, int]], body: bytes) -> list[Any]:
+    """Pictures of their pixels, RGB one after the other."""
+    import PIL.Image
+
+    found, start = [], 0
+    for high, wide in pictures:
+        end = start + 3 * high * wide
+        found.append(PIL.Image.frombytes("RGB", (wide, high), body[start:end]))
+        start = end
+    return found
+
+
+def sampling_params(settings: Message, never: list[int], seed: int) -> Any:
+    """Only what the settings say ends an answer, and its log-probs are the model's own: vLLM's
+    default, `raw_logprobs`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    greedy, stops = settings["temperature"] == 0, settings["stop_strings"]
+    return SamplingParams(
+        max_tokens=settings["max_tokens"],
+        temperature=settings["temperature"],
+        top_k=settings["top_k"],
+        top_p=settings["top_p"],
+        seed=seed,
+        stop=stops or None,
+        stop_token_ids=settings["stop_ids"],
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=bool(stops),
+        skip_special_tokens=False,  # a stop string may be one
+        logit_bias=None if greedy else dict.fromkeys(never, float("-inf")),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def answer_of(output: Any) -> Message:
+    """What a sample says."""
+    found = output.outputs[0]
+    ids = list(found.token_ids)
+    log_probs = [each[token].logprob for token, each in zip(ids, found.logprobs, strict=True)]
+    return {"ids": ids, "log_probs": log_probs, "ended": found.finish_reason}
+
+
+def _unlike(found: list[int], expected: list[int]) -> str:
+    return f"PromptError: vLLM made {len(found)} ids of the prompt, not its {len(expected)}"
+
+
+if __name__ == "__main__":
+    Server(Link(int(sys.argv[1]), int(sys.argv[2]))).run()

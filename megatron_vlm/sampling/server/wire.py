@@ -1,0 +1,58 @@
+"""Frames between the sampler and its engines: a header with two sizes, JSON, raw bytes.
+
+Imported at both ends, so it needs nothing but Python.
+"""
+
+import json
+import struct
+from typing import Any, BinaryIO
+
+HEADER = struct.Struct("!IQ")  # bytes of the JSON, bytes of what follows it
+MOST_BYTES = 1 << 34  # of a frame: whatever is larger is no frame of ours
+
+Message = dict[str, Any]
+
+
+class WireError(Exception):
+    """What arrived is no frame, or only the beginning of one."""
+
+
+def head(message: Message, body_bytes: int = 0) -> bytes:
+    """A frame but for its raw bytes."""
+    text = json.dumps(message, separators=(",", ":")).encode()
+    return HEADER.pack(len(text), body_bytes) + text
+
+
+def sizes(header: bytes) -> tuple[int, int]:
+    """Of a frame's JSON and of its raw bytes."""
+    text, body = HEADER.unpack(header)
+    if text + body > MOST_BYTES:
+        raise WireError(f"a frame of {text} + {body} bytes; at most {MOST_BYTES} are one of ours")
+    return text, body
+
+
+def parse(text: bytes) -> Message:
+    """A frame's JSON, which is an object."""
+    try:
+        message = json.loads(text)
+    except ValueError as error:
+        raise WireError(f"a frame without JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise WireError(f"a frame whose JSON is a {type(message).__name__}, not an object")
+    return message
+
+
+def read_frame(stream: BinaryIO) -> tuple[Message, bytes] | None:
+    """The next frame of a blocking stream; None where the other end has closed it."""
+    header = stream.read(HEADER.size)
+    if not header:
+        return None
+    text_bytes, body_bytes = sizes(_whole(header, HEADER.size))
+    message = parse(_whole(stream.read(text_bytes), text_bytes))
+    return message, _whole(stream.read(body_bytes), body_bytes)
+
+
+def _whole(found: bytes, size: int) -> bytes:
+    if len(found) < size:
+        raise WireError(f"a frame was cut off: {len(found)} of {size} bytes")
+    return found

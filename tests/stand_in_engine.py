@@ -1,0 +1,89 @@
+"""An engine without a model, for tests of what surrounds one. It is started as the real one is,
+after its own path: `python stand_in_engine.py SERVE SOCKET BUFFER`, and uses the link beside SERVE.
+
+An answer's ids are its seed and the engine's version, its log-prob the number of the weights that
+it was given last. What a prompt begins with says how it is answered: HELD, once the file `release`
+of its options exists; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it before.
+"""
+
+import hashlib
+import os
+import queue
+import sys
+from pathlib import Path
+from typing import Any
+
+HELD, DEADLY, DEADLY_ONCE = 11, 12, 13
+
+
+def number_of(values: bytes, before: int = 0) -> int:
+    """Of weights, the next of which are these."""
+    return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
+
+
+class StandIn:
+    def __init__(self, link: Any) -> None:
+        self.link, self.version, self.number = link, 0, 0
+        self.held: list[dict[str, Any]] = []
+        self.options: dict[str, Any] = {}
+
+    def run(self) -> None:
+        while True:
+            try:
+                message, _ = self.link.inbox.get(timeout=0.01)
+                self.handle(message)
+            except queue.Empty:
+                pass
+            if self.held and Path(self.options["release"]).exists():
+                while self.held:
+                    self.answer(self.held.pop(0))
+
+    def handle(self, message: dict[str, Any]) -> None:
+        number, do = message["id"], message["do"]
+        if do == "load":
+            self.options = message["options"]
+            if "fail" in self.options:
+                self.link.refuse(number, self.options["fail"])
+                return
+        elif do == "sample":
+            self.sample(message)
+            return
+        elif do == "abort":
+            self.held = [each for each in self.held if each["id"] != number]
+            return
+        elif do == "stream_weights":
+            self.number = 0
+            while (found := self.link.next_tensor()) is not None:
+                if found[0]["name"] == self.options.get("refused"):
+                    self.link.refuse(number, "ValueError: no such tensor")
+                    return
+                self.number = number_of(bytes(found[1]), self.number)
+        elif do in ("folder", "adapt"):
+            self.number = number_of(message["folder"].encode(), self.number * (do == "adapt"))
+        self.version = message.get("version", self.version)
+        self.link.answer(number, None)
+
+    def sample(self, message: dict[str, Any]) -> None:
+        kind = message["prompt"][0]
+        once = Path(self.options.get("once", "/nowhere"))
+        if kind == DEADLY or (kind == DEADLY_ONCE and not once.exists()):
+            print("the prompt was too much", flush=True)
+            once.parent.mkdir(exist_ok=True)
+            once.touch()
+            os._exit(3)
+        if kind == HELD:
+            self.held.append(message)
+        else:
+            self.answer(message)
+
+    def answer(self, message: dict[str, Any]) -> None:
+        one = {"log_probs": [float(self.number)], "ended": "stop"}
+        samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
+        self.link.answer(message["id"], {"samples": samples, "version": self.version})
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    from link import Link
+
+    StandIn(Link(int(sys.argv[2]), int(sys.argv[3]))).run()

@@ -1,0 +1,482 @@
+# .venv/bin/python -m pytest tests/test_sampler.py
+"""What surrounds vLLM: frames, balancing, updates, restarts, and what is refused. A process that
+speaks the same protocol stands in for it; tests/test_vllm_sampler.py has the real one."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
+from megatron_vlm.sampling.prompt import Prompts, seen
+from megatron_vlm.sampling.server.wire import WireError, head, read_frame
+from megatron_vlm.step.samples import Sample, SamplingSettings
+from tests.batches import MIXED, make_rows
+from tests.chats import image, say, text
+from tests.stand_in_engine import DEADLY, DEADLY_ONCE, HELD, number_of
+
+STAND_IN = Path(__file__).parent / "stand_in_engine.py"
+PATIENCE_S = 60.0
+SHORT = SamplingSettings(max_tokens=4)
+
+
+@pytest.fixture
+def settings(tiny, tmp_path) -> EngineSettings:
+    """Of engines that are stand-ins."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    python.chmod(0o755)
+    options = {"release": str(tmp_path / "release"), "once": str(tmp_path / "died" / "once")}
+    return EngineSettings(str(python), tiny(), max_len=64, options=options)
+
+
+def row(*ids: int) -> Row:
+    return Row(torch.tensor(ids), torch.tensor(ids))
+
+
+@asynccontextmanager
+async def sampling(settings: EngineSettings, replicas: int = 1) -> AsyncIterator[VllmSampler]:
+    sampler = await VllmSampler.start(settings, [{}] * replicas)
+    try:
+        yield sampler
+    finally:
+        await sampler.close()
+
+
+def run(
+    settings: EngineSettings, steps: Callable[[VllmSampler], Awaitable[Any]], replicas: int = 1
+) -> Any:
+    """What `steps` makes of a sampler."""
+
+    async def go() -> Any:
+        async with sampling(settings, replicas) as sampler:
+            return await asyncio.wait_for(steps(sampler), PATIENCE_S)
+
+    return asyncio.run(go())
+
+
+def weights(folder: str) -> dict[str, Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def number(folder: str) -> float:
+    """By which a stand-in answers that was given these weights."""
+    found = 0
+    for value in weights(folder).values():
+        found = number_of(value.numpy().tobytes(), found)
+    return float(found)
+
+
+def process_of(sample: Sample) -> int:
+    return sample.ids[2]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, within patience."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_frames_arrive_as_they_were_sent():
+    first, second = {"id": 1, "do": "sample", "ids": [1, 2]}, {"text": "caf\u00e9"}
+    stream = io.BytesIO(head(first, 3) + b"abc" + head(second))
+    assert read_frame(stream) == (first, b"abc")
+    assert read_frame(stream) == (second, b"")
+    assert read_frame(stream) is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (head({"id": 1}, 3) + b"ab", "cut off: 2 of 3"),
+        (head({"id": 1})[:-1], "cut off"),
+        (b"\0\0", "cut off: 2 of 12"),
+        (b"\xff" * 12, "at most 17179869184 are one of ours"),
+        (b"\0\0\0\2" + b"\0" * 8 + b"{a", "without JSON"),
+        (b"\0\0\0\2" + b"\0" * 8 + b"[]", "a list, not an object"),
+    ],
+)
+def test_what_is_no_frame_is_refused(sent, said):
+    with pytest.raises(WireError, match=said):
+        read_frame(io.BytesIO(sent))
+
+
+def test_each_seed_is_answered(settings):
+    async def steps(sampler: VllmSampler) -> list[list[Sample]]:
+        asked = [sampler.sample(row(1, 2), SHORT, [10 * n, 10 * n + 1]) for n in range(50)]
+        return await asyncio.gather(*asked)
+
+    for n, (first, second) in enumerate(run(settings, steps)):
+        assert (first.ids[0], second.ids[0]) == (10 * n, 10 * n + 1)
+        assert (first.version, first.ended) == (0, "stop")
+
+
+def test_requests_go_to_the_engine_with_the_fewest_samples(settings, tmp_path):
+    async def steps(sampler: VllmSampler) -> tuple[list[int], list[Sample]]:
+        # Six samples, then two, then two: the first engine has the six alone.
+        held = [
+            asyncio.create_task(sampler.sample(row(HELD), SHORT, range(count)))
+            for count in (6, 2, 2)
+        ]
+        while sum(each.in_flight for each in sampler.replicas) < 10:
+            await asyncio.sleep(0.01)
+        busy = [each.in_flight for each in sampler.replicas]
+        free = await sampler.sample(row(1), SHORT, [0])
+        (tmp_path / "release").touch()
+        answers = await asyncio.gather(*held)
+        assert [each.in_flight for each in sampler.replicas] == [0, 0]
+        return busy, [*free, *(each[0] for each in answers)]
+
+    busy, (free, *others) = run(settings, steps, replicas=2)
+    assert busy == [6, 4]
+    first, second, third = map(process_of, others)
+    assert first != second == third == process_of(free)
+
+
+def test_tensors_reach_every_engine_in_pieces(settings, tiny, monkeypatch):
+    """None fits the buffer, whose size divides few of them; also in bf16."""
+    monkeypatch.setattr("megatron_vlm.sampling.vllm_sampler.BUFFER_BYTES", 4093)
+
+    async def steps(sampler: VllmSampler) -> list[Sample]:
+        found = []
+        for version, folder in enumerate((tiny(seed=1), tiny("bfloat16", seed=2)), start=1):
+            await sampler.update(weights(folder).items(), version)
+            asked = [sampler.sample(row(1), SHORT, [0]) for _ in range(2)]
+            found += [each[0] for each in await asyncio.gather(*asked)]
+        return found
+
+    found = run(settings, steps, replicas=2)
+    assert len({process_of(each) for each in found}) == 2
+    assert [each.version for each in found] == [1, 1, 2, 2]
+    assert [each.log_probs[0] for each in found] == [number(tiny(seed=1))] * 2 + [
+        _bf16_number(tiny("bfloat16", seed=2))
+    ] * 2
+
+
+def _bf16_number(folder: str) -> float:
+    found = 0
+    for value in weights(folder).values():
+        found = number_of(value.flatten().view(torch.uint8).numpy().tobytes(), found)
+    return float(found)
+
+
+def test_an_update_waits_for_samples_under_way_and_later_ones_for_it(settings, tiny, tmp_path):
+    async def steps(sampler: VllmSampler) -> tuple[list[Sample], list[Sample]]:
+        held = asyncio.create_task(sampler.sample(row(HELD), SHORT, [0]))
+        await asyncio.sleep(0.1)
+        update = asyncio.create_task(sampler.update(Checkpoint(tiny(seed=1)), 7))
+        await asyncio.sleep(0.1)
+        later = asyncio.create_task(sampler.sample(row(1), SHORT, [1]))
+        await asyncio.sleep(0.3)
+        assert not (held.done() or update.done() or later.done())
+        (tmp_path / "release").touch()
+        await update
+        return await held, await later
+
+    [[before], [after]] = run(settings, steps)
+    assert (before.version, before.ids[1], before.log_probs) == (0, 0, (0.0,))
+    assert (after.version, after.ids[1]) == (7, 7) and after.log_probs != (0.0,)
+
+
+def _tensors(tiny) -> Any:
+    return weights(tiny(seed=1)).items()
+
+
+UPDATES: dict[str, Callable[[Any], list[Any]]] = {
+    "none": lambda tiny: [],
+    "tensors": lambda tiny: [_tensors(tiny)],
+    "folder": lambda tiny: [_tensors(tiny), Checkpoint("/some/export")],
+    "adapter": lambda tiny: [Adapter("/an/adapter")],
+    "adapter on tensors": lambda tiny: [_tensors(tiny), Adapter("/a"), Adapter("/b")],
+    "tensors after an adapter": lambda tiny: [Adapter("/a"), _tensors(tiny)],
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_killed_engine_starts_again_with_the_newest_weights(name, settings, tiny, tmp_path):
+    """And what it was asked is asked again, with the same seeds."""
+
+    async def steps(sampler: VllmSampler) -> None:
+        for version, each in enumerate(UPDATES[name](tiny), start=1):
+            await sampler.update(each, version)
+        [before] = await sampler.sample(row(1), SHORT, [5])
+        held = [
+            asyncio.create_task(sampler.sample(row(HELD), SHORT, [seed, seed + 1]))
+            for seed in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        os.kill(process_of(before), signal.SIGKILL)
+        await asyncio.sleep(0.1)
+        (tmp_path / "release").touch()
+        for seed, found in enumerate(await asyncio.gather(*held)):
+            assert [each.ids[0] for each in found] == [seed, seed + 1]
+            for each in found:
+                assert process_of(each) != process_of(before)
+                if name != "adapter on tensors":  # there the stand-in counted the former one, too
+                    assert each.log_probs == before.log_probs
+                assert each.version == before.version == len(UPDATES[name](tiny))
+
+    run(settings, steps)
+
+
+def test_another_engine_takes_over_at_once(settings):
+    async def steps(sampler: VllmSampler) -> None:
+        first, second = (each.engine.process.pid for each in sampler.replicas if each.engine)
+        held = asyncio.create_task(sampler.sample(row(HELD), SHORT, [0]))
+        await asyncio.sleep(0.1)
+        starting = asyncio.Event()
+
+        async def never(environment: Any) -> Any:
+            starting.set()
+            await asyncio.Event().wait()
+
+        sampler.replicas[0].start = never
+        os.kill(first, signal.SIGKILL)
+        await starting.wait()
+        while sampler.replicas[1].in_flight == 0:
+            await asyncio.sleep(0.01)
+        [found] = await sampler.sample(row(1), SHORT, [3])
+        assert process_of(found) == second
+        held.cancel()
+
+    run(settings, steps, replicas=2)
+
+
+def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings):
+    async def steps(sampler: VllmSampler) -> None:
+        [found] = await sampler.sample(row(DEADLY_ONCE), SHORT, [4])
+        assert found.ids[0] == 4
+        for _ in range(2):  # more deaths than an engine may die without an answer in between
+            with pytest.raises(SamplerError, match=r"(?s)1 tokens was asked 3 times.*too much"):
+                await sampler.sample(row(DEADLY), SHORT, [0])
+            [found] = await sampler.sample(row(1), SHORT, [1])
+            assert found.ids[0] == 1
+
+    run(settings, steps)
+
+
+def test_an_engine_that_always_dies_is_given_up(settings):
+    async def steps(sampler: VllmSampler) -> None:
+        deadly = [sampler.sample(row(DEADLY), SHORT, [0]) for _ in range(4)]
+        await asyncio.gather(*deadly, return_exceptions=True)
+        await asyncio.gather(
+            *(sampler.sample(row(DEADLY), SHORT, [0]) for _ in range(4)), return_exceptions=True
+        )
+        with pytest.raises(SamplerError, match="died 5 times without an answer in between"):
+            await sampler.sample(row(1), SHORT, [0])
+
+    run(settings, steps)
+
+
+def test_an_update_that_fails_leaves_the_former_weights(settings, tiny):
+    """And takes all tensors, as other ranks must not be left in a collective."""
+    good, taken = weights(tiny(seed=1)), []
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for name, value in weights(tiny(seed=2)).items():
+            taken.append(name)
+            yield ("model.unknown" if len(taken) == 5 else name), value
+
+    async def steps(sampler: VllmSampler) -> Sample:
+        await sampler.update(good.items(), 1)
+        with pytest.raises(CheckpointError, match=r"have model\.unknown, which the engine's"):
+            await sampler.update(broken(), 2)
+        assert len(taken) == len(good)
+        lacking = list(weights(tiny(seed=2)).items())[:-1]
+        with pytest.raises(CheckpointError, match=f"lack 1 of {len(good)} tensors"):
+            await sampler.update(lacking, 3)
+        [found] = await sampler.sample(row(1), SHORT, [0])
+        return found
+
+    found = run(settings, steps)
+    assert (found.version, found.log_probs[0]) == (1, number(tiny(seed=1)))
+
+
+def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
+    name = sorted(weights(tiny()))[3]
+    options = {**settings.options, "refused": name}
+
+    async def steps(sampler: VllmSampler) -> Sample:
+        with pytest.raises(SamplerError, match="ValueError: no such tensor"):
+            await sampler.update(_tensors(tiny), 1)
+        [found] = await sampler.sample(row(1), SHORT, [0])
+        return found
+
+    assert run(replace(settings, options=options), steps).version == 0
+
+
+def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
+    async def steps(sampler: VllmSampler) -> list[Sample]:
+        first = sampler.replicas[0].engine
+        assert first is not None
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for place, pair in enumerate(_tensors(tiny)):
+                if place == 3:
+                    os.kill(first.process.pid, signal.SIGKILL)
+                yield pair
+
+        await sampler.update(named(), 1)
+        found = await sampler.sample(row(1), SHORT, [0])
+        while sampler.replicas[0].engine is None:
+            await asyncio.sleep(0.01)
+        return [*found, *await sampler.sample(row(1), SHORT, [0])]
+
+    other, again = run(settings, steps, replicas=2)
+    assert process_of(other) != process_of(again)
+    for found in (other, again):
+        assert (found.version, found.log_probs[0]) == (1, number(tiny(seed=1)))
+
+
+def test_a_request_that_is_cancelled_is_forgotten(settings, tiny):
+    async def steps(sampler: VllmSampler) -> None:
+        held = asyncio.create_task(sampler.sample(row(HELD), SHORT, [0]))
+        await asyncio.sleep(0.1)
+        held.cancel()
+        await asyncio.wait({held})
+        await sampler.update(Checkpoint(tiny()), 1)  # has nobody to wait for
+        assert [each.in_flight for each in sampler.replicas] == [0]
+
+    run(settings, steps)
+
+
+def _trainer(connection: Connection, settings: EngineSettings) -> None:
+    async def steps(sampler: VllmSampler) -> None:
+        [found] = await sampler.sample(row(1), SHORT, [0])
+        fork = os.fork()  # it has the sampler's end of the socket, too
+        if fork == 0:
+            time.sleep(2 * PATIENCE_S)
+            os._exit(0)
+        connection.send((process_of(found), fork))
+        await asyncio.Event().wait()
+
+    run(settings, steps)
+
+
+def test_no_engine_outlives_a_killed_trainer(settings, nursery):
+    trainer = nursery.fork(_trainer, settings)
+    engine, fork = trainer.connection.recv()
+    try:
+        assert not gone_already(engine)
+        os.kill(trainer.pid, signal.SIGKILL)
+        assert gone(engine)
+        assert not gone_already(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def gone_already(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_closing_leaves_nothing_behind(settings, tiny, tmp_path):
+    files = set(os.listdir("/proc/self/fd"))
+
+    async def steps(sampler: VllmSampler) -> tuple[int, str]:
+        await sampler.update(_tensors(tiny), 1)
+        [found] = await sampler.sample(row(1), SHORT, [0])
+        assert Path(sampler.kept.folder.name).is_dir()
+        return process_of(found), sampler.kept.folder.name
+
+    pid, kept = run(settings, steps)
+    assert gone(pid) and not Path(kept).exists()
+    assert len(set(os.listdir("/proc/self/fd"))) <= len(files)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"python": "/no/such/python"},
+            "/no/such/python cannot be started: No such file.*vllm-env",
+        ),
+        ({"python": sys.executable}, "has no vLLM; `make vllm-env` builds an environment"),
+        (
+            {"fail": "RuntimeError: Unsupported CPU attention configuration"},
+            "heads that are 32, 64",
+        ),
+        ({"fail": "ValueError: something else"}, "vLLM has failed: ValueError: something else"),
+    ],
+)
+def test_what_keeps_an_engine_from_starting(change, said, settings):
+    if "fail" in change:
+        change = {"options": change}
+
+    async def steps(sampler: VllmSampler) -> None:
+        raise AssertionError("it has started")
+
+    with pytest.raises(MegatronVLMError, match=said):
+        run(replace(settings, **change), steps)
+
+
+def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny):
+    prompts = Prompts(settings)
+    with_floats, *_, with_video = make_rows((*MIXED[:1], MIXED[5]))
+    three = RowMaker(tiny(), max_tokens=999).row(
+        {"messages": [say("user", *[image(64, 64)] * 3)]}, prompt=True
+    )
+    for prompt, asked, error, said in (
+        (with_video, SHORT, DataError, "has a video, and vLLM would choose and resize its frames"),
+        (
+            with_floats,
+            SHORT,
+            DataError,
+            r"pixels are torch\.float32, and an engine is sent pictures",
+        ),
+        (row(*[1] * 61), SHORT, ConfigError, "has 61 tokens and max_tokens is 4.*up to 64"),
+        (row(1), SamplingSettings(0), ConfigError, "max_tokens is 0"),
+        (three, SHORT, ConfigError, "has 3 pictures.*at most 2"),
+    ):
+        with pytest.raises(error, match=said):
+            Prompts(replace(settings, pictures=2)).request(prompt, asked, [0])
+    assert prompts.request(row(*[1] * 60), SHORT, [0]).fields["prompt"] == [1] * 60
+
+
+def test_pictures_are_those_of_the_trainers_patches(tiny):
+    """One placeholder for each is left; the patches that are cut of them again are the same."""
+    record = {"messages": [say("user", image(100, 60), text("and"), image(70, 130, 2))]}
+    made = RowMaker(tiny()).row(record, prompt=True)
+    settings = ImageSettings.from_checkpoint(tiny())
+    found = Prompts(EngineSettings("python", tiny())).request(made, SHORT, [0])
+    sizes, pictures = found.fields["pictures"], seen(made, settings)
+    assert [each.shape for each in pictures] == [(*size, 3) for size in sizes]
+    assert [each.tobytes() for each in pictures] == found.pixels
+    again = [image_patches(picture_of(each), settings) for each in pictures]
+    assert made.pixel_values_PC is not None
+    assert torch.equal(torch.cat([torch.from_numpy(each) for each in again]), made.pixel_values_PC)
+    image_id = Prompts(EngineSettings("python", tiny())).tokens.image_id
+    assert found.fields["prompt"].count(image_id) == 2
+    assert found.fields["expected"].count(image_id) == sum(h * w for h, w in sizes) // 32**2
+    assert [i for i in found.fields["prompt"] if i != image_id] == [
+        i for i in found.fields["expected"] if i != image_id
+    ]
+
+
+def picture_of(pixels: Any) -> Any:
+    import PIL.Image
+
+    return PIL.Image.fromarray(pixels)
