@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import PIL.Image
-import torch
 
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.sampling.prompt import seen
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = ROOT / ".venv-vllm"
@@ -85,18 +85,11 @@ def as_prompt(row: Row, image_id: int, pictures: Sequence[Path]) -> dict[str, An
 
 
 def write_seen(row: Row, settings: ImageSettings, folder: Path) -> list[Path]:
-    """The pictures of a row as the trainer sees them, resized, as files: its patches put back."""
-    if row.image_grid_I3 is None:
-        return []
-    assert row.pixel_values_PC is not None and row.pixel_values_PC.dtype == torch.uint8
-    folder.mkdir(parents=True)
-    paths = []
-    grids = row.image_grid_I3.tolist()
-    parts = row.pixel_values_PC.split([high * wide for _, high, wide in grids])
-    merge, side = settings.merge_size, settings.patch_size
-    for place, ((_, high, wide), patches_PC) in enumerate(zip(grids, parts, strict=True)):
-        blocks = patches_PC.view(high // merge, wide // merge, merge, merge, 3, side, side)
-        pixels = blocks.permute(0, 2, 5, 1, 3, 6, 4).reshape(high * side, wide * side, 3)
-        paths.append(folder / f"{place}.png")
-        PIL.Image.fromarray(pixels.contiguous().numpy()).save(paths[-1])
+    """The pictures of a row as the trainer sees them, resized, as files."""
+    pictures = seen(row, settings)
+    if pictures:
+        folder.mkdir(parents=True)
+    paths = [folder / f"{place}.png" for place in range(len(pictures))]
+    for path, pixels in zip(paths, pictures, strict=True):
+        PIL.Image.fromarray(pixels).save(path)
     return paths

@@ -1,4 +1,4 @@
-# .venv/bin/python -m pytest tests/test_sampler.py
+# .venv/bin/python -m pytest tests/test_sampling_engines.py
 """What surrounds vLLM: frames, balancing, updates, restarts, and what is refused. A process that
 speaks the same protocol stands in for it; tests/test_vllm_sampler.py has the real one."""
 
@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.hf.experts import Form
 from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.sampling.prompt import Prompts, seen
 from megatron_vlm.sampling.server.wire import WireError, head, read_frame
 from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.chats import image, say, text
+from tests.moe import stored_as
+from tests.runs import Case, call, my_rows
 from tests.stand_in_engine import DEADLY, DEADLY_ONCE, HELD, number_of
+from tests.test_parity import layout
 
 STAND_IN = Path(__file__).parent / "stand_in_engine.py"
 PATIENCE_S = 60.0
@@ -101,6 +107,45 @@ def gone(pid: int) -> bool:
     return False
 
 
+def _named(path: str, case: Case, out: str) -> list[tuple[str, Tensor]]:
+    """What this rank is given of the weights after a step, which are exported to `out`."""
+    worker = MegatronWorker(case.config(path))
+    worker.forward_backward(my_rows(make_rows(MIXED)))
+    worker.optim_step(lr=1e-2)
+    worker.export_hf(out)
+    return [(name, value.clone()) for name, value in worker.named_weights()]
+
+
+EXPERTS = {"layers": 3, "experts": 4, "intermediate": 80}
+LAYOUTS: dict[str, tuple[Case, dict[str, Any], Form | None]] = {
+    "tp2-pp2": (layout(tp=2, pp=2), {}, None),
+    "pp2-dp2-tied-bf16": (layout(pp=2, dp=2), {"tied": True, "dtype": "bfloat16"}, None),
+    "pp2-ep2": (layout(pp=2, dp=2, ep=2), EXPERTS, Form.out_in),
+    "ep2-released": (layout(dp=2, ep=2), EXPERTS, Form.in_out),
+    "ep2-single": (layout(dp=2, ep=2), EXPERTS, Form.single),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_named_weights_are_those_of_an_export(name, pool, tiny, tmp_path):
+    """To the last bit, in the checkpoint's types and form, on rank 0 alone."""
+    case, sizes, form = LAYOUTS[name]
+    folder = tiny(**sizes) if form is None else stored_as(tiny(**sizes), tmp_path / "in", form)
+    found, *others = pool.run(_named, case.world, folder, case, str(tmp_path / "out"))
+    assert all(each == [] for each in others)
+    exported, before = weights(str(tmp_path / "out")), weights(folder)
+    assert sorted(name for name, _ in found) == sorted(exported) == sorted(before)
+    for name, value in found:
+        assert value.dtype == exported[name].dtype and torch.equal(value, exported[name])
+    assert sum(not torch.equal(before[name], value) for name, value in found) > len(found) / 2
+
+
+def test_named_weights_are_refused_beside_adapters(pool, tiny):
+    case = replace(layout(), lora={"rank": 4})
+    with pytest.raises(RuntimeError, match=r"ConfigError: lora\.rank=4: the weights that are str"):
+        pool.run(call, 1, tiny(), case, methodcaller("named_weights"))
+
+
 def test_frames_arrive_as_they_were_sent():
     first, second = {"id": 1, "do": "sample", "ids": [1, 2]}, {"text": "caf\u00e9"}
     stream = io.BytesIO(head(first, 3) + b"abc" + head(second))
@@ -128,6 +173,7 @@ def test_what_is_no_frame_is_refused(sent, said):
 def test_each_seed_is_answered(settings):
     async def steps(sampler: VllmSampler) -> list[list[Sample]]:
         asked = [sampler.sample(row(1, 2), SHORT, [10 * n, 10 * n + 1]) for n in range(50)]
+        assert await sampler.sample(row(1, 2), SHORT, []) == []
         return await asyncio.gather(*asked)
 
     for n, (first, second) in enumerate(run(settings, steps)):
@@ -453,6 +499,8 @@ def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny)
     ):
         with pytest.raises(error, match=said):
             Prompts(replace(settings, pictures=2)).request(prompt, asked, [0])
+    with pytest.raises(ConfigError, match="a seed is -1; give numbers from 0 to"):
+        prompts.request(row(1), SHORT, [3, -1])
     assert prompts.request(row(*[1] * 60), SHORT, [0]).fields["prompt"] == [1] * 60
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from megatron_vlm.distributed.process import SECRET
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.sampling.sampler import SamplerError
-from megatron_vlm.sampling.server.wire import HEADER, Message, WireError, head, parse, sizes
+from megatron_vlm.sampling.server.wire import HEADER, Message, head, parse, sizes
 
 SERVER = Path(__file__).parent / "server" / "serve.py"
 # What a launcher says to a rank is not for the engine, whose Python and threads are others.
@@ -140,7 +140,7 @@ class Engine:
                 future = self.waiting.get(answer["id"])
                 if future is not None and not future.done():
                     self._settle(future, answer)
-        except (asyncio.IncompleteReadError, ConnectionError, WireError):
+        except Exception:  # it has ended, or says what cannot be understood
             self._end()
             for future in self.waiting.values():
                 if not future.done():
@@ -211,7 +211,7 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
         return ConfigError(
             f"{settings.folder}: vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, "
             "112, 128 or a larger multiple of 32 wide, and this model's are not; sample from it on "
-            "a GPU, or with our own sampler"
+            "GPUs, or with our own sampler"
         )
     if isinstance(error, TimeoutError):
         return SamplerError(

@@ -38,6 +38,8 @@ class Prompts:
     def request(self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]) -> Request:
         """Refuses what the engine would not see as the trainer does, or would cut."""
         self._check(prompt, settings)
+        if wrong := [seed for seed in seeds if not 0 <= seed < 2**63]:
+            raise ConfigError(f"a seed is {wrong[0]}; give numbers from 0 to 2**63 - 1")
         ids = prompt.ids_S.tolist()
         queue = GridQueue(prompt.image_grid_I3, None, self.tokens)
         runs = queue.runs_of(prompt.ids_S, "the prompt")

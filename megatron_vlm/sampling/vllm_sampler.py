@@ -84,6 +84,8 @@ class VllmSampler:
     ) -> list[Sample]:
         """An answer for each seed, all with the weights of one version."""
         request = self.prompts.request(prompt, settings, seeds)
+        if not seeds:
+            return []
         async with self.gate.among_others():
             answer = await self._ask(request, len(seeds))
         return [

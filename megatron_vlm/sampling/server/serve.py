@@ -99,8 +99,17 @@ class Server:
             **(lora if lora_rank else {}),
         )
         self.engine = LLMEngine.from_engine_args(EngineArgs(**(given | options)))
+        self._try()
         self.version = version
         return str(vllm.__version__)
+
+    def _try(self) -> None:
+        """Draw a token. What vLLM's kernels do not take, it finds out at the first one."""
+        from vllm import SamplingParams
+
+        self.engine.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
 
     def sample(
         self,
