@@ -51,6 +51,9 @@ class StandIn:
         elif do == "abort":
             self.held = [each for each in self.held if each["id"] != number]
             return
+        elif self.held:
+            self.link.refuse(number, "AssertionError: an update comes when nothing is asked")
+            return
         elif do == "stream_weights":
             self.number = 0
             while (found := self.link.next_tensor()) is not None:

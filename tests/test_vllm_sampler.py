@@ -242,15 +242,24 @@ def test_placeholders_are_never_drawn(loop, sampler, base, prompts, tmp_path):
     loop.run(steps())
 
 
-def test_a_request_joins_those_that_are_under_way(loop, sampler, prompts):
+def test_a_request_joins_those_that_are_under_way(loop, sampler, base, prompts):
+    """And one that is cancelled leaves them: an update comes when nothing is under way."""
+
     async def steps() -> None:
         long = [asyncio.create_task(sampler.sample(each, SamplingSettings(250), [0, 1]))
                 for each in prompts[:4]]  # fmt: skip
         await asyncio.sleep(0.5)
         await asyncio.gather(*(sampler.sample(each, SamplingSettings(2), [0]) for each in prompts))
         assert not any(each.done() for each in long)
-        for each in await asyncio.gather(*long):
+        long[0].cancel()
+        for each in await asyncio.gather(*long[1:]):
             assert [len(sample.ids) for sample in each] == [250, 250]
+        last = asyncio.create_task(sampler.sample(prompts[5], SamplingSettings(250), [0]))
+        await asyncio.sleep(0.2)
+        last.cancel()
+        await sampler.update(Checkpoint(base), 1)
+        [found] = await sampler.sample(prompts[5], DRAWN, [0])
+        assert found.version == 1
 
     loop.run(steps())
 

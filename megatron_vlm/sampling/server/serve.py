@@ -165,6 +165,11 @@ class Server:
 
     def stream_weights(self, version: int) -> None:
         """The weights that come next, tensor by tensor."""
+        if self.engine.vllm_config.parallel_config.world_size > 1:
+            raise ValueError(
+                "tensors are streamed to an engine of one process, and this one has more; update "
+                "it from the folder of an export"
+            )
         self._reload({"weights_iterator": self._arriving()}, version)
 
     def adapt(self, folder: str, version: int) -> None:
@@ -179,7 +184,12 @@ class Server:
         self._renew(version)
 
     def _reload(self, how: dict[str, Any], version: int) -> None:
-        self.engine.collective_rpc("reload_weights", kwargs=how)
+        served = self.engine.model_config
+        began_with = served.model
+        try:
+            self.engine.collective_rpc("reload_weights", kwargs=how)
+        finally:
+            served.model = began_with  # whose tokenizer and processor it goes on with
         self.adapter = None
         self._renew(version)
 
