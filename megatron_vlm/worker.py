@@ -53,6 +53,7 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.expert_load import busiest, take_expert_load
@@ -67,7 +68,6 @@ from megatron_vlm.step.optimizer import (
 from megatron_vlm.step.overlap import WeightGather
 from megatron_vlm.step.pipeline import ForwardStep, Stage
 from megatron_vlm.step.router_losses import router_losses, values_of, with_losses
-from megatron_vlm.step.samples import Sample, SamplingSettings
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
 PATIENCE = 2
@@ -194,7 +194,7 @@ class MegatronWorker:
         batch_rows: int = ROWS,
         text_of: TextOf | None = None,
         routing: bool = False,
-    ) -> list[list[Sample]]:
+    ) -> list[list[Completion]]:
         """`n` answers to each prompt, with the log-probs that `forward` gives their tokens, and
         with `routing` the experts that they went to. A collective; see step/decode.py."""
         if routing:

@@ -37,7 +37,7 @@ from megatron_vlm.evaluation.scores import Voice
 from megatron_vlm.evaluation.sets import Question, question_of
 from megatron_vlm.family import read_sizes
 from megatron_vlm.group import WorkerGroup, local_group
-from megatron_vlm.step.samples import SamplingSettings
+from megatron_vlm.step.completions import SamplingSettings
 from megatron_vlm.worker import MegatronWorker
 
 WANTED, ENOUGH = 0.8, 0.9  # mean reward of the last steps: to pass, to end early

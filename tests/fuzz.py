@@ -122,7 +122,7 @@ def config_json(folder: Path) -> Attempt:
         text, vision = sizes.text, sizes.vision
         for part in (text, vision):
             for name, value in vars(part).items():
-                others = ("norm_eps", "rope_theta", "mrope_section", "pad_id", "inputs")
+                others = ("norm_eps", "rope_theta", "mrope_section", "pad_id", "inputs", "experts")
                 assert type(value) is int or name in others, name
         assert counts is None or (counts.layers, counts.heads) == (text.layers, text.heads)
         assert all(isinstance(side, int) for spec in sizes.tensors for side in spec.shape)

@@ -18,8 +18,8 @@ from transformers import Qwen3VLForConditionalGeneration
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.model.cache import KVCache
+from megatron_vlm.step.completions import SamplingSettings
 from megatron_vlm.step.decode import candidate_log_probs, generate
-from megatron_vlm.step.samples import SamplingSettings
 from megatron_vlm.step.sampling import pick, whole_logits
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids

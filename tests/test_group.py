@@ -23,7 +23,7 @@ from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.group import WorkerError, WorkerGroup, local_group
 from megatron_vlm.group.parts import even_parts, prompt_parts
-from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.runs import Case
@@ -105,7 +105,7 @@ def check_same(ours: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
     return worst
 
 
-def answers_of(turn: dict[str, Any]) -> list[Sample]:
+def answers_of(turn: dict[str, Any]) -> list[Completion]:
     return [each for answers in turn["samples"] for each in answers]
 
 

@@ -15,8 +15,8 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from megatron_vlm.data.encode.row import continued
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.cache import COLUMNS, KVCache
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.lane import DecodePass
-from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.step.sampling import likeliest, pick, whole_logits
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
@@ -113,7 +113,7 @@ def counted(worker: MegatronWorker) -> Seen:
     return seen
 
 
-Found = tuple[list[list[Sample]], Seen]
+Found = tuple[list[list[Completion]], Seen]
 LONG = SamplingSettings(60, stop_ids=STOP_IDS)
 
 
@@ -154,7 +154,7 @@ def test_a_row_that_ends_makes_place_for_the_next_prompt(name, pool, tiny):
     assert len(passes) < len(wave_passes)
 
 
-def ids_of(found: list[list[Sample]]) -> list[list[tuple[int, ...]]]:
+def ids_of(found: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[each.ids for each in answers] for answers in found]
 
 
@@ -202,7 +202,7 @@ def letters(ids: Any) -> str:
     return "".join(chr(97 + token % 7) + chr(97 + token % 3) for token in ids)
 
 
-def with_stop_strings(worker: MegatronWorker) -> list[list[Sample]]:
+def with_stop_strings(worker: MegatronWorker) -> list[list[Completion]]:
     """Freely, and with strings that begin and end within tokens."""
     prompts = make_rows(MIXED)
     free = worker.sample(prompts, SamplingSettings(30), 1, SEEDS)

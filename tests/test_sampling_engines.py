@@ -29,7 +29,7 @@ from megatron_vlm.hf.experts import Form
 from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.sampling.prompt import Prompts, seen
 from megatron_vlm.sampling.server.wire import WireError, head, read_frame
-from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.chats import image, say, text
@@ -90,7 +90,7 @@ def number(folder: str) -> float:
     return float(found)
 
 
-def process_of(sample: Sample) -> int:
+def process_of(sample: Completion) -> int:
     return sample.ids[2]
 
 
@@ -171,7 +171,7 @@ def test_what_is_no_frame_is_refused(sent, said):
 
 
 def test_each_seed_is_answered(settings):
-    async def steps(sampler: VllmSampler) -> list[list[Sample]]:
+    async def steps(sampler: VllmSampler) -> list[list[Completion]]:
         asked = [sampler.sample(row(1, 2), SHORT, [10 * n, 10 * n + 1]) for n in range(50)]
         assert await sampler.sample(row(1, 2), SHORT, []) == []
         return await asyncio.gather(*asked)
@@ -182,7 +182,7 @@ def test_each_seed_is_answered(settings):
 
 
 def test_requests_go_to_the_engine_with_the_fewest_samples(settings, tmp_path):
-    async def steps(sampler: VllmSampler) -> tuple[list[int], list[Sample]]:
+    async def steps(sampler: VllmSampler) -> tuple[list[int], list[Completion]]:
         # Six samples, then two, then two: the first engine has the six alone.
         held = [
             asyncio.create_task(sampler.sample(row(HELD), SHORT, range(count)))
@@ -207,7 +207,7 @@ def test_tensors_reach_every_engine_in_pieces(settings, tiny, monkeypatch):
     """None fits the buffer, whose size divides few of them; also in bf16."""
     monkeypatch.setattr("megatron_vlm.sampling.vllm_sampler.BUFFER_BYTES", 4093)
 
-    async def steps(sampler: VllmSampler) -> list[Sample]:
+    async def steps(sampler: VllmSampler) -> list[Completion]:
         found = []
         for version, folder in enumerate((tiny(seed=1), tiny("bfloat16", seed=2)), start=1):
             await sampler.update(weights(folder).items(), version)
@@ -231,7 +231,7 @@ def _bf16_number(folder: str) -> float:
 
 
 def test_an_update_waits_for_samples_under_way_and_later_ones_for_it(settings, tiny, tmp_path):
-    async def steps(sampler: VllmSampler) -> tuple[list[Sample], list[Sample]]:
+    async def steps(sampler: VllmSampler) -> tuple[list[Completion], list[Completion]]:
         held = asyncio.create_task(sampler.sample(row(HELD), SHORT, [0]))
         await asyncio.sleep(0.1)
         update = asyncio.create_task(sampler.update(Checkpoint(tiny(seed=1)), 7))
@@ -347,7 +347,7 @@ def test_an_update_that_fails_leaves_the_former_weights(settings, tiny):
             taken.append(name)
             yield ("model.unknown" if len(taken) == 5 else name), value
 
-    async def steps(sampler: VllmSampler) -> Sample:
+    async def steps(sampler: VllmSampler) -> Completion:
         await sampler.update(good.items(), 1)
         with pytest.raises(CheckpointError, match=r"have model\.unknown, which the engine's"):
             await sampler.update(broken(), 2)
@@ -366,7 +366,7 @@ def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
     name = sorted(weights(tiny()))[3]
     options = {**settings.options, "refused": name}
 
-    async def steps(sampler: VllmSampler) -> Sample:
+    async def steps(sampler: VllmSampler) -> Completion:
         with pytest.raises(SamplerError, match="ValueError: no such tensor"):
             await sampler.update(_tensors(tiny), 1)
         [found] = await sampler.sample(row(1), SHORT, [0])
@@ -376,7 +376,7 @@ def test_an_engine_that_refuses_a_tensor_says_so(settings, tiny):
 
 
 def test_an_engine_that_dies_during_an_update_is_left_behind(settings, tiny):
-    async def steps(sampler: VllmSampler) -> list[Sample]:
+    async def steps(sampler: VllmSampler) -> list[Completion]:
         first = sampler.replicas[0].engine
         assert first is not None
 

@@ -26,7 +26,7 @@ from megatron_vlm.data.encode.row import Row, continued
 from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
-from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import token_ids
 from tests.chats import picture, say, text
@@ -110,7 +110,7 @@ def _ask(number: int, maker: RowMaker, rng: random.Random, folder: Path) -> Row:
 
 async def ask_all(
     sampler: VllmSampler, prompts: list[Row], settings: SamplingSettings, count: int = 1
-) -> list[list[Sample]]:
+) -> list[list[Completion]]:
     """All at a time."""
     return await asyncio.gather(
         *(
@@ -120,17 +120,17 @@ async def ask_all(
     )
 
 
-def flat(found: list[list[Sample]]) -> list[Sample]:
+def flat(found: list[list[Completion]]) -> list[Completion]:
     return [each for samples in found for each in samples]
 
 
-def answered(prompts: list[Row], found: list[list[Sample]]) -> list[Row]:
+def answered(prompts: list[Row], found: list[list[Completion]]) -> list[Row]:
     """Each prompt with each of its answers, whose tokens are supervised."""
     pairs = zip(prompts, found, strict=True)
     return [continued(prompt, each.ids) for prompt, samples in pairs for each in samples]
 
 
-def worst(ours: list[Tensor], found: list[list[Sample]]) -> float:
+def worst(ours: list[Tensor], found: list[list[Completion]]) -> float:
     """The largest difference of a token's log-prob."""
     differences = [
         (mine_S[-len(each.ids) :] - torch.tensor(each.log_probs)).abs().max()
@@ -196,7 +196,7 @@ def test_a_string_stops(loop, sampler, base, prompts):
     """Also one that two tokens make up: the second of them is the answer's last."""
     tokenizer = AutoTokenizer.from_pretrained(base)
 
-    def split_by(free: Sample) -> tuple[int, str] | None:
+    def split_by(free: Completion) -> tuple[int, str] | None:
         """The place of a token, and the end of its text with the beginning of the next one's."""
         words = [tokenizer.decode(each) for each in free.ids]
         for place, (one, two) in enumerate(pairwise(words)):
@@ -267,7 +267,7 @@ def test_a_request_joins_those_that_are_under_way(loop, sampler, base, prompts):
 def test_an_update_in_the_middle_of_generation(loop, pool, sampler, base, other, prompts):
     """What is under way is finished with the old weights, what is asked for then has the new."""
 
-    async def steps() -> tuple[list[list[Sample]], list[list[Sample]]]:
+    async def steps() -> tuple[list[list[Completion]], list[list[Completion]]]:
         old = asyncio.create_task(ask_all(sampler, prompts[:6], SamplingSettings(200)))
         await asyncio.sleep(0.5)
         update = asyncio.create_task(sampler.update(Checkpoint(other), 1))
@@ -307,7 +307,7 @@ def load_tensors(folder: str) -> Iterator[tuple[str, Tensor]]:
     yield from load_file(Path(folder) / "model.safetensors").items()
 
 
-def assert_same(found: list[list[Sample]], expected: list[list[Sample]]) -> None:
+def assert_same(found: list[list[Completion]], expected: list[list[Completion]]) -> None:
     for one, two in zip(flat(found), flat(expected), strict=True):
         assert (one.ids, one.ended, one.version) == (two.ids, two.ended, two.version)
         assert (
@@ -317,7 +317,7 @@ def assert_same(found: list[list[Sample]], expected: list[list[Sample]]) -> None
 
 def _learn_and_stream(
     worker: MegatronWorker, rows: list[Row], prompts: list[Row], settings: EngineSettings, out: str
-) -> tuple[list[list[list[Sample]]], list[list[Tensor]]]:
+) -> tuple[list[list[list[Completion]]], list[list[Tensor]]]:
     """Samples before a step, after it, and after a load of what was exported then; and our
     log-probs of the answers, before and after. Rank 0 has the engine."""
     found: list[Any] = [None, None, None]
@@ -396,7 +396,7 @@ def test_adapters_are_drawn_with(loop, pool, base, prompts, tmp_path):
         merged = tmp_path / f"merged-{seed}"
         model.merge_and_unload().save_pretrained(merged)
 
-    async def steps() -> list[list[list[Sample]]]:
+    async def steps() -> list[list[list[Completion]]]:
         sampler = await VllmSampler.start(engine(base, lora_rank=8), [ONE_THREAD])
         found = [await ask_all(sampler, prompts[:8], DRAWN)]
         for version, folder in enumerate(folders, start=1):

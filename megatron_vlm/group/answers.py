@@ -11,7 +11,7 @@ from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import FailedElsewhereError, WorkerError
-from megatron_vlm.step.samples import Sample
+from megatron_vlm.step.completions import Completion
 from megatron_vlm.worker import StepMetrics
 
 _ERRORS: dict[str, type[MegatronVLMError]] = {
@@ -67,11 +67,12 @@ def from_bytes(data: bytes) -> Any:
         return rows
     if kind == "samples":
         samples = (
-            Sample(tuple(ids), tuple(log_probs), *rest) for ids, log_probs, *rest in meta["figures"]
+            Completion(tuple(ids), tuple(log_probs), *rest)
+            for ids, log_probs, *rest in meta["figures"]
         )
         return [list(islice(samples, count)) for count in meta["counts"]]
     return tuple(meta["value"]) if kind == "tuple" else meta["value"]
 
 
 def _are_samples(answer: Any) -> bool:
-    return isinstance(answer, list) and any(isinstance(each, Sample) for each in answer)
+    return isinstance(answer, list) and any(isinstance(each, Completion) for each in answer)

@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt_parts
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS
 from megatron_vlm.step.losses import LossFunction, Objective
-from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.worker import StepMetrics
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class WorkerGroup:
         n: int = 1,
         seed: int = 0,
         batch_rows: int = ROWS,
-    ) -> Future[list[list[Sample]]]:
+    ) -> Future[list[list[Completion]]]:
         """`n` answers to each prompt, as MegatronWorker.sample gives them; stop strings are looked
         for in what the checkpoint's tokenizer decodes. Answers are drawn by `seed` and their number
         in the call: give each call another seed."""

@@ -16,8 +16,8 @@ from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.group.parts import ReplicaBatch
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.losses import LossFunction, Objective
-from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -76,7 +76,7 @@ class Member:
         n: int,
         seed: int,
         batch_rows: int,
-    ) -> list[list[Sample]]:
+    ) -> list[list[Completion]]:
         prompts = rows_of(part.whole())
         # By the answer's number in the whole call, so that no two of a call have one seed.
         seeds = [(seed << 32) + n * (part.first_row + place) for place in range(len(prompts))]

@@ -16,7 +16,7 @@ from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.sampling.engine import EngineSettings
-from megatron_vlm.step.samples import SamplingSettings
+from megatron_vlm.step.completions import SamplingSettings
 
 
 @dataclass(frozen=True)

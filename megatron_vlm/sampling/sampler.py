@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.errors import MegatronVLMError
-from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.completions import Completion, SamplingSettings
 
 
 class SamplerError(MegatronVLMError):
@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
     async def sample(
         self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]
-    ) -> list[Sample]:
+    ) -> list[Completion]:
         """An answer to the prompt for each seed; the same seed draws the same. Labels are
         ignored."""
 

@@ -15,7 +15,7 @@ from megatron_vlm.sampling.prompt import Prompts, Request
 from megatron_vlm.sampling.replica import Replica
 from megatron_vlm.sampling.sampler import Adapter, Checkpoint, SamplerError, Weights
 from megatron_vlm.sampling.stream import BUFFER_BYTES, SharedBuffer, complete, stream
-from megatron_vlm.step.samples import Sample, SamplingSettings
+from megatron_vlm.step.completions import Completion, SamplingSettings
 
 ASKED = 3  # times that a request is asked whose engines die of it, or with it
 
@@ -81,7 +81,7 @@ class VllmSampler:
 
     async def sample(
         self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]
-    ) -> list[Sample]:
+    ) -> list[Completion]:
         """An answer for each seed, all with the weights of one version."""
         request = self.prompts.request(prompt, settings, seeds)
         if not seeds:
@@ -89,7 +89,9 @@ class VllmSampler:
         async with self.gate.among_others():
             answer = await self._ask(request, len(seeds))
         return [
-            Sample(tuple(each["ids"]), tuple(each["log_probs"]), each["ended"], answer["version"])
+            Completion(
+                tuple(each["ids"]), tuple(each["log_probs"]), each["ended"], answer["version"]
+            )
             for each in answer["samples"]
         ]
 

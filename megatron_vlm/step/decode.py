@@ -20,10 +20,10 @@ from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.expert_choices import routing_tables
 from megatron_vlm.step.lane import DecodePass, Draw, Ended, Lane, Prompt, filler
 from megatron_vlm.step.pipeline import Stage, as_it_is
-from megatron_vlm.step.samples import Sample, SamplingSettings
 from megatron_vlm.step.sampling import pick, whole_logits
 
 ROWS = 16  # of a pass, where nothing else is asked for
@@ -43,7 +43,7 @@ def sample(
     text_of: TextOf | None = None,
     on_token: Hear | None = None,
     routing: bool = False,
-) -> list[list[Sample]]:
+) -> list[list[Completion]]:
     """`n` answers to each prompt, as `settings` say.
 
     Drawn answers need a seed for each prompt: answer k is the one that seed + k alone gives, at
@@ -164,13 +164,13 @@ def _ended(ids: Sequence[int], settings: SamplingSettings, text_of: TextOf | Non
     return "length" if len(ids) == settings.max_tokens else None
 
 
-def _sample_of(draw: Draw) -> Sample:
+def _sample_of(draw: Draw) -> Completion:
     assert draw.ended is not None
     routing_SLK = None
     if draw.routing:
         last_1LK = torch.full_like(draw.routing[-1][:1], -1)
         routing_SLK = torch.cat([*draw.routing, last_1LK])
-    return Sample(tuple(draw.ids), tuple(draw.log_probs), draw.ended, routing_SLK=routing_SLK)
+    return Completion(tuple(draw.ids), tuple(draw.log_probs), draw.ended, routing_SLK=routing_SLK)
 
 
 def _run(

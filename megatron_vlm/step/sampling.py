@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.distributed.grid import Axis
-from megatron_vlm.step.samples import SamplingSettings
+from megatron_vlm.step.completions import SamplingSettings
 
 
 def whole_logits(logits_Bv: Tensor, vocab: int, tp: Axis) -> Tensor:
