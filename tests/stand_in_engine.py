@@ -41,8 +41,7 @@ class StandIn:
     def handle(self, message: dict[str, Any]) -> None:
         number, do = message["id"], message["do"]
         if do == "load":
-            self.options = message["options"]
-            if "fail" in self.options:
+            if not self.load(**message["options"]):
                 self.link.refuse(number, self.options["fail"])
                 return
         elif do == "sample":
@@ -65,6 +64,14 @@ class StandIn:
             self.number = number_of(message["folder"].encode(), self.number * (do == "adapt"))
         self.version = message.get("version", self.version)
         self.link.answer(number, None)
+
+    def load(self, **options: Any) -> bool:
+        """Whether it has started."""
+        self.options = options
+        if (stumble := Path(options.get("stumble", "/nowhere"))).exists():
+            stumble.unlink()
+            os._exit(4)
+        return "fail" not in options
 
     def sample(self, message: dict[str, Any]) -> None:
         kind = message["prompt"][0]

@@ -325,6 +325,19 @@ def test_a_prompt_that_kills_engines_is_given_up_and_no_other(settings):
     run(settings, steps)
 
 
+def test_an_engine_that_dies_while_it_starts_again_is_started_once_more(settings, tmp_path):
+    stumble = tmp_path / "stumble"
+
+    async def steps(sampler: VllmSampler) -> None:
+        [before] = await sampler.sample(row(1), SHORT, [0])
+        stumble.touch()
+        os.kill(process_of(before), signal.SIGKILL)
+        [found] = await sampler.sample(row(1), SHORT, [0])
+        assert process_of(found) != process_of(before) and not stumble.exists()
+
+    run(replace(settings, options={**settings.options, "stumble": str(stumble)}), steps)
+
+
 def test_an_engine_that_always_dies_is_given_up(settings):
     async def steps(sampler: VllmSampler) -> None:
         deadly = [sampler.sample(row(DEADLY), SHORT, [0]) for _ in range(4)]

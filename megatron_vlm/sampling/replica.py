@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.sampling.engine import Engine, EngineDiedError
 from megatron_vlm.sampling.sampler import SamplerError
 
@@ -51,7 +50,10 @@ class Replica:
         while self.given_up is None:
             try:
                 engine = await self.start(self.environment)
-            except MegatronVLMError as error:
+            except SamplerError as error:
+                self._died(EngineDiedError(str(error)))
+                continue
+            except Exception as error:  # a mistake, which another start would not mend
                 self.given_up = error
                 return
             try:
