@@ -362,8 +362,10 @@ def test_an_update_that_fails_leaves_the_former_weights(settings, tiny):
 
     async def steps(sampler: VllmSampler) -> Completion:
         await sampler.update(good.items(), 1)
+        engine = sampler.replicas[0].engine
         with pytest.raises(CheckpointError, match=r"have model\.unknown, which the engine's"):
             await sampler.update(broken(), 2)
+        assert sampler.replicas[0].engine is not engine  # nobody knows what that has now
         assert len(taken) == len(good)
         lacking = list(weights(tiny(seed=2)).items())[:-1]
         with pytest.raises(CheckpointError, match=f"lack 1 of {len(good)} tensors"):
