@@ -237,7 +237,7 @@ def warped(scores_BV: Tensor, top_k: int, top_p: float) -> Tensor:
     return scores_BV
 
 
-CUTS = [(0, 1.0), (1, 1.0), (7, 1.0), (600, 1.0), (0, 0.9), (0, 1e-6), (7, 0.5), (40, 0.95)]
+CUTS = [(0, 1.0), (1, 1.0), (7, 1.0), (600, 1.0), (0, 0.9), (0, 1e-9), (7, 0.5), (40, 0.95)]
 
 
 TIES = 8  # rows with many equal logits
