@@ -9,13 +9,15 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeConfig
 
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.data.batch.batching import Plan, RowSize
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.family import qwen3_vl, qwen3_vl_moe
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.planner.machine import all_to_all
 from megatron_vlm.planner.schedule import one_f_one_b
 
 
@@ -26,6 +28,7 @@ class Machine:
     peak_flops: float = 989e12  # of a GPU, bf16 (device.py: H100)
     utilisation: float = 0.45  # of the peak within a micro-batch, TP's reductions included
     layer_s: float = 0.3e-3  # the least a layer's forward takes, however few its tokens
+    link: float = 350e9  # of a GPU, to others of its machine: NVLink
     network: float = 40e9  # of a GPU, to other machines: 400 Gb/s, 80 % used
     hop_s: float = 5e-6  # of a ring, each
     gpus: int = 8  # of a machine
@@ -42,7 +45,7 @@ class Setup:
     """A model and how it is cut."""
 
     name: str
-    config: Qwen3VLConfig
+    config: Qwen3VLConfig | Qwen3VLMoeConfig
     tp: int
     layers_S: tuple[int, ...]  # decoder layers of each stage
     tokens: int  # train.micro_batch_tokens
@@ -51,6 +54,11 @@ class Setup:
     def gpus(self) -> int:
         """Of one replica."""
         return self.tp * len(self.layers_S)
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        family = qwen3_vl_moe if isinstance(self.config, Qwen3VLMoeConfig) else qwen3_vl
+        return family.sizes_of(self.config)
 
     @cached_property
     def parameters(self) -> "Parameters":
@@ -89,20 +97,31 @@ class Parameters:
 def make_setup(name: str, sizes: tuple[int, int, int, int], tp: int, pp: int, n: int) -> Setup:
     """Sizes as in the models' config.json: layers, width, width of the MLP, heads."""
     layers, hidden, intermediate, heads = sizes
-    config = Qwen3VLConfig(
-        text_config=dict(
-            num_hidden_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=151936,
-        ),
-        vision_config=dict(out_hidden_size=hidden),
-    )
+    text = _text(layers, hidden, heads, 8) | dict(intermediate_size=intermediate)
+    config = Qwen3VLConfig(text_config=text, vision_config=dict(out_hidden_size=hidden))
     dims = ParallelDims.create(ParallelConfig(tp=tp, pp=pp), tp * pp, layers)
     return Setup(name, config, tp, dims.layers_per_stage, n)
+
+
+def make_moe_setup(name: str, sizes: tuple[int, int, int, int], pp: int, n: int) -> Setup:
+    """Layers, width, width of an expert, heads; 128 experts, of which each token goes to 8."""
+    layers, hidden, width, heads = sizes
+    text = _text(layers, hidden, heads, 4) | dict(moe_intermediate_size=width)
+    text |= dict(num_experts=128, num_experts_per_tok=8, tie_word_embeddings=False)
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=dict(out_hidden_size=hidden))
+    dims = ParallelDims.create(ParallelConfig(pp=pp), pp, layers)
+    return Setup(name, config, 1, dims.layers_per_stage, n)
+
+
+def _text(layers: int, hidden: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return dict(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        vocab_size=151936,
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +158,7 @@ def forward_seconds(
     groups: Sequence[Sequence[int]], rows: Rows, setup: Setup, machine: Machine
 ) -> np.ndarray:
     """Seconds [G, S]. The decoder computes padding too; the tower and the head do not."""
-    work = WorkModel.of(sizes_of(setup.config))
+    work = WorkModel.of(setup.sizes)
     flat, counts_G = np.concatenate(groups), np.array([len(group) for group in groups])
     starts_G = np.cumsum(counts_G) - counts_G
     longest_G = np.maximum.reduceat(rows.tokens_R[flat], starts_G)
@@ -200,6 +219,38 @@ def exchange(setup: Setup, ranks: int, machine: Machine, backward_s: float = 0.0
     reduce_s = ring(4 * values)
     left = min(reduce_s, max(ring(4 * bucket), reduce_s - backward_s))
     return Exchange(values, reduce_s, ring(2 * values), bucket, left)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Tokens on their way to experts and back in a step, on a GPU of the stage with most layers."""
+
+    inside: float  # bytes that it sends within its machine
+    outside: float  # and to other machines
+    seconds: float
+    compute_s: float  # its forwards and backwards, the mean of all replicas
+    waiting_s: float  # for the longest micro-batch of the replicas that share experts
+
+
+def travel(plan: Plan, rows: Rows, setup: Setup, machine: Machine) -> Travel:
+    """Each replica of the plan is an expert parallel rank. Every token goes to each of its experts
+    in bf16, and comes back; the same in the backward. Padding stays."""
+    text, stages = setup.sizes.text, len(setup.layers_S)
+    stage = max(range(stages), key=lambda s: (setup.layers_S[s], s))  # without the tower
+    assert text.experts is not None
+    ranks, passes = len(plan), 4 * setup.layers_S[stage]
+    tokens = float(rows.tokens_R.sum()) / ranks
+    size = passes * tokens * text.experts.top_k * text.hidden * 2
+    inside, outside = all_to_all(size, ranks, machine.gpus)
+    most = max(len(share) for share in plan)
+    seconds = max(inside / machine.link, outside / machine.network) + passes * most * machine.hop_s
+    forward_GR = np.zeros((most, ranks))
+    for rank, share in enumerate(plan):
+        if share:
+            forward_GR[: len(share), rank] = forward_seconds(share, rows, setup, machine)[:, stage]
+    compute_s = 3 * float(forward_GR.sum(0).mean())
+    waiting_s = 3 * float(forward_GR.max(1).sum()) - compute_s
+    return Travel(inside, outside, seconds, compute_s, waiting_s)
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,15 @@ from scale_model import (
     draw_rows,
     exchange,
     forward_seconds,
+    make_moe_setup,
     make_setup,
     replica_seconds,
+    travel,
 )
 from scale_page import NAMES, Point, Table, picture, write
 
 from megatron_vlm.data.batch.batching import Limits, Plan, measure, naive_plan, plan_batch
 from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.family.qwen3_vl import sizes_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 RANKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -40,11 +41,17 @@ SETUPS = (
     make_setup("Qwen3-VL 8B, TP 2", (36, 4096, 12288, 32), 2, 1, 8192),
     make_setup("Qwen3-VL 32B, TP 4, PP 4", (64, 5120, 25600, 64), 4, 4, 8192),
 )
+EP_RANKS = (8, 16, 32, 64, 128, 256, 512)
+MOE_SETUPS = (
+    make_moe_setup("Qwen3-VL 30B-A3B, PP 2", (48, 2048, 768, 32), 2, 8192),
+    make_moe_setup("Qwen3-VL 235B-A22B, PP 8", (94, 4096, 1536, 64), 8, 8192),
+)
 
 ASSUMED = {
     "peak_flops": "FLOP/s of a GPU, bf16, dense (the H100's data sheet, as in device.py)",
     "utilisation": "of that peak within a micro-batch; tensor parallel reductions are in it",
     "layer_s": "s, the least that the forward of a layer or a vision block takes",
+    "link": "bytes/s of a GPU to others of its machine (NVLink)",
     "network": "bytes/s of a GPU to other machines (400 Gb/s, 80 % used)",
     "hop_s": "s, each hop of a ring",
     "gpus": "GPUs of a machine",
@@ -65,7 +72,7 @@ def assumptions() -> Table:
 
 def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
     """One plan for each of NAMES, and the seconds that ours took."""
-    sizes = rows.sizes(WorkModel.of(sizes_of(setup.config)))
+    sizes = rows.sizes(WorkModel.of(setup.sizes))
     start = time.perf_counter()
     ours = plan_batch(sizes, ranks, Limits(tokens=setup.tokens))
     seconds = time.perf_counter() - start
@@ -75,7 +82,7 @@ def plans(rows: Rows, setup: Setup, ranks: int) -> tuple[list[Plan], float]:
 def simulate(setup: Setup, ranks: int, num_rows: int) -> Point:
     """One step of each plan: the slowest replica, then the exchange."""
     rows = draw_rows(num_rows)
-    sizes = rows.sizes(WorkModel.of(sizes_of(setup.config)))
+    sizes = rows.sizes(WorkModel.of(setup.sizes))
     made, plan_s = plans(rows, setup, ranks)
     moved = exchange(setup, ranks, MACHINE)
     more = moved.reduce_s + moved.gather_s
@@ -215,6 +222,28 @@ def exchange_table(setup: Setup, points: Sequence[Point]) -> Table:
     return Table(f"{setup.name}: exchange of gradients and weights, once a step", header, rows)
 
 
+def travel_table(setup: Setup, ranks: Sequence[int]) -> Table:
+    """The all-to-all of experts beside compute. * marks more ranks than there are experts."""
+    assert setup.sizes.text.experts is not None
+    lines: list[tuple[str, ...]] = []
+    for count in ranks:
+        rows = draw_rows(count * ROWS_PER_RANK)
+        plan = plans(rows, setup, count)[0][-1]
+        t = travel(plan, rows, setup, MACHINE)
+        row = (
+            f"{count}" + " *" * (count > setup.sizes.text.experts.count),
+            f"{(t.inside + t.outside) / 1e9:.1f}",
+            f"{t.outside / 1e9:.1f}",
+            *(f"{seconds:.2f}" for seconds in (t.seconds, t.compute_s, t.waiting_s)),
+            f"{t.seconds / (t.seconds + t.compute_s + t.waiting_s):.0%}",
+        )
+        lines.append(row)
+    header: tuple[str, ...] = ("EP ranks", "sent by a GPU, GB", "to other machines, GB")
+    header += ("all-to-all, s", "compute, s", "waiting, s", "all-to-all, of the three")
+    title = f"{setup.name}: tokens to experts and back, {ROWS_PER_RANK} rows a rank"
+    return Table(title, header, lines)
+
+
 def checkpoint_table(setup: Setup, ranks: Sequence[int]) -> Table:
     """Writing one, synchronously and not, and resuming from it."""
     rows: list[tuple[str, ...]] = []
@@ -260,6 +289,7 @@ def main(most: int = RANKS[-1], folder: Path = DOCS) -> None:
         tables += [exchange_table(setup, growing), checkpoint_table(setup, ranks)]
     for setup in (make_setup("Qwen3-VL 8B, TP 2, PP 4", (36, 4096, 12288, 32), 2, 4, 0), SETUPS[1]):
         tables += pipeline_tables(setup)
+    tables += [travel_table(setup, [n for n in EP_RANKS if n <= most]) for setup in MOE_SETUPS]
     for table in tables:
         table.show()
     write(folder, tables, picture(panels))

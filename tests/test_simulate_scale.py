@@ -19,8 +19,10 @@ from benchmarks.scale_model import (
     draw_rows,
     exchange,
     forward_seconds,
+    make_moe_setup,
     make_setup,
     replica_seconds,
+    travel,
 )
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.family.qwen3_vl import sizes_of
@@ -110,6 +112,38 @@ def test_exchange_by_hand():
     assert (
         exchange(EIGHT, 8192, machine, 1e9).overlapped_s == exchange(EIGHT, 8192, machine).reduce_s
     )
+
+
+MOE = make_moe_setup("MoE", (6, 2048, 768, 32), 2, 8192)  # three layers on each stage
+
+
+def test_tokens_travel_to_experts_by_hand():
+    """200 tokens of two ranks: each sends half of 100 x 8 rows of 2048 bf16 numbers, four times in
+    each of three layers. On 16 ranks, seven of them are beside it and eight on another machine."""
+    machine = dataclasses.replace(NO_FLOOR, link=1e6, network=1e5, hop_s=0.5)
+    two = travel([[[0]], [[1], [2]]], ROWS, MOE, machine)
+    size = 4 * 3 * 100 * 8 * 2048 * 2
+    assert (two.inside, two.outside) == (size / 2, 0)
+    assert two.seconds == pytest.approx(size / 2 / 1e6 + 0.5 * 4 * 3 * 2)  # two micro-batches
+    many = travel([[[0]], [[1], [2]], *[[]] * 14], ROWS, MOE, machine)
+    size /= 8  # a sixteenth of the tokens, where it was a half
+    assert (many.inside, many.outside) == (size * 7 / 16, size * 8 / 16)
+    assert many.seconds == pytest.approx(size / 2 / 1e5 + 12)
+
+
+def test_ranks_that_share_experts_wait_for_the_longest_by_hand():
+    (long,), (middle,), (short,) = (
+        forward_seconds([[row]], ROWS, MOE, NO_FLOOR)[:, 1].tolist() for row in range(3)
+    )
+    done = travel([[[0]], [[1], [2]]], ROWS, MOE, NO_FLOOR)
+    assert done.compute_s == pytest.approx(3 * (long + middle + short) / 2)
+    assert done.waiting_s == pytest.approx(3 * (long + short) - done.compute_s)
+
+
+def test_compute_of_experts_is_of_those_that_a_token_goes_to():
+    dense = make_setup("dense", (6, 2048, 8 * 768, 32), 1, 2, 8192)  # with 8 key/value heads, not 4
+    work, of_dense = (WorkModel.of(setup.sizes).per_token for setup in (MOE, dense))
+    assert work - of_dense == 2 * 6 * (128 * 2048 - 2 * 2048 * 4 * 128)  # a router more
 
 
 def test_checkpoint_traffic_by_hand():

@@ -27,15 +27,20 @@ class Machine:
         return max(computed, work.layers * self.layer_s) + sent
 
     def exchange(self, size: float, ranks: int) -> float:
-        """Seconds of an all-to-all in which each of these neighbours has `size` bytes, as many for
-        each of them. Links and network are busy at the same time."""
-        near = min(ranks, self.devices)
-        inside, outside = size * (near - 1) / ranks, size * (ranks - near) / ranks
+        """Seconds of an all-to-all: links and network are busy at the same time."""
+        inside, outside = all_to_all(size, ranks, self.devices)
         return max(inside / self.link, outside / self.network)
 
     def between(self, ranks: int) -> float:
         """Bytes per second from one rank to another, where this many neighbours belong together."""
         return self.link if ranks <= self.devices else self.network
+
+
+def all_to_all(size: float, ranks: int, devices: int) -> tuple[float, float]:
+    """Bytes that each of these neighbours sends to others of its machine, and to other machines,
+    where it has `size` bytes, as many for each of them and for itself."""
+    near = min(ranks, devices)
+    return size * (near - 1) / ranks, size * (ranks - near) / ranks
 
 
 # Of a GPU's peak, by estimates of the kernels of an 8B step on an H200; see docs/planning.md.
