@@ -2,18 +2,20 @@
 
     python scripts/make_what_fits.py
 
-Rewrites the part of that page between its marks, in a minute or two; tests/test_what_fits.py fails
+Rewrites the part of that page between its marks, in a few minutes; tests/test_what_fits.py fails
 where it is outdated.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from transformers import Qwen3VLConfig
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megatron_vlm.config.lora import USUAL
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
+from megatron_vlm.family import qwen3_vl_moe
 from megatron_vlm.family.qwen3_vl import sizes_of
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.machine import gpu
@@ -23,7 +25,7 @@ from megatron_vlm.planner.shapes import assumed_mix
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
 BEGIN, END = "<!-- fits begin -->\n", "<!-- fits end -->\n"
 CARDS = (24, 48, 80, 141)  # GiB
-COUNTS = (1, 2, 4, 8)
+COUNTS, COUNTS_OF_EXPERTS = (1, 2, 4, 8), (4, 8, 16, 32)
 KINDS = ("all trained", "tower frozen", "adapters")
 _SMALL_TOWER = dict(depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16)
 _TOWER = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
@@ -35,6 +37,8 @@ MODELS = {
     "8B": (36, 4096, 12288, 32, False, _TOWER),
     "32B": (64, 5120, 25600, 64, False, _TOWER),
 }
+# Layers, width, width of an expert, heads; 128 experts, of which each token goes to 8.
+WITH_EXPERTS = {"30B-A3B": (48, 2048, 768, 32)}
 _SHORT = {
     ("none", False): "",
     ("none", True): ", V",
@@ -45,6 +49,8 @@ _SHORT = {
 
 def sizes_of_model(name: str) -> ModelSizes:
     """From the config.json that a model of this size has."""
+    if name in WITH_EXPERTS:
+        return _sizes_with_experts(*WITH_EXPERTS[name])
     layers, hidden, ffn, heads, tied, tower = MODELS[name]
     return sizes_of(
         Qwen3VLConfig(
@@ -65,11 +71,35 @@ def sizes_of_model(name: str) -> ModelSizes:
     )
 
 
+def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> ModelSizes:
+    return qwen3_vl_moe.sizes_of(
+        Qwen3VLMoeConfig(
+            text_config=dict(
+                num_hidden_layers=layers,
+                hidden_size=hidden,
+                moe_intermediate_size=width,
+                num_experts=128,
+                num_experts_per_tok=8,
+                num_attention_heads=heads,
+                num_key_value_heads=4,
+                head_dim=128,
+                vocab_size=151936,
+                tie_word_embeddings=False,
+            ),
+            vision_config=dict(
+                **_TOWER, out_hidden_size=hidden, deepstack_visual_indexes=_MARKS[27]
+            ),
+        )
+    )
+
+
 def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     """The fastest layout that fits; or what the leanest needs."""
+    # Experts get no adapters.
+    adapters = USUAL if sizes.text.experts is None else replace(USUAL, targets=("attention",))
     cfg = Config(
         model=ModelConfig(path="", freeze_vision=kind == "tower frozen"),
-        lora=USUAL if kind == "adapters" else LoraConfig(),
+        lora=adapters if kind == "adapters" else LoraConfig(),
         train=TrainConfig(global_batch_size=64, micro_batch_tokens=8192, precision="bf16"),
     )
     machine = gpu("H100", PEAK_FLOPS_BF16["H100"])
@@ -79,7 +109,7 @@ def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
         return f"needs {found.leanest.need / 2**30:.0f}"
     best = found.fitting[0]
     dims, model = best.dims, best.cfg.model
-    degrees = (("TP", dims.tp), ("PP", dims.pp), ("DP", dims.dp))
+    degrees = (("TP", dims.tp), ("PP", dims.pp), ("EP", dims.ep), ("DP", dims.dp))
     words = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "1"
     mode = _SHORT[model.recompute, model.recompute_vision]
     return f"**{words}{mode}** {best.need / 2**30:.0f}"
@@ -95,9 +125,10 @@ def line(name: str, kind: str, count: int) -> str:
 def tables() -> str:
     """A table for each model."""
     parts = []
-    for name in MODELS:
+    for name in (*MODELS, *WITH_EXPERTS):
+        counts = COUNTS_OF_EXPERTS if name in WITH_EXPERTS else COUNTS
         lines = [f"| {name} | {' | '.join(f'{card} GiB' for card in CARDS)} |", "|---" * 5 + "|"]
-        lines += [line(name, kind, count) for kind in KINDS for count in COUNTS]
+        lines += [line(name, kind, count) for kind in KINDS for count in counts]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
