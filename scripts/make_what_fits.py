@@ -7,7 +7,6 @@ where it is outdated.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
@@ -95,11 +94,9 @@ def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> Mod
 
 def cell(sizes: ModelSizes, kind: str, count: int, card: int) -> str:
     """The fastest layout that fits; or what the leanest needs."""
-    # Experts get no adapters.
-    adapters = USUAL if sizes.text.experts is None else replace(USUAL, targets=("attention",))
     cfg = Config(
         model=ModelConfig(path="", freeze_vision=kind == "tower frozen"),
-        lora=adapters if kind == "adapters" else LoraConfig(),
+        lora=USUAL if kind == "adapters" else LoraConfig(),
         train=TrainConfig(global_batch_size=64, micro_batch_tokens=8192, precision="bf16"),
     )
     machine = gpu("H100", PEAK_FLOPS_BF16["H100"])

@@ -355,12 +355,12 @@ def shares_of_one_replica() -> Any:
     """What a replica's own tokens are routed to, as if the other had the same."""
 
     def wrong(chunks, text, device):
-        load_LE = 0 * expert_load.load_of_experts(chunks, text, device)
-        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
-            load_LE[layer.mlp.layer - 1] = 2 * torch.tensor(layer.mlp.load)
-        return load_LE
+        layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+        own_LE = 2 * torch.tensor([layer.mlp.load for layer in layers], dtype=torch.float64)
+        expert_load.take_expert_load(chunks, text, device)
+        return own_LE
 
-    return mock.patch.object(router_losses, "load_of_experts", wrong)
+    return mock.patch.object(router_losses, "take_expert_load", wrong)
 
 
 def padding_counts() -> Any:

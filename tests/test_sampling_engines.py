@@ -509,7 +509,6 @@ def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny)
             r"pixels are torch\.float32, and an engine is sent pictures",
         ),
         (row(*[1] * 61), SHORT, ConfigError, "has 61 tokens and max_tokens is 4.*up to 64"),
-        (row(1), SamplingSettings(0), ConfigError, "max_tokens is 0"),
         (three, SHORT, ConfigError, "has 3 pictures.*at most 2"),
     ):
         with pytest.raises(error, match=said):

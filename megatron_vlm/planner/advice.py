@@ -56,11 +56,9 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
 
 def _trained_less(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:
     """Adapters alone, or fewer parts."""
-    model, usual, keys = cfg.model, USUAL, "lora=default"
-    if sizes.text.experts is not None:  # which get no adapters
-        usual, keys = replace(USUAL, targets=("attention",)), f"{keys} 'lora.targets=[attention]'"
-    if need := _need(replace(cfg, lora=usual), sizes, mix, cluster):
-        yield f"adapters alone trained, with {keys} ({need})"
+    model = cfg.model
+    if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
+        yield f"adapters alone trained, with lora=default ({need})"
     frozen = replace(model, freeze_vision=True)
     if not model.freeze_vision and (need := _need(replace(cfg, model=frozen), sizes, mix, cluster)):
         yield f"model.freeze_vision=true ({need})"

@@ -79,11 +79,11 @@ class Prompts:
                 f"{self.settings.pictures}; raise `pictures` of its settings"
             )
         length, most = len(prompt.ids_S), self.settings.max_len
-        if settings.max_tokens < 1 or length + settings.max_tokens > most:
+        if length + settings.max_tokens > most:
             raise ConfigError(
                 f"the prompt has {length} tokens and max_tokens is {settings.max_tokens}, and the "
-                f"engine takes at least 1 and both together up to {most}; raise `max_len` of its "
-                "settings, ask for fewer tokens, or shorten the prompt"
+                f"engine takes up to {most} of both together; raise `max_len` of its settings, ask "
+                "for fewer tokens, or shorten the prompt"
             )
 
 

@@ -10,10 +10,10 @@ from megatron_vlm.sampling.sampler import SamplerError
 DEATHS = 5  # in a row, without an answer in between, after which an engine is given up
 
 Start = Callable[[Mapping[str, str]], Awaitable[Engine]]
-Renew = Callable[["Replica", Engine], Awaitable[None]]
+Renew = Callable[["EngineReplica", Engine], Awaitable[None]]
 
 
-class Replica:
+class EngineReplica:
     """An engine, or the next one on its way. `start` starts one with the replica's environment;
     `renew` gives it the newest weights and puts it in its place."""
 

@@ -12,7 +12,7 @@ from megatron_vlm.sampling.engine import Engine, EngineDiedError, EngineSettings
 from megatron_vlm.sampling.gate import Gate
 from megatron_vlm.sampling.kept import Kept
 from megatron_vlm.sampling.prompt import Prompts, Request
-from megatron_vlm.sampling.replica import Replica
+from megatron_vlm.sampling.replica import EngineReplica
 from megatron_vlm.sampling.sampler import Adapter, Checkpoint, SamplerError, Weights
 from megatron_vlm.sampling.stream import BUFFER_BYTES, SharedBuffer, complete, stream
 from megatron_vlm.step.completions import Completion, SamplingSettings
@@ -49,7 +49,7 @@ class VllmSampler:
         self.newest = Newest()
         self.gate = Gate()
         self.renewing = asyncio.Lock()  # whoever gives weights: the buffer is one
-        self.replicas = [Replica(each, self._start, self._renew) for each in replicas]
+        self.replicas = [EngineReplica(each, self._start, self._renew) for each in replicas]
 
     @classmethod
     async def start(
@@ -73,7 +73,7 @@ class VllmSampler:
             raise
         return sampler
 
-    async def _place(self, replica: Replica) -> None:
+    async def _place(self, replica: EngineReplica) -> None:
         replica.engine = await self._start(replica.environment)
 
     async def _start(self, environment: Mapping[str, str]) -> Engine:
@@ -116,7 +116,7 @@ class VllmSampler:
             f"each time the engine died; the last words of the last one:\n{died}"
         ) from died
 
-    async def _idlest(self) -> tuple[Replica, Engine]:
+    async def _idlest(self) -> tuple[EngineReplica, Engine]:
         """The replica with the fewest samples under way, once there is one."""
         while True:
             if live := self._live():
@@ -126,7 +126,7 @@ class VllmSampler:
                 raise next(each.given_up for each in self.replicas if each.given_up)
             await asyncio.wait(filter(None, mending), return_when=asyncio.FIRST_COMPLETED)
 
-    def _live(self) -> list[tuple[Replica, Engine]]:
+    def _live(self) -> list[tuple[EngineReplica, Engine]]:
         return [(each, each.engine) for each in self.replicas if each.engine is not None]
 
     async def update(self, weights: Weights, version: int) -> None:
@@ -182,7 +182,7 @@ class VllmSampler:
                 raise each
         return died
 
-    async def _renew(self, replica: Replica, engine: Engine) -> None:
+    async def _renew(self, replica: EngineReplica, engine: Engine) -> None:
         """Give the newest weights to an engine that was started again, and put it to work."""
         async with self.renewing:
             newest = self.newest
