@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agree import fail_together, job_store
-from megatron_vlm.distributed.device import Platform, pick_platform, to_device
+from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
@@ -57,7 +56,7 @@ from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.expert_load import busiest, take_expert_load
-from megatron_vlm.step.losses import LossFunction, Objective, loss_of
+from megatron_vlm.step.losses import LossFunction, Objective, loss_of, totals
 from megatron_vlm.step.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -227,7 +226,8 @@ class MegatronWorker:
         step: ForwardStep = partial(self._loss_step, objective)
         losses = router_losses(self.cfg.model, self.stage, batches, step)
         outputs = self.stage.run(batches, with_losses(step, losses), forward_only=False)
-        mean, count, weight, means = self._totals(objective, batches, outputs)
+        device, text = self.platform.device, self.source.sizes.text
+        mean, count, weight, means = totals(objective, batches, outputs, self.grid, device)
         self.has_gradients = count > 0
         if weight != count:  # Megatron has divided by the count
             for chunk in self.stage.wrapped:
@@ -235,29 +235,9 @@ class MegatronWorker:
         log_probs = None
         if return_per_token_outputs:
             log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
-        device, text = self.platform.device, self.source.sizes.text
         load_LE = take_expert_load(self.chunks, text, device)
         means |= values_of(losses) | ({} if load_LE is None else {"expert_load": busiest(load_LE)})
         return StepMetrics(mean, count, log_probs, means, load_LE)
-
-    def _totals(
-        self, objective: Objective, batches: Sequence[MicroBatch], outputs: Sequence[Any]
-    ) -> tuple[float, int, float, dict[str, float]]:
-        """Over the global batch: the mean loss, the supervised tokens, the sum of their weights,
-        the means of what the loss reports."""
-        names, device = ("loss_sum", *objective.metrics), self.platform.device
-        total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
-        if self.grid.last:
-            known = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
-            total[:2] = to_device(torch.tensor(known, dtype=torch.float64), device)
-            for place, name in enumerate(names, start=2):
-                total[place] = sum(output[name].double() for output in outputs)
-            dist.all_reduce(total, group=self.grid.dp.group)
-        self.grid.from_last_stage(total)
-        count, weight, loss_sum, *sums = total.tolist()
-        means = [value / max(count, 1.0) for value in sums]
-        reported = dict(zip(objective.metrics, means, strict=True))
-        return loss_sum / (weight or 1.0), int(count), weight, reported
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
         """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).

@@ -20,12 +20,16 @@ Shapes: N supervised tokens of a micro-batch, of which there may be none.
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.distributed.device import to_device
+from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.head import Also
 from megatron_vlm.step.arrival import StageInput
@@ -180,6 +184,31 @@ def loss_of(
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
     return loss_sum, count, report
+
+
+def totals(
+    objective: Objective,
+    batches: Sequence[MicroBatch],
+    outputs: Sequence[Mapping[str, Tensor]],
+    grid: Grid,
+    device: torch.device,
+) -> tuple[float, int, float, dict[str, float]]:
+    """Over the global batch: the mean loss, the supervised tokens, the sum of their weights, the
+    means of what the loss reports. `outputs` are the reports of `loss_of`, on the last stage. A
+    collective."""
+    names = ("loss_sum", *objective.metrics)
+    total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
+    if grid.last:
+        known = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
+        total[:2] = to_device(torch.tensor(known, dtype=torch.float64), device)
+        for place, name in enumerate(names, start=2):
+            total[place] = sum(output[name].double() for output in outputs)
+        dist.all_reduce(total, group=grid.dp.group)
+    grid.from_last_stage(total)
+    count, weight, loss_sum, *sums = total.tolist()
+    means = [value / max(count, 1.0) for value in sums]
+    reported = dict(zip(objective.metrics, means, strict=True))
+    return loss_sum / (weight or 1.0), int(count), weight, reported
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
