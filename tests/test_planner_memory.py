@@ -74,8 +74,9 @@ def kept_bytes(worker: MegatronWorker) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own and tuple(tensor.shape) != logits:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # alive: no address comes twice
-        return tensor
+            kept[storage.data_ptr()] = storage  # alive: no address comes twice
+        # A tensor that its own graph keeps would never go, nor would the worker and its threads.
+        return tensor.detach()
 
     if not worker.grid.first:  # as it comes from the stage before
         arriving = max(0, sizes.vision.deepstack - worker.dims.layers_of(stage).start)
@@ -86,7 +87,7 @@ def kept_bytes(worker: MegatronWorker) -> int:
     [batch] = worker.stage.arrivals([host], chunk)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         worker.stage.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N)
-    return sum(size for size, _ in kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def sizes_of_rows() -> BatchSizes:
