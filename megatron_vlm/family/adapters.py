@@ -15,6 +15,7 @@ from megatron_vlm.family.sizes import Part, TensorSpec
 
 PREFIX = "base_model.model."  # of every name in PEFT's files
 GROUPS = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+OF_EXPERTS = ".mlp.experts."  # in the names of their tensors
 _ROUTER = ".mlp.gate.weight"
 _SHOWN = 8  # names in an error
 
@@ -90,7 +91,7 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
 
 def is_of_experts(tensor: TensorSpec) -> bool:
     """Whether a tensor is a weight of all experts of a layer, one after the other."""
-    return ".mlp.experts." in tensor.name
+    return OF_EXPERTS in tensor.name
 
 
 def _check_no_router(tensors: Sequence[TensorSpec], target: str) -> None:

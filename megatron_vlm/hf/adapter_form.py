@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_vlm.family.adapters import PREFIX, is_of_experts, module_of, tensors_of
+from megatron_vlm.family.adapters import OF_EXPERTS, PREFIX, is_of_experts, module_of, tensors_of
 from megatron_vlm.family.sizes import TensorSpec
-
-_MARK = ".mlp.experts."
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def file_tensors(weights: Sequence[TensorSpec], rank: int) -> list[FileTensor]:
 
 def is_of_linear(name: str) -> bool:
     """Whether a tensor of a file belongs to a linear layer, not to experts."""
-    return _MARK not in name
+    return OF_EXPERTS not in name
 
 
 def of_parameters(named: Sequence[str], tensors: Sequence[TensorSpec]) -> list[TensorSpec]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family.adapters import OF_EXPERTS
 from megatron_vlm.family.sizes import ModelSizes
 
-_MARK = ".mlp.experts."
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 Span = tuple[int, int] | None
@@ -42,7 +42,7 @@ class StoredExperts:
     def stored(self, name: str, shape: Shape) -> dict[str, Shape]:
         """The tensors that stand for one of ours, in the order of `split`, with their shapes.
         Those of other parts of the model stand for themselves."""
-        if _MARK not in name or self.form is Form.out_in:
+        if OF_EXPERTS not in name or self.form is Form.out_in:
             return {name: shape}
         count, rows, columns = shape
         if self.form is Form.in_out:
@@ -53,7 +53,7 @@ class StoredExperts:
 
     def split(self, name: str, tensor: Tensor) -> list[Tensor]:
         """The values of the tensors of `stored`."""
-        if _MARK not in name or self.form is Form.out_in:
+        if OF_EXPERTS not in name or self.form is Form.out_in:
             return [tensor]
         if self.form is Form.in_out:
             return [tensor.transpose(1, 2)]
@@ -64,7 +64,7 @@ class StoredExperts:
     ) -> Tensor:
         """Some experts of one of our tensors, by reading only what makes them up. Other tensors
         are read as they are."""
-        if _MARK not in name or self.form is Form.out_in:
+        if OF_EXPERTS not in name or self.form is Form.out_in:
             return read(name, spans)
         (span,) = spans
         assert span is not None, "a rank says which experts it holds"
@@ -82,14 +82,14 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _single(name: str, expert: int, part: str) -> str:
-    return f"{name.partition(_MARK)[0]}{_MARK}{expert}.{part}.weight"
+    return f"{name.partition(OF_EXPERTS)[0]}{OF_EXPERTS}{expert}.{part}.weight"
 
 
 def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> StoredExperts:
     """The form of the tensors found in a checkpoint. Two of them differ in the shapes alone; where
     a matrix is square, the other one of its expert tells."""
-    ours = {name: shape for name, shape in sizes.shapes.items() if _MARK in name}
-    if any(_MARK in name and name.endswith(".weight") for name in found):
+    ours = {name: shape for name, shape in sizes.shapes.items() if OF_EXPERTS in name}
+    if any(OF_EXPERTS in name and name.endswith(".weight") for name in found):
         return StoredExperts(Form.single)
     turned: list[str] = []
     as_ours: list[str] = []

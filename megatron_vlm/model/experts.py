@@ -6,7 +6,7 @@ each, M of these token-expert pairs on one rank, F width of an expert, E all exp
 rank's; I what goes into a layer and O what comes out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -114,6 +114,13 @@ class ExpertMLP(MegatronModule):
         done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
         found: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
         return found
+
+
+def expert_mlps(chunks: Sequence[Any]) -> Iterator[ExpertMLP]:
+    """Those of the decoder layers of these chunks of the model, in order."""
+    for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
+        if isinstance(layer.mlp, ExpertMLP):
+            yield layer.mlp
 
 
 def feed(

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
 
+Ended = Literal["stop", "length"]
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -51,7 +53,7 @@ class Completion:
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
     # Of each id, by the model itself: as at temperature 1, with nothing cut off.
     log_probs: tuple[float, ...]
-    ended: Literal["stop", "length"]
+    ended: Ended
     version: int = 0  # of the weights that drew it
     # Where asked for, the experts that the tokens went to, as a Row takes them: -1 for the last,
     # which nothing was drawn after.

@@ -5,7 +5,7 @@ Shapes: S tokens, B rows of a pass, N draws of a pass, V the vocabulary, 2 an id
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -20,9 +20,9 @@ from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.step.expert_choices import routing_tables
-from megatron_vlm.step.lane import DecodePass, Draw, Ended, Lane, Prompt, filler
+from megatron_vlm.step.completions import Completion, Ended, SamplingSettings
+from megatron_vlm.step.expert_choices import Chosen, routing_tables
+from megatron_vlm.step.lane import DecodePass, Draw, Lane, Prompt, filler
 from megatron_vlm.step.pipeline import Stage, as_it_is
 from megatron_vlm.step.sampling import pick, whole_logits
 
@@ -30,7 +30,6 @@ ROWS = 16  # of a pass, where nothing else is asked for
 
 TextOf = Callable[[Sequence[int]], str]
 Hear = Callable[[int, int], None]
-Chosen = tuple[int, Mapping[int, Tensor]]  # of a pass by its number: experts, by layer
 
 
 def sample(

@@ -15,8 +15,10 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.sizes import TextSizes
-from megatron_vlm.model.experts import ExpertMLP
+from megatron_vlm.model.experts import expert_mlps
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+
+Chosen = tuple[int, Mapping[int, Tensor]]  # of a micro-batch by its number: experts, by layer
 
 
 def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
@@ -56,30 +58,19 @@ def given_routing(
     if given_TLK is None or experts is None:
         return {}
     place = {number: index for index, number in enumerate(sorted(experts.layers))}
-    mine = [layer.mlp.layer for layer in chunk.decoder.layers if isinstance(layer.mlp, ExpertMLP)]
+    mine = [mlp.layer for mlp in expert_mlps([chunk])]
     return {number: move(given_TLK[:, place[number - 1]].long()) for number in mine}
-
-
-def made_routing(
-    batches: Sequence[MicroBatch],
-    chosen: Sequence[tuple[int, Mapping[int, Tensor]]],
-    text: TextSizes,
-    grid: Grid,
-    device: torch.device,
-) -> list[Tensor]:
-    """The routing [S, L, K] of each row, as `routing_tables` makes it."""
-    return _by_row(batches, routing_tables(batches, chosen, text, grid, device))
 
 
 def routing_tables(
     batches: Sequence[MicroBatch],
-    chosen: Sequence[tuple[int, Mapping[int, Tensor]]],
+    chosen: Sequence[Chosen],
     text: TextSizes,
     grid: Grid,
     device: torch.device,
 ) -> list[Tensor]:
     """The routing [T, L, K] of each micro-batch, on the host of every rank of a replica. `chosen`
-    is what this stage's routers chose in the micro-batches, by their numbers. A collective."""
+    is what this stage's routers chose. A collective."""
     experts = text.experts
     assert experts is not None
     order, found = sorted(experts.layers), []
@@ -94,7 +85,9 @@ def routing_tables(
     return [table_TLK.cpu() for table_TLK in found]
 
 
-def _by_row(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:
+def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:
+    """The routing [S, L, K] of each row, of the tables of its micro-batches."""
+
     def pairs() -> Iterator[tuple[int, Tensor]]:
         for batch, table_TLK in zip(batches, tables, strict=True):
             yield from zip(batch.rows, table_TLK.split(list(batch.lengths)), strict=False)

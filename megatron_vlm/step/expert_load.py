@@ -3,14 +3,14 @@
 Shapes: L decoder layers, E experts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.family.sizes import TextSizes
-from megatron_vlm.model.experts import ExpertMLP
+from megatron_vlm.model.experts import expert_mlps
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 
 
@@ -22,7 +22,7 @@ def take_expert_load(
     if text.experts is None:
         return None
     load_LE = torch.zeros(text.layers, text.experts.count, dtype=torch.float64)
-    for mlp in _expert_mlps(chunks):
+    for mlp in expert_mlps(chunks):
         load_LE[mlp.layer - 1] = torch.tensor(mlp.load)
     begin_count(chunks)
     load_LE = load_LE.to(device)
@@ -32,7 +32,7 @@ def take_expert_load(
 
 def begin_count(chunks: Sequence[Qwen3VLGPTModel]) -> None:
     """Forget what was counted."""
-    for mlp in _expert_mlps(chunks):
+    for mlp in expert_mlps(chunks):
         mlp.load = [0] * mlp.experts
 
 
@@ -47,9 +47,3 @@ def percent_of_mean(load_LE: Tensor) -> list[list[int]]:
     mean_L1 = load_LE.mean(1, keepdim=True).clamp(min=1e-9)
     found: list[list[int]] = (100 * load_LE / mean_L1).round().int().tolist()
     return found
-
-
-def _expert_mlps(chunks: Sequence[Qwen3VLGPTModel]) -> Iterator[ExpertMLP]:
-    for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
-        if isinstance(layer.mlp, ExpertMLP):
-            yield layer.mlp

@@ -8,7 +8,6 @@ MicroBatch like any other, its rows one token long.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from torch import Tensor
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow
 from megatron_vlm.model.cache import KVCache
-
-Ended = Literal["stop", "length"]
+from megatron_vlm.step.completions import Ended
 
 
 @dataclass

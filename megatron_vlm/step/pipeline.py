@@ -16,7 +16,7 @@ from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput, arrivals
-from megatron_vlm.step.expert_choices import made_routing
+from megatron_vlm.step.expert_choices import routing_of_rows, routing_tables
 from megatron_vlm.step.shapes import KnownShapes
 
 # Takes an iterator of items and a chunk; returns the stage's output and what reads the last
@@ -135,7 +135,8 @@ class Stage:
         with self.evaluating():
             self.run(batches, step, forward_only=True)
         chosen = [(each.number, each.routing.chosen) for each in kept if each.routing is not None]
-        return made_routing(batches, chosen, self.sizes.text, self.grid, self.device)
+        tables = routing_tables(batches, chosen, self.sizes.text, self.grid, self.device)
+        return routing_of_rows(batches, tables)
 
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The last stage's log-probs [N] of each micro-batch, by row, on every rank."""
