@@ -19,6 +19,7 @@ from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.run.model import with_commit, with_model
+from megatron_vlm.tools.agreement.start import add_agree_arguments, agree
 from megatron_vlm.tools.planning.arguments import add_plan_arguments
 
 
@@ -61,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     _report_arguments(_command(commands, _report))
     _doctor_arguments(_command(commands, _doctor))
     add_plan_arguments(_command(commands, _plan))
+    add_agree_arguments(_command(commands, agree))
     _inspect_arguments(_command(commands, _inspect))
     add_shapes_arguments(_command(commands, shapes, formatter_class=with_defaults))
     add_tiny_arguments(_command(commands, tiny, formatter_class=with_defaults))

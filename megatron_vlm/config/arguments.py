@@ -42,7 +42,7 @@ def configured(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
 
 def _explained(option: str, words: Sequence[str]) -> str:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
-    known += ["--gpus", "--memory", "--efficiency"]
+    known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return f"{option} is not an option; did you mean {near[0]}?"

@@ -14,6 +14,7 @@ from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, senten
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
 MISTAKE = 2  # by the user, explained in one sentence: restarting would not help
+UNLIKE = 3  # `agree` has found that engine and trainer differ: the command ends with 1
 STUCK = 70  # a rank stopped making progress
 PREEMPTED = 75  # saved after a signal: start again to resume
 INTERRUPTED = 130  # Ctrl-C twice: nothing was saved

@@ -20,10 +20,10 @@ from megatron_vlm.hub import hub_name, pin
 
 
 def locate(
-    where: str, overrides: Sequence[str], file: ConfigFile | None = None
+    where: str, overrides: Sequence[str], file: ConfigFile | None = None, needs: str = "data.eval"
 ) -> tuple[Config, Path | None]:
     """The configuration, and the checkpoint to load; none for a Hugging Face folder, or a name
-    on the Hub. `file`: of --config."""
+    on the Hub. `file`: of --config; `needs`: a key that must be set."""
     folder = Path(where)
     if (folder / "config.json").is_file() or hub_name(where) is not None:
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
@@ -33,7 +33,7 @@ def locate(
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
         cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint went on from there
-    require(cfg, "data.eval")
+    require(cfg, needs)
     path = pin(cfg.model.path, weights=True)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, STUCK, say
+from megatron_vlm.distributed.process import MISTAKE, PREEMPTED, STOP_SIGNALS, STUCK, UNLIKE, say
 
 GRACE_S = 10.0  # for the other ranks to say why they end too, once one has failed
 LAST_S = 120.0  # for the other ranks to end, once one is done: they finish together
@@ -24,7 +24,7 @@ class Ending:
     @property
     def failed(self) -> bool:
         """Whether another attempt may help."""
-        return not self.stopped and self.status not in (0, MISTAKE, PREEMPTED)
+        return not self.stopped and self.status not in (0, MISTAKE, UNLIKE, PREEMPTED)
 
 
 def run_with_restarts(attempt: Callable[[int], Ending], max_restarts: int) -> int:

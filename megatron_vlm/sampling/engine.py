@@ -39,6 +39,7 @@ class EngineSettings:
     dtype: str = "auto"  # of weights and activations
     max_len: int = 4096  # tokens of a prompt and its answer together
     pictures: int = 8  # of a prompt, at most
+    videos: int = 0  # likewise
     lora_rank: int = 0  # of the adapters that it may be given; 0: none
     lora_vision: bool = False  # whether they have parts in the vision tower and its mergers
     options: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
@@ -103,12 +104,13 @@ class Engine:
         return engine
 
     async def _load(self, version: int) -> None:
-        names = ("folder", "dtype", "max_len", "pictures", "lora_rank", "lora_vision")
+        names = ("folder", "dtype", "max_len", "pictures", "videos", "lora_rank", "lora_vision")
         given = {name: getattr(self.settings, name) for name in names}
         await self.ask("load", **given, version=version, options=dict(self.settings.options))
 
     async def ask(self, do: str, body: Sequence[Any] = (), **fields: Any) -> Any:
-        """The answer to a request, whose raw bytes are those of `body`."""
+        """The answer to a request, whose raw bytes are those of `body`. Where the answer has some,
+        it is an object, and they are its "body"."""
         number = next(self.numbers)
         future: Future[Any] = asyncio.get_running_loop().create_future()
         if not self.alive:
@@ -135,8 +137,10 @@ class Engine:
         """Hand out answers until the process is gone."""
         try:
             while True:
-                text, _ = sizes(await self.reader.readexactly(HEADER.size))
+                text, size = sizes(await self.reader.readexactly(HEADER.size))
                 answer = parse(await self.reader.readexactly(text))
+                if size:
+                    answer["answer"]["body"] = await self.reader.readexactly(size)
                 future = self.waiting.get(answer["id"])
                 if future is not None and not future.done():
                     self._settle(future, answer)

@@ -9,19 +9,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_vlm.data.encode.positions import GridQueue
 from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.encode.views import unpatch
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.sampling.engine import EngineSettings
+from megatron_vlm.sampling.fold import Folding
 from megatron_vlm.step.completions import SamplingSettings
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked: the fields of its `sample`, and the pixels of the pictures."""
+    """What an engine is asked: the fields of its `sample`, and the pixels of the pictures, then of
+    the videos."""
 
     fields: dict[str, Any]
     pixels: list[bytes]
@@ -34,6 +38,7 @@ class Prompts:
         self.settings = settings
         self.tokens = read_sizes(settings.folder).tokens
         self.images = ImageSettings.from_checkpoint(settings.folder)
+        self.folding = Folding(settings.folder, self.tokens)
 
     def request(self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]) -> Request:
         """Refuses what the engine would not see as the trainer does, or would cut."""
@@ -41,43 +46,33 @@ class Prompts:
         if wrong := [seed for seed in seeds if not 0 <= seed < 2**63]:
             raise ConfigError(f"a seed is {wrong[0]}; give numbers from 0 to 2**63 - 1")
         ids = prompt.ids_S.tolist()
-        queue = GridQueue(prompt.image_grid_I3, None, self.tokens)
+        queue = GridQueue(prompt.image_grid_I3, prompt.video_grid_I3, self.tokens)
         runs = queue.runs_of(prompt.ids_S, "the prompt")
         queue.check_used_up("the prompt")
-        # vLLM is given the first placeholder of each picture, and multiplies it itself.
-        ends = [0, *(run.start + run.height * run.width for run in runs), len(ids)]
-        starts = [*(run.start + 1 for run in runs), len(ids)]
-        kept = [ids[end:start] for end, start in zip(ends[:-1], starts, strict=True)]
-        pictures = seen(prompt, self.images)
+        folded = self.folding.fold(ids, runs, prompt.video_grid_I3)
+        pictures, videos = seen(prompt, self.images), seen_videos(prompt, self.images)
+        pairs = zip(videos, folded.tenths, strict=True)
         fields = {
-            "prompt": [token for part in kept for token in part],
+            "prompt": folded.ids,
             "expected": ids,
             "pictures": [picture.shape[:2] for picture in pictures],
+            "videos": [{"shape": video.shape[:3], "tenths": tenths} for video, tenths in pairs],
             "settings": asdict(settings),
             "never": [self.tokens.image_id, self.tokens.video_id],
             "seeds": list(seeds),
         }
-        return Request(fields, [picture.tobytes() for picture in pictures])
+        return Request(fields, [pixels.tobytes() for pixels in (*pictures, *videos)])
 
     def _check(self, prompt: Row, settings: SamplingSettings) -> None:
-        if prompt.video_grid_I3 is not None:
-            raise DataError(
-                "the prompt has a video, and vLLM would choose and resize its frames anew; draw "
-                "from our own sampler, or give its frames as pictures"
-            )
-        pixels = prompt.pixel_values_PC
-        if pixels is not None and pixels.dtype != torch.uint8:
-            raise DataError(
-                f"the prompt's pixels are {pixels.dtype}, and an engine is sent pictures; give "
-                "rows with bytes, as RowMaker makes them"
-            )
+        for pixels in (prompt.pixel_values_PC, prompt.pixel_values_videos_PC):
+            if pixels is not None and pixels.dtype != torch.uint8:
+                raise DataError(
+                    f"the prompt's pixels are {pixels.dtype}, and an engine is sent pictures; give "
+                    "rows with bytes, as RowMaker makes them"
+                )
         prompt.check_pixels("the prompt")
-        images = 0 if prompt.image_grid_I3 is None else len(prompt.image_grid_I3)
-        if images > self.settings.pictures:
-            raise ConfigError(
-                f"the prompt has {images} pictures, and the engine was started for at most "
-                f"{self.settings.pictures}; raise `pictures` of its settings"
-            )
+        self._check_count(prompt.image_grid_I3, "pictures", self.settings.pictures)
+        self._check_count(prompt.video_grid_I3, "videos", self.settings.videos)
         length, most = len(prompt.ids_S), self.settings.max_len
         if length + settings.max_tokens > most:
             raise ConfigError(
@@ -86,19 +81,36 @@ class Prompts:
                 "for fewer tokens, or shorten the prompt"
             )
 
+    def _check_count(self, grid_I3: Tensor | None, name: str, most: int) -> None:
+        count = 0 if grid_I3 is None else len(grid_I3)
+        if count > most:
+            raise ConfigError(
+                f"the prompt has {count} {name}, and the engine was started for at most {most}; "
+                f"raise `{name}` of its settings"
+            )
+
 
 def seen(row: Row, settings: ImageSettings) -> list[np.ndarray]:
     """The pictures of a row [height, width, 3] as the trainer sees them, resized: its patches put
     back."""
-    if row.image_grid_I3 is None:
+    return [frames[0, 0] for frames in _put_back(row.pixel_values_PC, row.image_grid_I3, settings)]
+
+
+def seen_videos(row: Row, settings: ImageSettings) -> list[np.ndarray]:
+    """The videos of a row [frames, height, width, 3], likewise: the frames that were taken."""
+    found = _put_back(row.pixel_values_videos_PC, row.video_grid_I3, settings)
+    return [frames.reshape(-1, *frames.shape[2:]) for frames in found]
+
+
+def _put_back(
+    pixels_PC: Tensor | None, grid_I3: Tensor | None, settings: ImageSettings
+) -> list[np.ndarray]:
+    """[temporal patches, frames of one, height, width, 3] of each picture or video. Sides of
+    patches are those of the model's weights, so pictures and videos have the same."""
+    if grid_I3 is None:
         return []
-    assert row.pixel_values_PC is not None and row.pixel_values_PC.dtype == torch.uint8
-    grids = row.image_grid_I3.tolist()
-    parts = row.pixel_values_PC.split([high * wide for _, high, wide in grids])
-    merge, side = settings.merge_size, settings.patch_size
-    found = []
-    for (_, high, wide), patches_PC in zip(grids, parts, strict=True):
-        blocks = patches_PC.view(high // merge, wide // merge, merge, merge, 3, side, side)
-        pixels = blocks.permute(0, 2, 5, 1, 3, 6, 4).reshape(high * side, wide * side, 3)
-        found.append(pixels.numpy())
-    return found
+    assert pixels_PC is not None and pixels_PC.dtype == torch.uint8
+    grids = [(int(t), int(h), int(w)) for t, h, w in grid_I3]
+    parts = pixels_PC.split([t * h * w for t, h, w in grids])
+    side, merge = settings.patch_size, settings.merge_size
+    return [unpatch(p.numpy(), grid, side, merge) for p, grid in zip(parts, grids, strict=True)]

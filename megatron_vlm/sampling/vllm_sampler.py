@@ -10,8 +10,9 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.sampling.engine import Engine, EngineDiedError, EngineSettings
 from megatron_vlm.sampling.gate import Gate
+from megatron_vlm.sampling.inspection import Seen, seen_of
 from megatron_vlm.sampling.kept import Kept
-from megatron_vlm.sampling.prompt import Prompts, Request
+from megatron_vlm.sampling.prompt import Prompts
 from megatron_vlm.sampling.replica import EngineReplica
 from megatron_vlm.sampling.sampler import Adapter, Checkpoint, SamplerError, Weights
 from megatron_vlm.sampling.stream import BUFFER_BYTES, SharedBuffer, complete, stream
@@ -87,7 +88,7 @@ class VllmSampler:
         if not seeds:
             return []
         async with self.gate.among_others():
-            answer = await self._ask(request, len(seeds))
+            answer = await self._ask("sample", request.fields, request.pixels, len(seeds))
         return [
             Completion(
                 tuple(each["ids"]), tuple(each["log_probs"]), each["ended"], answer["version"]
@@ -95,15 +96,23 @@ class VllmSampler:
             for each in answer["samples"]
         ]
 
-    async def _ask(self, request: Request, samples: int) -> dict[str, Any]:
+    async def inspect(self, prompt: Row) -> Seen:
+        """What vLLM itself makes of the prompt. For engines that were started with the option
+        mm_processor_cache_gb=0."""
+        request = self.prompts.request(prompt, SamplingSettings(1), [])
+        fields = {name: request.fields[name] for name in ("prompt", "pictures", "videos")}
+        async with self.gate.among_others():
+            return seen_of(await self._ask("inspect", fields, request.pixels, 1))
+
+    async def _ask(
+        self, do: str, fields: Mapping[str, Any], pixels: Sequence[bytes], samples: int
+    ) -> dict[str, Any]:
         died: EngineDiedError | None = None
         for _ in range(ASKED):
             replica, engine = await self._idlest()
             replica.in_flight += samples
             try:
-                answer: dict[str, Any] = await engine.ask(
-                    "sample", body=request.pixels, **request.fields
-                )
+                answer: dict[str, Any] = await engine.ask(do, body=pixels, **fields)
                 replica.answered()
                 return answer
             except EngineDiedError as error:
@@ -111,9 +120,10 @@ class VllmSampler:
                 replica.lost(engine, error)
             finally:
                 replica.in_flight -= samples
+        length = len(fields.get("expected", fields["prompt"]))
         raise SamplerError(
-            f"a prompt of {len(request.fields['expected'])} tokens was asked {ASKED} times, and "
-            f"each time the engine died; the last words of the last one:\n{died}"
+            f"a prompt of {length} tokens was asked {ASKED} times, and each time the engine died; "
+            f"the last words of the last one:\n{died}"
         ) from died
 
     async def _idlest(self) -> tuple[EngineReplica, Engine]:

@@ -38,16 +38,17 @@ class Link:
             traceback.print_exc()
         os._exit(0)  # nobody is left to answer
 
-    def answer(self, number: int, answer: Any) -> None:
-        """To the request with this number."""
-        self._send({"id": number, "answer": answer})
+    def answer(self, number: int, answer: Any, body: bytes = b"") -> None:
+        """To the request with this number. Raw bytes come with an object alone."""
+        self._send({"id": number, "answer": answer}, body)
 
     def refuse(self, number: int, error: str) -> None:
         """The same, where it cannot be carried out."""
         self._send({"id": number, "error": error})
 
-    def _send(self, message: Message) -> None:
-        self.stream.write(head(message))
+    def _send(self, message: Message, body: bytes = b"") -> None:
+        self.stream.write(head(message, len(body)))
+        self.stream.write(body)
         self.stream.flush()
 
     def next_tensor(self) -> tuple[Message, bytearray] | None:

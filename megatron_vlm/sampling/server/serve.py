@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from given import given, seen
 from link import Link
 from wire import Message
 
@@ -64,6 +65,8 @@ class Server:
                 self.sample(number, body=body, **message)
             elif do == "abort":
                 self._forget_request(number)
+            elif do == "inspect":
+                self.link.answer(number, *self.inspect(body=body, **message))
             else:
                 self.link.answer(number, getattr(self, do)(**message))
         except Exception:
@@ -75,6 +78,7 @@ class Server:
         dtype: str,
         max_len: int,
         pictures: int,
+        videos: int,
         lora_rank: int,
         lora_vision: bool,
         version: int,
@@ -91,16 +95,16 @@ class Server:
         lora = dict(
             enable_lora=True, max_lora_rank=lora_rank, enable_tower_connector_lora=lora_vision
         )
-        given = dict(
+        arguments = dict(
             model=folder,
             dtype=dtype,
             max_model_len=max_len,
-            limit_mm_per_prompt={"image": pictures, "video": 0},
+            limit_mm_per_prompt={"image": pictures, "video": videos},
             enforce_eager=current_platform.is_cpu(),
             disable_log_stats=True,
             **(lora if lora_rank else {}),
         )
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**(given | options)))
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | options)))
         self._try()
         self.version = version
         return str(vllm.__version__)
@@ -116,31 +120,44 @@ class Server:
     def sample(
         self,
         number: int,
-        prompt: list[int],
         expected: list[int],
-        pictures: list[tuple[int, int]],
         settings: Message,
         never: list[int],
         seeds: list[int],
-        body: bytes,
+        **prompt: Any,
     ) -> None:
-        """Draw an answer for each seed. `prompt` has one placeholder for each of `pictures`, whose
-        heights and widths these are and whose pixels the body has, `expected` as many as it is to
-        become; ids that are `never` drawn are so only at a temperature of 0."""
+        """Draw an answer for each seed. `prompt`: see given.py; it is to become `expected`. Ids
+        that are `never` drawn are so only at a temperature of 0."""
         asked = self.asked[number] = Asked(expected, [None] * len(seeds))
-        given: Message = {"prompt_token_ids": prompt}
-        if pictures:
-            given["multi_modal_data"] = {"image": opened(pictures, body)}
-            given["mm_processor_kwargs"] = {"do_resize": False}  # they have the trainer's sizes
         try:
+            taken = given(**prompt)
             for place, seed in enumerate(seeds):
                 params = sampling_params(settings, never, seed)
                 name = f"{number}-{place}"
-                self.engine.add_request(name, given, params, lora_request=self.adapter)
+                self.engine.add_request(name, taken, params, lora_request=self.adapter)
                 asked.names.append(name)
         except Exception:
             self._forget_request(number)
             raise
+
+    def inspect(self, **prompt: Any) -> tuple[Message, bytes]:
+        """What vLLM's processor makes of a prompt, which is not asked."""
+        import vllm
+        from vllm import SamplingParams
+
+        config = self.engine.vllm_config.model_config.multimodal_config
+        if config.mm_processor_cache_gb > 0:  # it would hold what no request has brought
+            raise ValueError("to look at prompts, start the engine with mm_processor_cache_gb=0")
+        if self.engine.vllm_config.parallel_config.world_size > 1:
+            raise ValueError("to look at prompts, start an engine of one process")
+        request = self.engine.input_processor.process_inputs(
+            "inspected",
+            given(**prompt),
+            SamplingParams(max_tokens=1),
+            supported_tasks=self.engine.get_supported_tasks(),
+        )
+        [(about, values)] = self.engine.apply_model(lambda model: seen(request, model))
+        return {**about, "vllm": str(vllm.__version__)}, values
 
     def _take(self, output: Any) -> None:
         """A sample that has ended."""
@@ -223,18 +240,6 @@ def let_generators_rewind() -> None:
             return self.manual_seed(self.initial_seed())
 
     torch.Generator = Generator  # type: ignore[misc]
-
-
-def opened(pictures: list[tuple[int, int]], body: bytes) -> list[Any]:
-    """Pictures of their pixels, RGB one after the other."""
-    import PIL.Image
-
-    found, start = [], 0
-    for high, wide in pictures:
-        end = start + 3 * high * wide
-        found.append(PIL.Image.frombytes("RGB", (wide, high), body[start:end]))
-        start = end
-    return found
 
 
 def sampling_params(settings: Message, never: list[int], seed: int) -> Any:

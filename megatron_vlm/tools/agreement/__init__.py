@@ -1,0 +1,1 @@
+"""`megatron-vlm agree`: whether an engine and the trainer see the same."""
