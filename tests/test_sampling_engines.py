@@ -16,18 +16,21 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.hf.experts import Form
 from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
-from megatron_vlm.sampling.prompt import Prompts, seen
+from megatron_vlm.sampling.prompt import Prompts, seen, seen_videos
 from megatron_vlm.sampling.server.wire import WireError, head, read_frame
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
@@ -37,6 +40,7 @@ from tests.moe import stored_as
 from tests.runs import Case, call, my_rows
 from tests.stand_in_engine import DEADLY, DEADLY_ONCE, HELD, number_of
 from tests.test_parity import layout
+from tests.videos import make_video
 
 STAND_IN = Path(__file__).parent / "stand_in_engine.py"
 PATIENCE_S = 60.0
@@ -494,14 +498,27 @@ def test_what_keeps_an_engine_from_starting(change, said, settings):
         run(replace(settings, **change), steps)
 
 
-def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny):
+def video_row(folder: str, root: Path, *content: Any) -> Row:
+    """A prompt with videos of root, in bytes."""
+    make_video(root / "a.mp4", 23)
+    make_video(root / "b.mp4", 9, size=(100, 70))
+    record = {"messages": [say("user", *content)]}
+    return RowMaker(folder, image_root=str(root)).row(record, prompt=True)
+
+
+def shows(name: str) -> dict[str, str]:
+    return {"type": "video", "video": name}
+
+
+def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny, tmp_path):
     prompts = Prompts(settings)
-    with_floats, *_, with_video = make_rows((*MIXED[:1], MIXED[5]))
+    [with_floats] = make_rows(MIXED[:1])
+    two = video_row(tiny(), tmp_path, shows("a.mp4"), shows("b.mp4"))
     three = RowMaker(tiny(), max_tokens=999).row(
         {"messages": [say("user", *[image(64, 64)] * 3)]}, prompt=True
     )
     for prompt, asked, error, said in (
-        (with_video, SHORT, DataError, "has a video, and vLLM would choose and resize its frames"),
+        (two, SHORT, ConfigError, "has 2 videos.*at most 1; raise `videos`"),
         (
             with_floats,
             SHORT,
@@ -509,13 +526,53 @@ def test_prompts_that_the_engine_would_see_otherwise_are_refused(settings, tiny)
             r"pixels are torch\.float32, and an engine is sent pictures",
         ),
         (row(*[1] * 61), SHORT, ConfigError, "has 61 tokens and max_tokens is 4.*up to 64"),
-        (three, SHORT, ConfigError, "has 3 pictures.*at most 2"),
+        (three, SHORT, ConfigError, "has 3 pictures.*at most 2; raise `pictures`"),
     ):
         with pytest.raises(error, match=said):
-            Prompts(replace(settings, pictures=2)).request(prompt, asked, [0])
+            Prompts(replace(settings, pictures=2, videos=1)).request(prompt, asked, [0])
     with pytest.raises(ConfigError, match="a seed is -1; give numbers from 0 to"):
         prompts.request(row(1), SHORT, [3, -1])
     assert prompts.request(row(*[1] * 60), SHORT, [0]).fields["prompt"] == [1] * 60
+
+
+def test_videos_are_those_of_the_trainers_patches(tiny, tmp_path):
+    """One placeholder for each, in the template's brackets; the patches that are cut of its frames
+    again are the same. Of 10 frames a second, b has 0, 3, 5 and 8, a has 0, 7, 15 and 22; times
+    are midway between two, as the template rounds them."""
+    content = (text("first"), shows("b.mp4"), image(50, 60), shows("a.mp4"), text("last"))
+    made = video_row(tiny(), tmp_path, *content)
+    engine = EngineSettings("python", tiny(), videos=2)
+    prompts = Prompts(engine)
+    fields = (found := prompts.request(made, SHORT, [0])).fields
+    assert [each["tenths"] for each in fields["videos"]] == [[1, 7], [3, 19]]
+    assert fields["expected"] == made.ids_S.tolist()
+    words = AutoTokenizer.from_pretrained(tiny()).decode(fields["prompt"])
+    one = "<|vision_start|><|{}_pad|><|vision_end|>"
+    assert f"first{one.format('video') + one.format('image') + one.format('video')}last" in words
+    settings, videos = VideoSettings.from_checkpoint(tiny()), seen_videos(made, prompts.images)
+    assert [each.tobytes() for each in videos] == found.pixels[1:]
+    assert [tuple(each["shape"]) for each in fields["videos"]] == [v.shape[:3] for v in videos]
+    assert made.video_grid_I3 is not None
+    again = [
+        video_patches(
+            frames, VideoPlan(tuple(range(len(frames))), (), grid, *frames.shape[1:3]), settings
+        )
+        for frames, grid in zip(videos, map(tuple, made.video_grid_I3.tolist()), strict=True)
+    ]
+    assert made.pixel_values_videos_PC is not None
+    assert torch.equal(torch.from_numpy(np.concatenate(again)), made.pixel_values_videos_PC)
+
+
+def test_a_video_whose_frames_have_no_times_is_refused(tiny, tmp_path):
+    """As in ids of one's own."""
+    made = video_row(tiny(), tmp_path, shows("a.mp4"))
+    start = int(
+        (made.ids_S == Prompts(EngineSettings("python", tiny())).tokens.video_id).nonzero()[0]
+    )
+    ids_S = torch.cat([made.ids_S[: start - 3], made.ids_S[start - 1 :]])
+    short = replace(made, ids_S=ids_S, labels_S=ids_S)
+    with pytest.raises(DataError, match="before a frame of a video, and vLLM writes the time"):
+        Prompts(EngineSettings("python", tiny(), videos=1)).request(short, SHORT, [0])
 
 
 def test_pictures_are_those_of_the_trainers_patches(tiny):
