@@ -40,7 +40,7 @@ test: setup
 # SEQUENCES=N plays N random sequences of commands in each of five parts, not 100. What starts jobs
 # and kills them runs alone.
 SIDE_BY_SIDE := $(addprefix tests/test_,fuzz.py sequences.py chains.py what_fits.py lora.py lora_checkpoint.py \
-	lora_files.py moe.py moe_balance.py moe_train.py plan_experts.py vllm.py vllm_sampler.py wheel.py \
+	lora_files.py moe.py moe_balance.py moe_train.py plan_experts.py vllm.py vllm_sampler.py agreement_vllm.py wheel.py \
 	simulate_scale.py full_disk.py hub.py sinks.py hostile.py)
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)

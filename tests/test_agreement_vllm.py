@@ -93,7 +93,7 @@ def test_in_bf16_they_agree_less(base, data, pool):
 
 BROKEN = {
     # what is broken: file, what is there, what takes its place, what is found
-    "a resize": ("given.py", '"do_resize": False', '"do_resize": True', "9 of 12.*other grids"),
+    "a resize": ("given.py", '"do_resize": False', '"do_resize": True', "10 of 12.*other grids"),
     "the times of frames": ("given.py", "_FPS = 10.0", "_FPS = 9.0", "4 of 12.*other ids"),
     "the order of pixels": (
         "given.py",

@@ -89,11 +89,11 @@ def sampler(loop, started, base) -> VllmSampler:
 
 @pytest.fixture(scope="module")
 def prompts(base, tmp_path_factory) -> list[Row]:
-    """With 0 to 3 pictures of odd sizes each, every fourth of which are smaller than vLLM's own
-    processor leaves them, and larger."""
+    """With 0 to 3 pictures of odd sizes each. Those of every fourth are larger than vLLM's own
+    processor leaves them: the checkpoint has 65536 pixels at most."""
     folder, rng = tmp_path_factory.mktemp("pictures"), random.Random(0)
-    small = RowMaker(base, image_root=str(folder), min_pixels=1024, max_pixels=4096)
-    makers = [RowMaker(base, image_root=str(folder))] * 3 + [small]
+    large = RowMaker(base, image_root=str(folder), min_pixels=80_000, max_pixels=100_000)
+    makers = [RowMaker(base, image_root=str(folder))] * 3 + [large]
     return [_ask(number, makers[number // 4 % 4], rng, folder) for number in range(48)]
 
 

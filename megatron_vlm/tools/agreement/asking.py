@@ -27,7 +27,7 @@ _SHARE = 0.4  # of a GPU's memory for an engine that shares it with the trainer
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnsweredPrompt:
     """A prompt, and the answer to it, where its ids were equal."""
 
     prompt: ComparedPrompt
@@ -43,7 +43,7 @@ class Asking:
     settings: AgreeSettings
     dtype: str  # float32 or bfloat16: of both
     prompts: list[tuple[str, Row]] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[AnsweredPrompt] = field(default_factory=list)
     stop_id: int = 0
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     sampler: VllmSampler | None = None
@@ -89,7 +89,7 @@ class Asking:
         """All prompts at a time."""
         self.asked = self.runner.run(self._ask())
 
-    async def _ask(self) -> list[Asked]:
+    async def _ask(self) -> list[AnsweredPrompt]:
         tables = PixelTables(self.cfg.model.path, torch.device("cpu"))
         asked = (
             self._ask_one(seed, where, row, tables)
@@ -97,7 +97,9 @@ class Asking:
         )
         return list(await asyncio.gather(*asked))
 
-    async def _ask_one(self, seed: int, where: str, row: Row, tables: PixelTables) -> Asked:
+    async def _ask_one(
+        self, seed: int, where: str, row: Row, tables: PixelTables
+    ) -> AnsweredPrompt:
         assert self.sampler is not None
         stop_ids = (self.stop_id,)
         drawn = SamplingSettings(
@@ -109,7 +111,7 @@ class Asking:
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         self.worker.watchdog.busy()
-        return Asked(prompt, answers[0])
+        return AnsweredPrompt(prompt, answers[0])
 
     async def _beating(self, work: Coroutine[Any, Any, T]) -> T:
         async def beat() -> None:

@@ -22,7 +22,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.sampling import SamplerError
-from megatron_vlm.tools.agreement.asking import Asked, Asking
+from megatron_vlm.tools.agreement.asking import AnsweredPrompt, Asking
 from megatron_vlm.tools.agreement.content import BOUNDS, Agreement, ComparedPrompt, token_pairs
 from megatron_vlm.tools.agreement.page import render_page
 from megatron_vlm.tools.agreement.start import AgreeSettings, add_agree_arguments, located
@@ -87,7 +87,7 @@ def compare_all(
     )
 
 
-def _with_scores(asked: Asked, scores: Iterator[list[float]]) -> ComparedPrompt:
+def _with_scores(asked: AnsweredPrompt, scores: Iterator[list[float]]) -> ComparedPrompt:
     if asked.answer is None:
         return asked.prompt
     tokens = token_pairs(asked.answer.ids, asked.answer.log_probs, next(scores))

@@ -2,12 +2,15 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_vlm.display.numbers import number
 from megatron_vlm.tools.agreement.content import Agreement, ComparedPrompt
 from megatron_vlm.tools.agreement.words import Words
 
 PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "worst", "mean")
+
+_UNLIKE = 3  # prompts whose ids differ, of which it is said where
 
 
 def figures(found: Agreement) -> list[tuple[str, str]]:
@@ -61,10 +64,18 @@ def prompt_cells(prompt: ComparedPrompt) -> tuple[str, ...]:
 
 
 def _shows(prompt: ComparedPrompt) -> str:
-    """Sizes in patches, as height x width."""
+    """Sizes in patches, as height x width; the engine's, too, where they differ."""
     row = prompt.prompt
     images = [] if row.image_grid_I3 is None else row.image_grid_I3.tolist()
     videos = [] if row.video_grid_I3 is None else row.video_grid_I3.tolist()
+    ours = _sizes(images, videos)
+    if prompt.grids:
+        return ours
+    seen = prompt.seen
+    return f"{ours}; engine: {_sizes(*([m.grid for m in k] for k in (seen.images, seen.videos)))}"
+
+
+def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> str:
     sizes = Counter(f"{high}x{wide}" for _, high, wide in images)
     sizes.update(f"video {time}x{high}x{wide}" for time, high, wide in videos)
     words = [f"{size} (x{count})" if count > 1 else size for size, count in sizes.items()]
@@ -72,9 +83,9 @@ def _shows(prompt: ComparedPrompt) -> str:
 
 
 def unlike_ids(found: Agreement, words: Words) -> list[str]:
-    """Where the ids of prompts differ, in sentences."""
+    """Where the ids of the first few prompts differ, in sentences."""
     said = []
-    for prompt in (each for each in found.prompts if not each.ids):
+    for prompt in [each for each in found.prompts if not each.ids][:_UNLIKE]:
         place, ours, theirs = prompt.first_unlike
         said.append(
             f"{prompt.where}: the trainer has {len(prompt.prompt.ids_S):,} ids and the engine "
@@ -85,7 +96,7 @@ def unlike_ids(found: Agreement, words: Words) -> list[str]:
 
 
 def _token(id: int | None, words: Words) -> str:
-    return "nothing" if id is None else f"{id} ({words.text([id])!r})"
+    return "nothing" if id is None else f"{id} ({words.tokenizer.decode([id])!r})"
 
 
 def small(value: float) -> str:
