@@ -85,9 +85,10 @@ def test_vllm_and_the_trainer_agree(keys, base, data, pool):
 
 
 def test_in_bf16_they_agree_less(base, data, pool):
-    """Measured: 0.032."""
+    """Measured: 0.024; 0.032 of longer answers. The bound is of deeper models, too."""
     [(status, said)] = pool.run(_agree, 1, words(base, data, **{"train.precision": "bf16"}))
     worst, *_ = figures(said)
+    print(said[said.index("worst difference") :])
     assert status == 0 and 1e-3 < worst < 0.25
 
 
@@ -139,15 +140,13 @@ def trained(base, data, pool, tmp_path_factory) -> str:
 
 def test_a_run_is_compared_with_its_own_weights(trained, base, data, pool, tmp_path):
     """Its weights are streamed from TP2 x PP2; an engine that keeps some of the former is found.
-    Measured: 1.9e-6."""
+    Measured: 1.2e-6."""
     found = pool.run(_agree, 4, words(trained, data, **TP2_PP2))
     assert {status for status, _ in found} == {0}, found[0][1]
-    worst, *_ = figures(found[0][1])
+    worst, tokens, *_ = figures(found[0][1])
+    print(f"{worst:.1e} {tokens}")
     assert worst < 1e-5
     stale = "if 'layers.1.mlp' not in about['name']: yield about["
     python = broken(tmp_path, "serve.py", "yield about[", stale)
     [(status, said)] = pool.run(_agree, 1, words(trained, data, python))
     assert status == UNLIKE and re.search(r"log-probs differ by more than 0.0001", said), said
-    # Nor does the folder that it began with have its weights: the two answer otherwise.
-    [(status, other)] = pool.run(_agree, 1, words(base, data))
-    assert status == 0 and other != said
