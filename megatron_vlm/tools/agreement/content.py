@@ -16,7 +16,8 @@ from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.sampling.inspection import Seen, SeenMedia
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # of a log-prob, by the type that both compute in
-# Half the distance of two bytes of a channel: smaller differences of patches are rounding.
+# Half the distance of two bytes of a channel, whose deviation is 0.5 in Qwen3-VL: smaller
+# differences of patches are rounding.
 HALF_STEP = 0.5 / 255 / 0.5
 
 
