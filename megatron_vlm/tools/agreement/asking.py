@@ -90,7 +90,7 @@ class Asking:
         self.asked = self.runner.run(self._ask())
 
     async def _ask(self) -> list[AnsweredPrompt]:
-        tables = PixelTables(self.cfg.model.path, torch.device("cpu"))
+        tables = PixelTables(str(self.worker.source.path), torch.device("cpu"))
         asked = (
             self._ask_one(seed, where, row, tables)
             for seed, (where, row) in enumerate(self.prompts)

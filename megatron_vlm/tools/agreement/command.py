@@ -46,7 +46,7 @@ def run_agree(arguments: Sequence[str]) -> int:
             load(worker, checkpoint)
         found = compare_all(worker, cfg, settings, streams=checkpoint is not None)
         if found is not None:
-            _say(found, cfg, settings.html)
+            _say(found, Words.of(str(worker.source.path)), settings.html)
         agrees = found is not None and not found.faults
         device = worker.platform.device
         return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
@@ -138,8 +138,7 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
     return [found[place % dp.size][place // dp.size] for place in range(count)]
 
 
-def _say(found: Agreement, cfg: Config, html: str | None) -> None:
-    words = Words.of(cfg.model.path)
+def _say(found: Agreement, words: Words, html: str | None) -> None:
     console = Console(highlight=False)
     print_agreement(found, words, console)
     if html is not None:

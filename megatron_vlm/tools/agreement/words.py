@@ -30,10 +30,10 @@ class Words:
     tokens: Tokens
 
     @staticmethod
-    def of(model_path: str) -> "Words":
+    def of(folder: str) -> "Words":
         """Of a checkpoint's folder."""
-        tokens = read_sizes(model_path).tokens
-        return Words(read_tokenizer(model_path), ImageSettings.from_checkpoint(model_path), tokens)
+        tokens = read_sizes(folder).tokens
+        return Words(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
 
     def text(self, ids: Sequence[int]) -> str:
         """A run of placeholders is one word."""
