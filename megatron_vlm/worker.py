@@ -56,7 +56,7 @@ from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.expert_load import busiest, take_expert_load
-from megatron_vlm.step.losses import LossFunction, Objective, loss_of, totals
+from megatron_vlm.step.losses import LossFunction, Objective, check_divisor, loss_of, totals
 from megatron_vlm.step.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -79,7 +79,9 @@ class StepMetrics:
     """Figures of the global batch, the same on every rank; on request, log-probs of this replica's
     rows."""
 
-    loss: float  # mean over the supervised tokens, by their weights; 0 where there are none
+    # Mean over the supervised tokens by their weights, 0 where there are none; or their sum over
+    # the divisor that was given.
+    loss: float
     num_tokens: int  # supervised; optim_step applies nothing where there are none
     log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
     # What the loss reports, over the same; and with experts `expert_load`, see step/expert_load.py,
@@ -208,14 +210,18 @@ class MegatronWorker:
         batch: Batch,
         return_per_token_outputs: bool = False,
         loss: str | LossFunction = "cross_entropy",
+        divisor: float | None = None,
         **options: float,
     ) -> StepMetrics:
         """Gradients of the mean loss over the global batch, in place of any before.
 
         `return_per_token_outputs` also copies each token's log-prob to the host of every rank. For
-        losses, their options and the values of each token that they read, see step/losses.py.
+        losses, their options and the values of each token that they read, see step/losses.py. Given
+        a `divisor`, the same on all ranks, the summed loss is divided by it, and not by the sum of
+        the weights of the supervised tokens.
         """
         assert self.optimizer is not None, "made without training"
+        check_divisor(divisor)
         objective = Objective.create(loss, options)
         batches = self.micro_batches(batch, objective.value_names)
         check_built(self.chunks[0].config, self.dims)
@@ -224,20 +230,21 @@ class MegatronWorker:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         step: ForwardStep = partial(self._loss_step, objective)
-        losses = router_losses(self.cfg.model, self.stage, batches, step)
+        losses = router_losses(self.cfg.model, self.stage, batches, step, divisor)
         outputs = self.stage.run(batches, with_losses(step, losses), forward_only=False)
         device, text = self.platform.device, self.source.sizes.text
-        mean, count, weight, means = totals(objective, batches, outputs, self.grid, device)
+        loss_sum, count, weight, means = totals(objective, batches, outputs, self.grid, device)
         self.has_gradients = count > 0
-        if weight != count:  # Megatron has divided by the count
+        divided_by = divisor or weight or 1.0
+        if count not in (0, divided_by):  # Megatron has divided by the count
             for chunk in self.stage.wrapped:
-                chunk.scale_gradients(count / weight)
+                chunk.scale_gradients(count / divided_by)
         log_probs = None
         if return_per_token_outputs:
             log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
         load_LE = take_expert_load(self.chunks, text, device)
         means |= values_of(losses) | ({} if load_LE is None else {"expert_load": busiest(load_LE)})
-        return StepMetrics(mean, count, log_probs, means, load_LE)
+        return StepMetrics(loss_sum / divided_by, count, log_probs, means, load_LE)
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
         """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).

@@ -12,7 +12,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt_parts
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS
-from megatron_vlm.step.losses import LossFunction, Objective
+from megatron_vlm.step.losses import LossFunction, Objective, check_divisor
 from megatron_vlm.worker import StepMetrics
 
 T = TypeVar("T")
@@ -63,10 +63,13 @@ class WorkerGroup:
         batch: BatchLike,
         return_per_token_outputs: bool = False,
         loss: str | LossFunction = "cross_entropy",
+        divisor: float | None = None,
         **options: float,
     ) -> Future[StepMetrics]:
-        """Gradients of the mean loss over the batch, in place of earlier ones. The values of each
-        token that the loss reads are fields of the batch; see losses.py."""
+        """Gradients of the mean loss over the batch, or of its sum over `divisor`, in place of
+        earlier ones. The values of each token that the loss reads are fields of the batch; see
+        losses.py."""
+        check_divisor(divisor)
         value_names = Objective.create(loss, options).value_names
         parts = even_parts(batch, self.dims.dp, value_names)
 
@@ -76,7 +79,7 @@ class WorkerGroup:
             log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
             return replace(found[0], log_probs=log_probs)
 
-        args = (return_per_token_outputs, loss, options)
+        args = (return_per_token_outputs, loss, divisor, options)
         return self.ranks.call(join, "forward_backward", parts, *args)
 
     def optim_step(self, lr: float | None = None) -> Future[tuple[float, float]]:

@@ -54,11 +54,14 @@ class Member:
         part: ReplicaBatch,
         return_per_token_outputs: bool,
         loss: str | LossFunction,
+        divisor: float | None,
         options: dict[str, float],
     ) -> StepMetrics:
         self.has_gradients = False
         batches = self._prepare(part, Objective.create(loss, options).value_names)
-        done = self.worker.forward_backward(batches, return_per_token_outputs, loss, **options)
+        done = self.worker.forward_backward(
+            batches, return_per_token_outputs, loss, divisor, **options
+        )
         self.has_gradients = True
         return done
 

@@ -11,8 +11,9 @@ TensorBatch in fields of these names (without _N); its keyword parameters are op
 a default. It returns the loss of each token and what else to report of each. Both are summed over
 the tokens and divided once, by the number of supervised tokens of the global batch. Where rows have
 `loss_weights_S`, the loss of each token is multiplied by its weight, and the sum divided by that of
-all weights instead, so that equal weights change nothing. Each loss also takes the options of
-`Objective`.
+all weights instead, so that equal weights change nothing. A `divisor` of the call takes the place
+of either. Each loss also takes the options of `Objective`. Those that learn from samples are in
+policy_losses.py.
 
 Shapes: N supervised tokens of a micro-batch, of which there may be none.
 """
@@ -33,6 +34,7 @@ from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.head import Also
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.policy_losses import cispo, gspo, importance_sampling, kl_k3, ppo
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
@@ -51,49 +53,8 @@ def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -log_probs_N, {}
 
 
-@register
-def importance_sampling(
-    log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy gradient of tokens that a model with `old_log_probs` has sampled. Where that is the
-    model as it is now, this is REINFORCE."""
-    ratio_N = (log_probs_N - old_log_probs_N).exp()
-    return -ratio_N * advantages_N, _drift(log_probs_N, old_log_probs_N)
-
-
-@register
-def ppo(
-    log_probs_N: Tensor,
-    advantages_N: Tensor,
-    old_log_probs_N: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same, without a reward for a ratio beyond [1 - clip_low, 1 + clip_high]."""
-    if not (0 < clip_low <= 1 and clip_high > 0):
-        raise ConfigError(
-            f"loss ppo: clip_low={clip_low}, clip_high={clip_high}; the ratio is clipped to "
-            "[1 - clip_low, 1 + clip_high]: give above 0, and at most 1 for clip_low"
-        )
-    ratio_N = (log_probs_N - old_log_probs_N).exp()
-    plain_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    report = {"clip_fraction": (clipped_N < plain_N).float()}
-    return -torch.minimum(plain_N, clipped_N), report | _drift(log_probs_N, old_log_probs_N)
-
-
-def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || other) from tokens that the policy sampled: unbiased
-    as the plain difference of log-probs is, never negative, and of less variance."""
-    log_ratio_N = other_log_probs_N - log_probs_N
-    return log_ratio_N.expm1() - log_ratio_N
-
-
-def _drift(log_probs_N: Tensor, old_log_probs_N: Tensor) -> dict[str, Tensor]:
-    """How far the policy has moved from the one that sampled."""
-    log_ratio_N = log_probs_N.detach() - old_log_probs_N
-    return {"ratio": log_ratio_N.exp(), "old_kl": log_ratio_N.expm1() - log_ratio_N}
+for _function in (importance_sampling, ppo, gspo, cispo):
+    register(_function)
 
 
 @dataclass(frozen=True)
@@ -167,6 +128,17 @@ class Objective:
         return loss_N, report
 
 
+def check_divisor(divisor: float | None) -> None:
+    """Refuse what no sum can be divided by."""
+    if divisor is None:
+        return
+    if not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
+        raise ConfigError(
+            f"divisor={divisor!r}; give a finite number above 0, by which the summed loss is "
+            "divided, or None for the sum of the weights of the supervised tokens"
+        )
+
+
 def loss_of(
     objective: Objective, batch: StageInput, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -174,7 +146,8 @@ def loss_of(
     `output` is what the model gives: log-probs [N], or [2, N] with the entropies.
 
     Summed, not averaged: the gradient is divided once, by the count of the global batch, in
-    Megatron's finalize_model_grads; worker.py makes of that the sum of weights, if there are any.
+    Megatron's finalize_model_grads; worker.py makes of that the sum of weights, if there are any,
+    or the divisor of the call.
     """
     log_probs_N, entropy_N = (output, None) if objective.also is None else output
     values_N = batch.values_N(objective.value_names)
@@ -193,7 +166,7 @@ def totals(
     grid: Grid,
     device: torch.device,
 ) -> tuple[float, int, float, dict[str, float]]:
-    """Over the global batch: the mean loss, the supervised tokens, the sum of their weights, the
+    """Over the global batch: the summed loss, the supervised tokens, the sum of their weights, the
     means of what the loss reports. `outputs` are the reports of `loss_of`, on the last stage. A
     collective."""
     names = ("loss_sum", *objective.metrics)
@@ -208,7 +181,7 @@ def totals(
     count, weight, loss_sum, *sums = total.tolist()
     means = [value / max(count, 1.0) for value in sums]
     reported = dict(zip(objective.metrics, means, strict=True))
-    return loss_sum / (weight or 1.0), int(count), weight, reported
+    return loss_sum, int(count), weight, reported
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -22,9 +22,14 @@ from megatron_vlm.step.pipeline import ForwardStep, Stage, as_it_is
 
 
 def router_losses(
-    model: ModelConfig, stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep
+    model: ModelConfig,
+    stage: Stage,
+    batches: Sequence[MicroBatch],
+    step: ForwardStep,
+    divisor: float | None = None,
 ) -> RouterLosses | None:
     """Those that the configuration asks for, for this global batch; None for none. A collective.
+    They are means of their own, whatever the summed loss is divided by.
 
     The balancing loss takes a forward pass of its own, with what `step` computes: the share of
     each expert is that of all layers, tokens and replicas, so it is unknown until the last of them
@@ -41,14 +46,16 @@ def router_losses(
     total = to_device(known, stage.device)
     dist.all_reduce(total, group=stage.grid.dp.group)
     all_tokens, weight = total.tolist()
+    divided_by = divisor if divisor and weight else weight
     mean = 1 / (len(experts.layers) * max(all_tokens, 1))
     balance_E = None
     if "balance_loss" in wanted:
         load_E = _load_ahead(stage, batches, step).sum(0)
         balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
     return RouterLosses(
-        # Every gradient of the step is divided by the sum of weights in the end.
-        {name: coefficient * weight for name, coefficient in wanted.items()},
+        # Every gradient of the step is divided by this in the end; without a supervised token
+        # there are none.
+        {name: coefficient * divided_by for name, coefficient in wanted.items()},
         {name: torch.zeros((), dtype=torch.float64, device=stage.device) for name in wanted},
         mean,
         balance_E,

@@ -1,0 +1,118 @@
+"""Losses of tokens that a model has sampled, pure functions as losses.py asks for them.
+
+`advantages_N` says how much better than expected the answer of each token was, `old_log_probs_N`
+are those of the model that sampled it. Which advantages and which division make which algorithm:
+docs/rl.md.
+
+Shapes: N supervised tokens of a micro-batch, row by row, of which there may be none.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.errors import ConfigError
+
+Losses = tuple[Tensor, dict[str, Tensor]]  # of each token, and what is reported of each
+
+
+def importance_sampling(
+    log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor
+) -> Losses:
+    """Policy gradient of tokens that a model with `old_log_probs` has sampled. Where that is the
+    model as it is now, this is REINFORCE."""
+    ratio_N = (log_probs_N - old_log_probs_N).exp()
+    return -ratio_N * advantages_N, _drift(log_probs_N, old_log_probs_N)
+
+
+def ppo(
+    log_probs_N: Tensor,
+    advantages_N: Tensor,
+    old_log_probs_N: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Losses:
+    """The same, without a reward for a ratio beyond [1 - clip_low, 1 + clip_high]. A clip_high
+    above clip_low is DAPO's clip-higher."""
+    _check_clips("ppo", clip_low, clip_high)
+    ratio_N = (log_probs_N - old_log_probs_N).exp()
+    loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
+
+
+def gspo(
+    log_probs_N: Tensor,
+    advantages_N: Tensor,
+    old_log_probs_N: Tensor,
+    sequences_N: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Losses:
+    """Group Sequence Policy Optimization (arXiv 2507.18071): ppo with one ratio for all tokens of a
+    sequence, the geometric mean of theirs. `sequences_N` is a number of the row that a token
+    belongs to, another one than that of the next row. A row is whole in its micro-batch."""
+    _check_clips("gspo", clip_low, clip_high)
+    log_ratio_N = log_probs_N - old_log_probs_N
+    ratio_N = _means_of_sequences(log_ratio_N, sequences_N).exp()
+    loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
+
+
+def cispo(
+    log_probs_N: Tensor,
+    advantages_N: Tensor,
+    old_log_probs_N: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 0.28,
+) -> Losses:
+    """Clipped importance sampling as a weight of REINFORCE (MiniMax-M1, arXiv 2506.13585): the
+    ratio has no gradient, so that a clipped token still has one. With clip_low=1 only what is above
+    1 + clip_high is clipped."""
+    _check_clips("cispo", clip_low, clip_high)
+    ratio_N = (log_probs_N.detach() - old_log_probs_N).exp()
+    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    report = {"clip_fraction": (weight_N != ratio_N).float()}
+    loss_N = -weight_N * advantages_N * log_probs_N
+    return loss_N, report | _drift(log_probs_N, old_log_probs_N)
+
+
+def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
+    """Schulman's k3 estimate of KL(policy || other) from tokens that the policy sampled: unbiased
+    as the plain difference of log-probs is, never negative, and of less variance."""
+    log_ratio_N = other_log_probs_N - log_probs_N
+    return log_ratio_N.expm1() - log_ratio_N
+
+
+def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
+    if not (0 < clip_low <= 1 and clip_high > 0):
+        raise ConfigError(
+            f"loss {name}: clip_low={clip_low}, clip_high={clip_high}; the ratio is clipped to "
+            "[1 - clip_low, 1 + clip_high]: give above 0, and at most 1 for clip_low"
+        )
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Losses:
+    """PPO's pessimistic bound: the larger loss of the two ratios, and where it was the clipped."""
+    plain_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    report = {"clip_fraction": (clipped_N < plain_N).float()}
+    return -torch.minimum(plain_N, clipped_N), report
+
+
+def _means_of_sequences(values_N: Tensor, sequences_N: Tensor) -> Tensor:
+    """For each token the mean over its sequence. There are N sums, since how many sequences there
+    are is known on the device alone, and the host must not wait for it."""
+    starts_N = torch.zeros_like(sequences_N, dtype=torch.long)
+    starts_N[1:] = sequences_N[1:] != sequences_N[:-1]
+    place_N = starts_N.cumsum(0)
+    sums_N = torch.zeros_like(values_N).index_add(0, place_N, values_N)
+    lengths_N = torch.zeros_like(values_N).index_add(0, place_N, torch.ones_like(values_N))
+    return sums_N[place_N] / lengths_N[place_N]
+
+
+def _drift(log_probs_N: Tensor, old_log_probs_N: Tensor) -> dict[str, Tensor]:
+    """How far the policy has moved from the one that sampled."""
+    log_ratio_N = log_probs_N.detach() - old_log_probs_N
+    return {"ratio": log_ratio_N.exp(), "old_kl": log_ratio_N.expm1() - log_ratio_N}
