@@ -117,6 +117,8 @@ def test_a_loss_may_be_the_controllers_own_function(group):
     own = group.forward_backward(batch, loss=halved)  # both before a result is waited for
     assert own.result().loss == pytest.approx(plain.result().loss, rel=1e-6)
     assert own.result().means == {"weight": 2.0}
+    total = group.forward_backward(batch, divisor=1).result()
+    assert total.loss == pytest.approx(plain.result().loss * total.num_tokens, rel=1e-6)
 
 
 def test_a_reference_lives_beside_the_policy(group, tiny):

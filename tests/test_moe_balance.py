@@ -337,8 +337,8 @@ def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
     """`change` also takes the number of micro-batches of this replica."""
     right = worker_module.router_losses
 
-    def wrong(model, stage, batches, step):
-        return change(right(model, stage, batches, step), len(batches))
+    def wrong(model, stage, batches, step, divisor):
+        return change(right(model, stage, batches, step, divisor), len(batches))
 
     return mock.patch.object(worker_module, "router_losses", wrong)
 

@@ -32,8 +32,8 @@ pytestmark = [
         reason="TRL is not there: make trl-env builds its environment, .venv-trl",
     ),
 ]
-# Relative, in float64. Measured worst case: TODO
-TOLERANCE = 1e-13
+# Relative, in float64. Measured worst case: 2.2e-15.
+TOLERANCE = 2e-14
 LENGTHS, MAX_TOKENS, MOST = [7, 12, 1, 4], 12, 1.1
 GROUPS = [[1.0, 0.0, 0.0, 1.0], [0.1, 0.2, 7.0], [-3.0, 1e6]]
 
@@ -133,9 +133,16 @@ def samples() -> Samples:
 
 @pytest.fixture(scope="module")
 def theirs(tiny, samples) -> dict[str, Any]:
+    always = {
+        "beta": 0.0,
+        "max_completion_length": MAX_TOKENS,
+        # TRL's default multiplies the KL of a token by its ratio, as DeepSeek-V3.2 does; GRPO's
+        # paper does not, nor do we.
+        "use_bias_correction_kl": False,
+    }
     asked = [
         {
-            "config": {"beta": 0.0, "max_completion_length": MAX_TOKENS, **both.theirs},
+            "config": {**always, **both.theirs},
             "inputs": samples.inputs(both),
             "log_probs": samples.log_probs.tolist(),
         }
@@ -193,4 +200,5 @@ def test_the_standard_deviation_is_that_of_trl(theirs):
     for rewards, std in zip(GROUPS, theirs["stds"], strict=True):
         mean = statistics.fmean(rewards)
         want = [(r - mean) / (std + 1e-4) for r in rewards]
-        assert group_advantages(rewards, "grpo") == pytest.approx(want, rel=1e-12)
+        # Its correction n / (n - 1) is rounded to float32. Measured: 1.5e-8.
+        assert group_advantages(rewards, "grpo") == pytest.approx(want, rel=1e-7)
