@@ -36,7 +36,11 @@ VOCAB = 509  # at TP2 one row of the vocabulary is padding
 # Relative, fp32 on the CPU, as in test_losses.py. Measured worst case: 1.8e-6, gradients at DP2.
 TOLERANCE = 5e-6
 MAX_TOKENS = 40  # that an answer may have, of which Dr. GRPO divides by all
-LAYOUTS = {"1x1": layout(), "tp2": layout(tp=2), "pp2": layout(pp=2), "dp2": layout(dp=2)}
+# Three of eight rows are a micro-batch, so that one has two rows of the same number.
+LAYOUTS = {
+    name: replace(layout(**degrees), train=dict(micro_batch_size=3))
+    for name, degrees in {"1x1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}.items()
+}
 
 Values = dict[str, Tensor]  # of the tokens of one answer
 # An answer's tokens: the loss of each, and whether the clip decides it.
