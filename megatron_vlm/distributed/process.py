@@ -27,6 +27,19 @@ SAID = "MEGATRON_VLM_SAID"  # a folder with a file for each error that a rank ha
 SECRET = "MEGATRON_VLM_SECRET"  # of the job: without it seals only tell what was overwritten
 LAUNCHER = "MEGATRON_VLM_LAUNCHER"  # the process id of the launcher, if it is ours
 
+# Variables in which a launcher speaks to one rank, and the beginnings of others.
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", SECRET)
+_JOB = ("TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_ASYNC")
+
+
+def without_job() -> dict[str, str]:
+    """The environment for a process that is no rank: without what a launcher tells this one."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _RANK and not name.startswith(_JOB)
+    }
+
 
 def under_launcher() -> bool:
     """Whether torchrun (or Slurm, or Ray) started this process as one rank of a job. Variables

@@ -18,15 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_vlm.distributed.process import SECRET
+from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.sampling.sampler import SamplerError
 from megatron_vlm.sampling.server.wire import HEADER, Message, head, parse, sizes
 
 SERVER = Path(__file__).parent / "server" / "serve.py"
-# What a launcher says to a rank is not for the engine, whose Python and threads are others.
-_OURS = ("PYTHON", "OMP_", "TORCHELASTIC_", "MASTER_", "GLOO_", "NCCL_ASYNC", SECRET)
-_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+_OURS = ("PYTHON", "OMP_")  # the engine's Python and threads are others
 _SAID = 4000  # characters of its last words that a message has
 
 
@@ -188,11 +186,7 @@ class Engine:
 
 
 def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OURS) and name not in _RANK
-    }
+    return {name: value for name, value in without_job().items() if not name.startswith(_OURS)}
 
 
 def _explained(said: str) -> Exception:

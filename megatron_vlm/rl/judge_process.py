@@ -1,0 +1,221 @@
+"""A process in which a user's reward function, or the environments of a user's class, run.
+
+    python -P -m megatron_vlm.rl.judge_process SOCKET PARENT KIND TARGET TIMEOUT
+
+It is asked over a socket. Whatever is coroutines runs at the same time, all else in the order in
+which it came. It knows nothing of torch or Megatron, and ends with the trainer.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_vlm.data.read.keys import Keys
+from megatron_vlm.data.read.messages import parse_messages
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.parent import signal_when_parent_dies
+from megatron_vlm.rl.environment import Environment, EnvStep
+from megatron_vlm.rl.loading import load, place_of, said
+from megatron_vlm.rl.packing import HEADER, PackingError, pack, repacked, unpack
+
+Request = dict[str, Any]
+_MOST_SHOWN = 200  # characters of a wrong result
+
+
+class _WrongError(Exception):
+    """What a function has done wrong, as the end of a sentence that begins with its name."""
+
+
+class _Link:
+    """The socket's end in this process: it is read by one thread and written by another."""
+
+    def __init__(self, file: int):
+        os.set_inheritable(file, False)  # what a user's code starts does not hold it open
+        self.socket = socket.socket(fileno=file)
+        self.reading: BinaryIO = self.socket.makefile("rb")
+
+    def send(self, message: Request) -> None:
+        self.socket.sendall(pack(message))
+
+    def listen(self, take: Callable[[Request], object]) -> None:
+        """Pass on every request, and end the process after the last."""
+        with contextlib.suppress(OSError):
+            while header := self.reading.read(HEADER.size):
+                text, body = HEADER.unpack(header)
+                take(unpack(self.reading.read(text), self.reading.read(body)))
+        os._exit(0)  # nobody is left to answer
+
+
+class _Bench:
+    """The function or class, and the episodes that are under way here."""
+
+    def __init__(self, found: Callable[..., Any], home: Path, timeout_s: float):
+        self.found, self.home, self.timeout_s = found, home, timeout_s
+        self.episodes: dict[int, Environment] = {}
+        self.shown: set[str] = set()  # places whose errors were printed
+
+    async def answer(self, request: Request) -> Any:
+        """What a request is answered with; _WrongError where the user's code is wrong."""
+        episode = request["episode"]
+        if request["do"] == "reward":
+            record, answer = request["record"], request["answer"]
+            return _of_reward(await self._within(lambda: self.found(record, answer)))
+        if request["do"] == "begin":
+
+            def begin() -> Any:
+                self.episodes[episode] = self.found()
+                return self.episodes[episode].reset(request["record"])
+
+            return _opening(await self._within(begin))
+        environment = self.episodes[episode]
+        return _of_step(await self._within(lambda: environment.step(request["answer"])))
+
+    async def _within(self, call: Callable[[], Any]) -> Any:
+        """What a call returns, if it does so in time."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                result = call()
+                if inspect.isawaitable(result):
+                    result = await result
+        except BaseException as error:  # whatever users raise: SystemExit, too
+            if not limit.expired():
+                raise _WrongError(f"raised {said(error)}{self._place(error)}") from None
+        # A plain function cannot be cancelled, and a coroutine may refuse to be.
+        if limit.expired() or time.monotonic() - began > self.timeout_s:
+            raise _WrongError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
+        return result
+
+    def _place(self, error: BaseException) -> str:
+        """Where it was raised; the first time there, it is printed as Python does."""
+        place = place_of(error, self.home)
+        if place not in self.shown:
+            self.shown.add(place)
+            traceback.print_exception(error)
+        return place
+
+
+def _of_reward(result: Any) -> Request:
+    """What a reward function has returned, as the step that ends an episode."""
+    if not isinstance(result, Mapping):
+        return _step(_number(result, "returned", "a finite number"), {}, [])
+    if "reward" not in result:
+        raise _WrongError(f'returned a mapping without "reward": {_shown(result)}')
+    return _step(result["reward"], {k: v for k, v in result.items() if k != "reward"}, [])
+
+
+def _of_step(result: Any) -> Request:
+    if not isinstance(result, EnvStep):
+        raise _WrongError(f"returned {_shown(result)}, not an EnvStep")
+    return _step(result.reward, result.figures, _messages(result.messages))
+
+
+def _opening(result: Any) -> Any:
+    if result is None:
+        return None
+    if messages := _messages(result):
+        return messages
+    raise _WrongError("returned no messages; for those of the record it is None")
+
+
+def _step(reward: Any, figures: Any, messages: Any) -> Request:
+    if not isinstance(figures, Mapping) or not all(isinstance(name, str) for name in figures):
+        raise _WrongError(f"gave as figures {_shown(figures)}, not numbers by name")
+    checked = {
+        name: _number(value, f"gave as figure {name!r}", "a finite number")
+        for name, value in figures.items()
+    }
+    reward = _number(reward, "gave as reward", "a finite number")
+    return {"reward": reward, "figures": checked, "messages": messages}
+
+
+def _number(value: Any, doing: str, expected: str) -> float:
+    """Of Python's numbers, numpy's, or a tensor without dimensions."""
+    if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise _WrongError(f"{doing} {_shown(value)}, not {expected}")
+
+
+def _messages(value: Any) -> Any:
+    """The messages as they arrive in the trainer, if it can read them."""
+    if not isinstance(value, list | tuple):
+        raise _WrongError(f"gave as messages {_shown(value)}, not a list of messages")
+    try:
+        arriving = repacked(value)
+        parse_messages(arriving, "what it says", Keys("", ()))
+    except PackingError as error:
+        raise _WrongError(f"gave messages that cannot be sent: {error}") from None
+    except DataError as error:
+        raise _WrongError(f"gave messages that are none: {error}") from None
+    return arriving
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = "a value"
+    text = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+async def _serve(link: _Link, bench: _Bench) -> None:
+    """Answer requests until there is nobody to ask."""
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def carry_out(request: Request) -> None:
+        number = request["id"]
+        link.send({"id": number, "begun": True})  # its time counts from now
+        try:
+            link.send({"id": number, "answer": await bench.answer(request)})
+        except _WrongError as error:
+            link.send({"id": number, "wrong": str(error)})
+
+    def take(request: Request) -> None:
+        if request["do"] == "end":
+            bench.episodes.pop(request["episode"], None)
+            return
+        task = loop.create_task(carry_out(request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def listen() -> None:
+        link.listen(lambda request: loop.call_soon_threadsafe(take, request))
+
+    threading.Thread(target=listen, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+def main(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) -> None:
+    """Say whether the function is there, then serve it."""
+    signal_when_parent_dies(signal.SIGKILL)
+    if os.getppid() != int(parent):  # it was gone before we asked
+        os._exit(1)
+    faulthandler.enable()  # a crash in C says where it was
+    link = _Link(int(socket_file))
+    try:
+        found, home = load(kind, target)
+    except MegatronVLMError as error:
+        link.send({"id": 0, "wrong": str(error)})
+        return
+    link.send({"id": 0, "answer": None})
+    asyncio.run(_serve(link, _Bench(found, home, float(timeout_s))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Values on their way between the trainer and the processes of rewards and environments.
+
+A frame is a header with two sizes, JSON, and raw bytes: what JSON has no form for stands in it as
+an object with a mark. Tuples arrive as lists, paths as text, and arrays of numpy as lists of
+numbers. Imported at both ends, so it imports neither torch nor Megatron.
+"""
+
+import datetime
+import json
+import struct
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from pathlib import PurePath
+from typing import Any
+
+import PIL.Image
+
+HEADER = struct.Struct("!QQ")  # bytes of the JSON, bytes of what follows it
+_MARK = "\0"
+# What tables hold beside JSON, as text. A datetime is a date, too: it comes first.
+_TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),
+    "date": (datetime.date, str, datetime.date.fromisoformat),
+    "time": (datetime.time, str, datetime.time.fromisoformat),
+    "decimal": (Decimal, str, Decimal),
+    "path": (PurePath, str, str),
+}
+_KEPT = ("exif", "icc_profile", "transparency")  # of what a picture's file said beside its pixels
+
+
+class PackingError(TypeError):
+    """A value that cannot be sent; says which."""
+
+
+def pack(value: Any) -> bytes:
+    """A frame; PackingError where there is none."""
+    body: list[bytes] = []
+    text = json.dumps(_packed(value, body, ""), separators=(",", ":")).encode()
+    return b"".join((HEADER.pack(len(text), sum(map(len, body))), text, *body))
+
+
+def unpack(text: bytes, body: bytes) -> Any:
+    """The value of a frame's two parts."""
+    return _unpacked(json.loads(text), memoryview(body))
+
+
+def repacked(value: Any) -> Any:
+    """The value as it arrives at the other end."""
+    frame = pack(value)
+    middle = HEADER.size + HEADER.unpack_from(frame)[0]
+    return unpack(frame[HEADER.size : middle], frame[middle:])
+
+
+def _packed(value: Any, body: list[bytes], place: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return _packed_mapping(value, body, place)
+    if isinstance(value, list | tuple):
+        return [_packed(each, body, f"{place}[{i}]") for i, each in enumerate(value)]
+    if isinstance(value, bytes | bytearray | memoryview):
+        return {_MARK: "bytes", "at": _append(body, bytes(value))}
+    if isinstance(value, PIL.Image.Image):
+        return _packed_picture(value, body, place)
+    for name, (kind, to_text, _) in _TEXTS.items():
+        if isinstance(value, kind):
+            return {_MARK: name, "text": to_text(value)}
+    if isinstance(value, datetime.timedelta):
+        return {_MARK: "span", "parts": [value.days, value.seconds, value.microseconds]}
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return _packed(value.tolist(), body, place)
+    raise PackingError(f"{place.lstrip('.') or 'it'} is of type {type(value).__name__}")
+
+
+def _packed_mapping(value: Mapping[Any, Any], body: list[bytes], place: str) -> dict[str, Any]:
+    if all(type(key) is str for key in value) and _MARK not in value:
+        return {key: _packed(each, body, f"{place}.{key}") for key, each in value.items()}
+    pairs = [
+        [_packed(key, body, place), _packed(each, body, f"{place}.{key}")]
+        for key, each in value.items()
+    ]
+    return {_MARK: "pairs", "pairs": pairs}
+
+
+def _packed_picture(image: PIL.Image.Image, body: list[bytes], place: str) -> dict[str, Any]:
+    try:
+        image.load()
+    except Exception as error:  # of a picture that was opened and is damaged
+        raise PackingError(f"{place.lstrip('.')} cannot be decoded: {error}") from error
+    palette = None if image.palette is None else image.palette.mode
+    said = {name: image.info[name] for name in _KEPT if name in image.info}
+    return {
+        _MARK: "picture",
+        "mode": image.mode,
+        "size": image.size,
+        "palette": palette,
+        "colours": None if palette is None else image.getpalette(palette),
+        "said": _packed(said, body, "info"),
+        "at": _append(body, image.tobytes()),
+    }
+
+
+def _append(body: list[bytes], raw: bytes) -> list[int]:
+    start = sum(map(len, body))
+    body.append(raw)
+    return [start, start + len(raw)]
+
+
+def _unpacked(value: Any, body: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(each, body) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_MARK)
+    if kind is None:
+        return {key: _unpacked(each, body) for key, each in value.items()}
+    if kind == "pairs":
+        return {_unpacked(key, body): _unpacked(each, body) for key, each in value["pairs"]}
+    if kind == "bytes":
+        return bytes(body[slice(*value["at"])])
+    if kind == "picture":
+        return _unpacked_picture(value, body)
+    if kind == "span":
+        return datetime.timedelta(*value["parts"])
+    return _TEXTS[kind][2](value["text"])
+
+
+def _unpacked_picture(value: Mapping[str, Any], body: memoryview) -> PIL.Image.Image:
+    pixels = bytes(body[slice(*value["at"])])
+    image = PIL.Image.frombytes(value["mode"], tuple(value["size"]), pixels)
+    if value["palette"] is not None:
+        image.putpalette(value["colours"], value["palette"])
+    image.info.update(_unpacked(value["said"], body))
+    return image
