@@ -181,8 +181,8 @@ class Judges:
             name = self.target + (f".{method}" if self.kind == "environment" else "")
             wrong = error if isinstance(error, WrongError) else f"cannot be given it: {error}"
             raise DataError(
-                f"{episode.where}: {name} {wrong}; mend it, or set rl.failed_reward=0 for what "
-                "such an answer is worth"
+                f"{episode.where}: {name} {wrong}; mend it, or set rl.failed_reward=0 to give "
+                "such answers this reward"
             ) from None
 
     async def _asked(self, episode: _Episode, request: Mapping[str, Any]) -> Any:
