@@ -101,6 +101,10 @@ class Judges:
         """Run it on the loop. The calls of one thread begin in their order."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
+        if self._loop.is_closed():
+            steps.close()
+            future.set_exception(CancelledError("the judges are closed"))
+            return future
 
         async def run() -> None:
             try:
@@ -200,7 +204,7 @@ class Judges:
             except LostError as error:
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
-                if deaths >= _MOST_DEATHS and error.suspects == 1:
+                if deaths >= _MOST_DEATHS:
                     raise WrongError(f"was asked {deaths} times, and its process {error}") from None
 
     async def _restore(self, episode: _Episode, life: Life) -> None:
