@@ -31,7 +31,7 @@ class WrongError(Exception):
     """A user's code is wrong: the end of a sentence that begins with its name."""
 
 
-class LostError(Exception):
+class GoneError(Exception):
     """The process is gone without an answer; says how it ended."""
 
     def __init__(self, ending: str, suspects: int):
@@ -91,11 +91,11 @@ class Life:
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
         """The answer. WrongError where the user's code is wrong, or known to take too long;
-        LostError where the process is gone."""
+        GoneError where the process is gone."""
         number = next(self.numbers)
         call = _Call(asyncio.get_running_loop().create_future())
         if self.ended:
-            raise LostError("is gone", 0)
+            raise GoneError("is gone", 0)
         frame = pack({"id": number, **request})
         self.calls[number] = call
         self.writer.write(frame)  # its thread reads at once, so nothing needs to wait for it
@@ -107,7 +107,7 @@ class Life:
             if not call.answered.done():
                 alone = self._busy() == 1
                 await self.end()
-                if alone and isinstance(call.answered.exception(), LostError):
+                if alone and isinstance(call.answered.exception(), GoneError):
                     raise WrongError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
             return await call.answered
         finally:  # it may be cancelled
@@ -146,7 +146,7 @@ class Life:
         busy = self._busy()
         for call in self.calls.values():
             if not call.answered.done():
-                lost = LostError(_ending(status), busy if call.begun.is_set() else 0)
+                lost = GoneError(_ending(status), busy if call.begun.is_set() else 0)
                 call.answered.set_exception(lost)
                 call.begun.set()
 
@@ -215,7 +215,7 @@ def _of_start(error: BaseException, name: str) -> ConfigError | None:
     """What keeps a process from starting, as a sentence."""
     if isinstance(error, WrongError):
         return ConfigError(str(error))
-    if isinstance(error, LostError):
+    if isinstance(error, GoneError):
         return ConfigError(f"{name}: its process {error} while it was imported")
     if isinstance(error, TimeoutError):
         return ConfigError(f"{name} has not been imported within {_START_S:g} seconds")

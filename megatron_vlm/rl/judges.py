@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.rl.environment import EnvStep, Message
-from megatron_vlm.rl.judge import Judge, Life, LostError, WrongError
+from megatron_vlm.rl.judge import GoneError, Judge, Life, WrongError
 from megatron_vlm.rl.packing import PackingError
 
 _MOST_DEATHS = 3  # of processes, by one call
@@ -201,7 +201,7 @@ class Judges:
                     answer = await life.ask(request)
                     episode.life = life
                     return answer
-            except LostError as error:
+            except GoneError as error:
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
                 if deaths >= _MOST_DEATHS:
