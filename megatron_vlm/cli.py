@@ -18,6 +18,7 @@ from megatron_vlm.early import check_records, check_run
 from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
+from megatron_vlm.rl.command import add_rl_arguments, rl
 from megatron_vlm.run.model import with_commit, with_model
 from megatron_vlm.tools.agreement.start import add_agree_arguments, agree
 from megatron_vlm.tools.planning.arguments import add_plan_arguments
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     with_defaults = argparse.ArgumentDefaultsHelpFormatter
     _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
+    add_rl_arguments(_command(commands, rl))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
     _push_arguments(_command(commands, _push))

@@ -150,7 +150,10 @@ def _typed(composed: Any) -> Config:
     values["lora"] |= {name: _names(values["lora"][name]) for name in ("targets", "train")}
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])
-    data["template_kwargs"] = {} if data["template_kwargs"] is None else data["template_kwargs"]
+    rl = values["rl"]
+    rl["engine_gpus"] = _names(rl["engine_gpus"])
+    for group, name in ((data, "template_kwargs"), (rl, "engine_options")):
+        group[name] = {} if group[name] is None else group[name]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
     values |= {name: cls(**values[name]) for name, cls in groups.items()}
     cfg = Config(**values)

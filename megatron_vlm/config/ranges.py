@@ -42,6 +42,7 @@ _KEYS = {
     _COUNT: """
         lora.rank parallel.layers_per_stage data.max_errors data.num_workers optim.warmup_steps
         train.max_nonfinite eval.examples log.profile_steps log.profile_ranks launch.max_restarts
+        rl.top_k rl.shown
     """,
     _POSITIVE: """
         parallel.tp parallel.pp parallel.ep parallel.cp parallel.virtual_stages
@@ -50,18 +51,23 @@ _KEYS = {
         data.shuffle_window train.steps train.global_batch_size train.micro_batch_size
         train.micro_batch_tokens eval.every eval.batch_size eval.samples eval.answer_samples
         eval.max_new_tokens checkpoint.every checkpoint.keep_last checkpoint.keep_every log.every
-        launch.processes
+        launch.processes rl.turns rl.processes rl.samples rl.max_new_tokens rl.max_tokens
+        rl.max_rounds rl.updates rl.sampler_rows rl.engine_max_len rl.engine_pictures
     """,
     Range(0, 2**32 - 1): "data.seed train.seed",
     _RATE: """
         optim.lr optim.vision_lr optim.merger_lr optim.weight_decay optim.vision_weight_decay
         optim.merger_weight_decay optim.clip_grad launch.cpus_per_rank
         model.router_balance_loss model.router_z_loss
+        rl.temperature rl.kl_coef rl.entropy_coef
     """,
-    _SHARE: "optim.min_lr_ratio optim.decay_ratio",
+    _SHARE: "optim.min_lr_ratio optim.decay_ratio rl.off_policy_steps",
     _DECAY: "optim.beta1 optim.beta2 lora.dropout",
-    Range(0, math.inf, open_least=True, open_most=True): "lora.alpha",
-    Range(0, 1, open_least=True): "optim.eps",
+    Range(0, math.inf, open_least=True, open_most=True): """
+        lora.alpha rl.timeout rl.clip_high rl.max_weight
+    """,
+    Range(-math.inf, math.inf, open_least=True, open_most=True): "rl.failed_reward",
+    Range(0, 1, open_least=True): "optim.eps rl.clip_low rl.top_p",
     Range(0, open_least=True): "train.epochs data.video_fps",
     Range(2): "data.video_max_frames",  # a patch spans two in time
     Range(0, _YEAR, open_least=True): "launch.timeout_minutes",

@@ -14,6 +14,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[int] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
+PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -178,6 +179,44 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class RlConfig:
+    """Learning from samples: `megatron-vlm rl`. See docs/rl.md."""
+
+    reward: str | None = None  # FILE.py:NAME or MODULE:NAME: a function of a record and an answer
+    environment: str | None = None  # instead: the class of an episode with several turns
+    turns: int = 8  # answers in an episode of an environment, at most
+    processes: int = 2  # that rewards and environments run in
+    timeout: float = 60.0  # seconds that one call of them may take
+    failed_reward: float | None = None  # of a call that fails or takes longer; null: stop the run
+    samples: int = 8  # answers to each prompt; train.global_batch_size counts prompts
+    max_new_tokens: int = 512  # of one answer
+    max_tokens: int = 16384  # of an episode: an environment is not asked beyond
+    temperature: float = 1.0  # of the samples
+    top_k: int = 0  # sample among so many of the likeliest tokens; 0: among all
+    top_p: float = 1.0  # sample among the likeliest tokens whose probabilities add up to this
+    loss: PolicyLoss = "ppo"  # of a token; with one update on own samples all but gspo are alike
+    clip_low: float | None = None  # the ratio is clipped at 1 - this; null: as the loss has it
+    clip_high: float | None = None  # and at 1 + this
+    advantage: Literal["grpo", "rloo", "dr_grpo"] = "grpo"  # what rewards are compared with
+    aggregate: Literal["tokens", "sequences", "constant"] = "tokens"  # what is averaged over
+    kl_coef: float | None = None  # of the KL to the initial model; null: it is not computed
+    entropy_coef: float | None = None  # of the entropy; null: it is not computed
+    dynamic_sampling: bool = False  # prompts whose answers all got the same are replaced by others
+    max_rounds: int = 8  # of asking for others; then the step has fewer prompts
+    updates: int = 1  # optimizer steps that the samples of a step are divided among
+    sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or an engine beside it
+    sampler_rows: int = 64  # of one pass of our own, in each replica
+    max_weight: float = 2.0  # of a token whose log-prob an engine had too low; see docs/rl.md
+    off_policy_steps: int = 0  # 1: an engine draws the next step's samples during a step
+    engine: str | None = None  # Python of the environment that has vLLM
+    engine_gpus: tuple[str, ...] = ()  # of each engine, such as "6" or "4,5"; (): one engine
+    engine_max_len: int | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
+    engine_pictures: int | None = None  # of a row, at most; null: of a prompt, and one each turn
+    engine_options: dict[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
+    shown: int = 4  # prompts of a step that samples.jsonl and the report show
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """How processes are started where torchrun has not started them."""
 
@@ -203,6 +242,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    rl: RlConfig = field(default_factory=RlConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     platform: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch finds a GPU
 

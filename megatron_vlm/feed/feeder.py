@@ -65,7 +65,10 @@ class Feeder:
         grid: Grid,
         device: torch.device,
         watchdog: Watchdog,
+        asks: bool = False,
     ):
+        """With `asks` the samples are prompts, see open_data; whoever asks them takes them from
+        `data`, and nothing is started."""
         self.cfg, self.grid, self.device = cfg, grid, device
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
@@ -73,7 +76,7 @@ class Feeder:
         def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any]]:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
-            data = open_data(specs, "data.train", cfg.data, path, sizes, share)
+            data = open_data(specs, "data.train", cfg.data, path, sizes, share, asks=asks)
             length = len(data.order) if isinstance(data, DataSet) else None
             return data, (length, fingerprint(data, cfg).to_json())
 

@@ -71,6 +71,33 @@ class LoadLine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RlLine:
+    """What a step of `megatron-vlm rl` learnt from. None is a figure that was not computed."""
+
+    step: int
+    reward: float  # mean over episodes
+    reward_std: float  # over all of them
+    prompts: int  # learnt from
+    asked: int  # prompts that were asked to find them
+    alike: float  # share of the prompts asked whose answers all got the same reward
+    answer_tokens: float  # of an episode, mean
+    longest_answer: int
+    cut: float  # share of episodes that a limit of length ended
+    turns: float  # answers of an episode, mean
+    sampling_s: float  # from the first question to the last reward
+    kl: float | None = None  # to the initial model
+    entropy: float | None = None
+    ratio: float | None = None  # of probabilities, now to when the answers were drawn
+    clip_fraction: float | None = None  # of tokens
+    drift: float | None = None  # KL of the policy that drew to the one that learns
+    apart: float | None = None  # largest difference of log-probs, engine's and trainer's
+    apart_mean: float | None = None
+    weights_cut: float | None = None  # share of tokens whose weight rl.max_weight cut
+    behind: float | None = None  # optimizer steps since the weights that drew, mean
+    figures: dict[str, float]  # of rewards and environments, by name: means over episodes
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalLine:
     """The scores of one evaluation set; None is a score that was not asked for."""
 
@@ -97,11 +124,12 @@ class EventLine:
     text: str
 
 
-Line = StartLine | StepLine | LoadLine | EvalLine | EventLine
+Line = StartLine | StepLine | LoadLine | RlLine | EvalLine | EventLine
 _KINDS: dict[str, type[Line]] = {
     "start": StartLine,
     "step": StepLine,
     "load": LoadLine,
+    "rl": RlLine,
     "eval": EvalLine,
     "event": EventLine,
 }
@@ -152,6 +180,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     bool: bool,
     dict[str, int]: dict,
     dict[str, str]: dict,
+    dict[str, float]: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
     int | None: lambda count: None if count is None else int(count),
 }
 # How each field is read, by its type; what is not plain is a figure, which may be null.

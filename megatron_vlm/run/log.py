@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.display.text import visible
-from megatron_vlm.run.lines import EvalLine, EventLine, Line, LoadLine, StartLine, StepLine
+from megatron_vlm.run.lines import EvalLine, EventLine, Line, LoadLine, RlLine, StartLine, StepLine
 from megatron_vlm.run.sinks import JsonLines, TensorBoard, WandB
 
 
@@ -71,6 +71,18 @@ class RunLog:
     def expert_load(self, step: int, layers: list[int], load: list[list[int]]) -> None:
         """With the fields of LoadLine, to the files alone."""
         self._write(LoadLine(step, layers, load))
+
+    def samples(self, figures: RlLine) -> None:
+        """What a step learnt from; people get a line as often as for steps."""
+        self._write(figures)
+        step = figures.step
+        if (step + 1) % self.cfg.log.every == 0 or step + 1 == self.total_steps:
+            parts = [f"reward {figures.reward:.4g}", f"{figures.answer_tokens:.1f} tokens"]
+            for name in ("kl", "apart"):
+                if (value := getattr(figures, name)) is not None:
+                    parts.append(f"{name} {value:.2g}")
+            parts.append(f"{figures.sampling_s:.1f} s of sampling")
+            self.say(f"step {step + 1}/{self.total_steps}  {'  '.join(parts)}")
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
         """The scores of one evaluation set, by the fields of EvalLine."""

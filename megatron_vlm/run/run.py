@@ -35,8 +35,11 @@ from megatron_vlm.worker import MegatronWorker, StepMetrics
 class Run:
     """Open it with `with Run.open(cfg, watchdog) as run`."""
 
-    def __init__(self, cfg: Config, watchdog: Watchdog, signals: Signals, opened: ExitStack):
-        """Model and data, and what an earlier run of this folder has done. `opened` closes it."""
+    def __init__(
+        self, cfg: Config, watchdog: Watchdog, signals: Signals, opened: ExitStack, asks: bool
+    ):
+        """Model and data, and what an earlier run of this folder has done. `opened` closes it. With
+        `asks` the data are prompts, which the caller takes from `feeder.data`."""
         opened.callback(signals.restore)
         claim = None
         if rank_of_process() == 0:  # before anything that takes long
@@ -45,14 +48,15 @@ class Run:
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform
-        self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog)
+        self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
         self.examiner = Examiner(worker, cfg)
         self.total_steps = self.feeder.total_steps()
         self.at(0, "resuming", files=True)
         self.saver = Saver(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
-        self.feeder.start(self.progress.position)
+        if not asks:
+            self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
         opened.callback(self.log.close)
         self.profiler = Profiler(cfg, grid.rank, platform)
@@ -66,10 +70,12 @@ class Run:
 
     @staticmethod
     @contextmanager
-    def open(cfg: Config, watchdog: Watchdog, signals: Signals | None = None) -> Iterator["Run"]:
+    def open(
+        cfg: Config, watchdog: Watchdog, signals: Signals | None = None, asks: bool = False
+    ) -> Iterator["Run"]:
         """A run that is closed again whatever happens; without an error, all ranks end together."""
         with ExitStack() as opened:
-            yield Run(cfg, watchdog, signals or Signals(), opened)
+            yield Run(cfg, watchdog, signals or Signals(), opened, asks)
         dist.barrier()
 
     def _announce(self) -> None:

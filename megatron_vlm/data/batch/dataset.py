@@ -100,9 +100,11 @@ def open_data(
     sizes: ModelSizes,
     share: tuple[int, int] = (0, 1),
     train: bool = True,
+    asks: bool = False,
 ) -> DataSet | StreamSet:
     """Open and index every source of `data.train` or `data.eval`; streams are only opened.
-    `share`: which of how many processes this is, where several index together."""
+    `share`: which of how many processes this is, where several index together. With `asks`,
+    samples are prompts: nothing of them is trained, and an answer at their end is left out."""
     encoder = make_encoder(model_path, cfg)
     cache = None if cfg.cache_dir is None else Path(cfg.cache_dir).expanduser()
     if any(spec.streaming for spec in specs):
@@ -111,7 +113,7 @@ def open_data(
         reader = make_reader(encoder, cfg, sizes, stream.root)
         return StreamSet(stream, reader, cfg, WorkModel.of(sizes))
     sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
-    readers = tuple(make_reader(encoder, cfg, sizes, source.root) for source in sources)
+    readers = tuple(make_reader(encoder, cfg, sizes, source.root, asks) for source in sources)
     scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
     indexes = tuple(
         build_index(source, reader, cfg, scratch, share)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.encode.chunk_file import Chunk, ChunkFile
 from megatron_vlm.data.encode.reader import Reader
-from megatron_vlm.data.encode.sample import Dropped, Encoder, Sample
+from megatron_vlm.data.encode.sample import Dropped, Sample
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
 from megatron_vlm.errors import DataError
@@ -91,7 +91,7 @@ def build_index(
     if not len(source):
         raise DataError(f"{source.name} has no records")
     cache = scratch if cfg.cache_dir is None else Path(cfg.cache_dir).expanduser() / "text"
-    folder = cache / index_key(source, reader.encoder, cfg, reader.policy.root)
+    folder = cache / index_key(source, reader, cfg)
     with contextlib.suppress(OSError):  # then nothing can be kept there, and `_keep` says why
         folder.mkdir(parents=True, exist_ok=True)
     names = [f"{start:09d}.safetensors" for start in range(0, len(source), CHUNK)]
@@ -166,18 +166,20 @@ def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
         )
 
 
-def index_key(source: Source, encoder: Encoder, cfg: DataConfig, root: str | None) -> str:
+def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
     """A digest of everything that the encoded text depends on."""
-    tokenizer = encoder.renderer.tokenizer
+    encoder, tokenizer = reader.encoder, reader.encoder.renderer.tokenizer
     parts = {
         "version": [_VERSION, CHUNK],
-        "source": [source.digest, len(source), root],
+        "source": [source.digest, len(source), reader.policy.root],
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "template": tokenizer.chat_template,
         "images": asdict(encoder.images),
         "videos": asdict(encoder.videos),
         "rules": {key: getattr(cfg, key) for key in _DECIDING},
     }
+    if reader.asks:
+        parts["prompts"] = True
     text = json.dumps(parts, sort_keys=True, default=list)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

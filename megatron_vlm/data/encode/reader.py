@@ -20,7 +20,7 @@ from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import CHOSEN, VideoSettings, video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.records import Image, Record, Video
+from megatron_vlm.data.read.records import Chat, Image, Record, Video
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.sizes import ModelSizes, Tokens
@@ -34,16 +34,19 @@ class Reader:
     encoder: Encoder
     policy: MediaPolicy
     tokens: Tokens
+    asks: bool = False  # every record is a prompt; an answer that ends it is left out
 
     def encode(self, raw: object, where: str, prompt: bool = False) -> Sample:
         """Tokens and grids. Only the headers of images are read, not their pixels."""
-        sample = self.encoder.encode(self.parse(raw, where), self.policy, prompt)
+        record = self.parse(raw, where)
+        sample = self.encoder.encode(record, self.policy, prompt or self.asks)
         check_ids(sample.ids_S, self.tokens, f"{where}: token")
         return sample
 
     def parse(self, raw: object, where: str) -> Record:
         """What the raw record says."""
-        return parse_record(raw, where, self.encoder.cfg.ignore_keys)
+        record = parse_record(raw, where, self.encoder.cfg.ignore_keys)
+        return without_answer(record) if self.asks else record
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
         """The sample with its pixels."""
@@ -85,11 +88,23 @@ def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
     return Encoder(renderer, images, videos, cfg)
 
 
-def make_reader(encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None) -> Reader:
+def make_reader(
+    encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None, asks: bool = False
+) -> Reader:
     """A reader for records whose images are in `root`; with None it opens no local files."""
     root = None if root is None else str(Path(root).expanduser())
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
-    return Reader(encoder, policy, sizes.tokens)
+    return Reader(encoder, policy, sizes.tokens, asks)
+
+
+def without_answer(record: Record) -> Record:
+    """The record up to where its last answer begins, if it ends with one."""
+    if not isinstance(record, Chat) or record.turns[-1].role != "assistant":
+        return record
+    turns = record.turns[:-1]
+    if not turns:
+        raise DataError(f"{record.where}: it is an answer to nothing; give what is asked")
+    return replace(record, turns=turns)
 
 
 def _read(

@@ -16,7 +16,15 @@ import numpy as np
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.outside import Outside
-from megatron_vlm.run.lines import EvalLine, EventLine, LoadLine, StartLine, StepLine, from_json
+from megatron_vlm.run.lines import (
+    EvalLine,
+    EventLine,
+    LoadLine,
+    RlLine,
+    StartLine,
+    StepLine,
+    from_json,
+)
 
 _LONGEST = 2**20  # characters of a line
 _ROW = tuple(field.name for field in fields(StepLine))
@@ -36,6 +44,7 @@ class RunMetrics:
     figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
     evaluations: tuple[EvalLine, ...]
     loads: tuple[LoadLine, ...]  # of the experts
+    samples: tuple[RlLine, ...]  # what each step of `megatron-vlm rl` has learnt from
     seconds: float  # of all steps, with those that were done again
     replaced: int  # steps that were done again or lost
     unreadable: int  # lines, such as the last one of a killed run
@@ -110,6 +119,7 @@ class _Reading:
         self.resumes: list[tuple[int, int]] = []  # after so many rows, so many steps were done
         self.evaluations: dict[tuple[str, int], EvalLine] = {}
         self.loads: dict[int, LoadLine] = {}
+        self.samples: dict[int, RlLine] = {}
         self.history: list[StartLine | EventLine] = []
         self.unreadable = 0
 
@@ -127,6 +137,8 @@ class _Reading:
             self.evaluations[line.name, line.step] = line
         elif isinstance(line, LoadLine):
             self.loads[line.step] = line
+        elif isinstance(line, RlLine):
+            self.samples[line.step] = line
         elif line is not None:
             self.history.append(line)
             if isinstance(line, StartLine):
@@ -136,6 +148,7 @@ class _Reading:
         self.resumes.append((len(self.rows) // len(_ROW), step))
         self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
         self.loads = {number: load for number, load in self.loads.items() if number < step}
+        self.samples = {number: each for number, each in self.samples.items() if number < step}
 
     def metrics(self) -> RunMetrics:
         rows = np.array(self.rows).reshape(-1, len(_ROW))
@@ -150,6 +163,7 @@ class _Reading:
             figures=columns,
             evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
             loads=tuple(load for _, load in sorted(self.loads.items())),
+            samples=tuple(line for _, line in sorted(self.samples.items())),
             seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
             replaced=len(rows) - len(kept),
             unreadable=self.unreadable,

@@ -1,0 +1,86 @@
+"""What `megatron-vlm rl` refuses, beside what every run does."""
+
+from pathlib import Path
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.errors import ConfigError
+
+
+def check_rl(cfg: Config) -> None:
+    """Refuse settings from which nothing could be learnt, or that contradict each other."""
+    rl = cfg.rl
+    if (rl.reward is None) == (rl.environment is None):
+        both = "neither is set" if rl.reward is None else "both are set"
+        raise ConfigError(
+            f"rl.reward and rl.environment: {both}; give one of them, as FILE.py:NAME: a function "
+            "of a record and an answer, or the class of an episode"
+        )
+    _check_target("rl.reward", rl.reward)
+    _check_target("rl.environment", rl.environment)
+    if any(spec.streaming for spec in cfg.data.train):
+        raise ConfigError(
+            "data.train is a stream, and prompts are asked by their number, so that a run can "
+            "resume; save it as a file, and give that"
+        )
+    if rl.samples < 2:
+        raise ConfigError(
+            f"rl.samples={rl.samples}: an answer is compared with the others to its prompt; give "
+            "at least 2"
+        )
+    if rl.temperature == 0:
+        raise ConfigError(
+            "rl.temperature=0: all answers to a prompt would be the same, and none better than "
+            "another; give more than 0"
+        )
+    _check_clipping(cfg)
+    _check_sampler(cfg)
+    if rl.updates > cfg.train.global_batch_size:
+        raise ConfigError(
+            f"rl.updates={rl.updates} is above train.global_batch_size="
+            f"{cfg.train.global_batch_size}: each update needs at least one prompt"
+        )
+
+
+def _check_target(key: str, value: str | None) -> None:
+    if value is None:
+        return
+    where, colon, name = value.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ConfigError(f"{key}={value}: give FILE.py:NAME or MODULE:NAME")
+    if where.endswith(".py") and not Path(where).is_file():
+        raise ConfigError(f"{key}={value}: there is no file {where}")
+
+
+def _check_clipping(cfg: Config) -> None:
+    rl = cfg.rl
+    if rl.loss == "importance_sampling" and (rl.clip_low or rl.clip_high):
+        raise ConfigError(
+            f"rl.loss=importance_sampling clips nothing, and rl.clip_low={rl.clip_low}, "
+            f"rl.clip_high={rl.clip_high}; leave them out, or choose rl.loss=ppo"
+        )
+
+
+def _check_sampler(cfg: Config) -> None:
+    rl = cfg.rl
+    if rl.sampler == "vllm" and rl.engine is None:
+        raise ConfigError(
+            "rl.sampler=vllm needs rl.engine, the Python of an environment that has vLLM, such as "
+            ".venv-vllm/bin/python after `make vllm-env`"
+        )
+    if rl.sampler == "own" and (rl.engine is not None or rl.engine_gpus or rl.engine_options):
+        raise ConfigError(
+            "rl.sampler=own starts no engine, and rl.engine, rl.engine_gpus or rl.engine_options "
+            "is set; give rl.sampler=vllm, or leave them out"
+        )
+    if rl.sampler == "own" and rl.off_policy_steps:
+        raise ConfigError(
+            "rl.off_policy_steps=1 draws samples while a step trains, and with rl.sampler=own the "
+            "same processes would do both; give rl.sampler=vllm, or 0"
+        )
+    if rl.sampler == "vllm" and cfg.data.add_tokens:
+        raise ConfigError(
+            "rl.sampler=vllm with data.add_tokens: an engine begins with model.path, which lacks "
+            "them; export a model that has them first, or choose rl.sampler=own"
+        )
+    if not isinstance(rl.engine_options, dict):
+        raise ConfigError(f"rl.engine_options={rl.engine_options!r}: give {{NAME: VALUE}}")

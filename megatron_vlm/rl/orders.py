@@ -1,0 +1,124 @@
+"""What rank 0 has all ranks do between two optimizer steps: rank 0 alone has the prompts, the
+rewards and the environments, and all ranks draw and learn."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
+from megatron_vlm.distributed.messages import all_gather_json, broadcast_bytes, broadcast_json
+from megatron_vlm.errors import DataError
+from megatron_vlm.rl.desk import Asked
+from megatron_vlm.sampling.sampler import SamplerError
+from megatron_vlm.step.completions import Completion, SamplingSettings
+from megatron_vlm.worker import MegatronWorker
+
+EVERY_S = 2.0  # that others hear of rank 0 where it only waits
+
+
+class Orders:
+    """On every rank. What rank 0 gives, the others take; Stopped on all of them once one was told
+    to stop."""
+
+    def __init__(self, worker: MegatronWorker, signals: Signals):
+        self.worker, self.signals = worker, signals
+        self.device = worker.platform.device
+        self.rows = worker.cfg.rl.sampler_rows
+        self.last = time.monotonic()
+
+    def wait(self) -> None:
+        """On rank 0, often: it waits for a reward or an engine, and is alive."""
+        if time.monotonic() - self.last > EVERY_S:
+            self._give({"do": "wait"})
+
+    def draw(self, asked: Sequence[Asked], settings: SamplingSettings) -> list[list[Completion]]:
+        """On rank 0: answers of our own decoder, drawn by all ranks."""
+        found: dict[int, list[Completion]] = {}
+        for n in sorted({len(each.seeds) for each in asked}):
+            places = [place for place, each in enumerate(asked) if len(each.seeds) == n]
+            seeds = [asked[place].seeds[0] for place in places]
+            rows = [asked[place].prompt for place in places]
+            order = {"do": "draw", "settings": asdict(settings), "n": n, "seeds": seeds}
+            self._give(order, batch_of(rows).to_bytes())
+            found |= zip(places, self._draw(rows, settings, n, seeds), strict=True)
+        return [found[place] for place in range(len(asked))]
+
+    def tell(self, content: bytes, facts: dict[str, Any]) -> None:
+        """On rank 0: what all were waiting for is there."""
+        self._give({"do": "go on", "facts": facts}, content)
+
+    def fail(self, error: Exception) -> None:
+        """On rank 0, which then raises the error itself."""
+        self._give({"do": "fail", "text": str(error), "data": isinstance(error, DataError)})
+
+    def follow(self) -> tuple[bytes, dict[str, Any]]:
+        """On the others: take orders until rank 0 tells what it has."""
+        while True:
+            order, content = self._take()
+            if order["do"] == "draw":
+                rows = rows_of(TensorBatch.from_bytes(content))
+                self._draw(rows, _settings(order["settings"]), order["n"], order["seeds"])
+            elif order["do"] == "fail":
+                raise (DataError if order["data"] else SamplerError)(order["text"])
+            elif order["do"] == "go on":
+                return content, order["facts"]
+
+    def _give(self, order: dict[str, Any], content: bytes = b"") -> None:
+        self._meet()
+        broadcast_json(order | {"has_content": bool(content)}, 0, None, self.device)
+        if content:
+            broadcast_bytes(content, 0, None, self.device)
+
+    def _take(self) -> tuple[dict[str, Any], bytes]:
+        self._meet()
+        order = broadcast_json(None, 0, None, self.device)
+        content = b""
+        if order["has_content"]:
+            content = broadcast_bytes(None, 0, None, self.device)
+        return order, content
+
+    def _meet(self) -> None:
+        self.last = time.monotonic()
+        self.worker.watchdog.alive()
+        vote = Vote.OK if self.signals.received is None else Vote.STOP
+        if agree(vote, self.device) == Vote.STOP:
+            raise Stopped
+
+    def _draw(
+        self, rows: Sequence[Row], settings: SamplingSettings, n: int, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """A collective. Each replica draws for the prompts that are dealt to it."""
+        grid, dims = self.worker.grid, self.worker.dims
+        mine = range(grid.dp.rank, len(rows), grid.dp.size)
+        found = self.worker.sample(
+            [rows[place] for place in mine],
+            settings,
+            n,
+            [seeds[place] for place in mine],
+            self.rows,
+        )
+        said = [[_plain(each) for each in answers] for answers in found] if grid.leads else []
+        of_ranks = all_gather_json(said, None, self.device)
+        of_replicas = [of_ranks[dims.leader_of(replica)] for replica in range(grid.dp.size)]
+        return [
+            [_completion(each) for each in of_replicas[place % grid.dp.size][place // grid.dp.size]]
+            for place in range(len(rows))
+        ]
+
+
+def _settings(said: dict[str, Any]) -> SamplingSettings:
+    lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+    return SamplingSettings(**(said | lists))
+
+
+def _plain(answer: Completion) -> list[Any]:
+    return [answer.ids, answer.log_probs, answer.ended, answer.version]
+
+
+def _completion(said: list[Any]) -> Completion:
+    ids, log_probs, ended, version = said
+    return Completion(tuple(ids), tuple(log_probs), ended, version)

@@ -1,0 +1,236 @@
+# .venv/bin/python -m pytest tests/test_rl.py
+"""Learning from samples as a user starts it: every layout draws the same and learns the same, a run
+resumes bit for bit, and what the model is trained on is what it has seen and said."""
+
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_vlm.distributed.process import guarded
+from megatron_vlm.rl.learn import run_rl
+from tests.sets import write_set
+
+TASKS = Path(__file__).parent / "rl_tasks.py"
+STEPS = 3
+# Of weights after three steps of Adam with lr 1e-3. Measured worst case: 1.2e-7.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rl")
+    write_set(folder, rows=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tiny) -> str:
+    return tiny(deepstack=1, from_scratch=True)
+
+
+def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
+    keys = {
+        "model": "tiny_cpu",
+        "model.path": model,
+        "data.train": folder / "train.jsonl",
+        "data.cache_dir": folder / "cache",
+        "run": folder / run,
+        "train.steps": STEPS,
+        "train.global_batch_size": 3,
+        "train.micro_batch_size": 4,
+        "optim.lr": 1e-3,
+        "optim.eps": 1e-3,  # or it would turn rounding of gradients near zero into steps
+        "optim.schedule": "constant",
+        "log.report": False,
+        "launch.timeout_minutes": 2,
+        "rl.samples": 4,
+        "rl.max_new_tokens": 6,
+        "rl.kl_coef": 0.1,
+        "rl.entropy_coef": 0.0,
+        "rl.processes": 1,
+        "rl.shown": 9,
+    }
+    if not any(word.startswith(("rl.reward=", "rl.environment=")) for word in more):
+        keys["rl.reward"] = f"{TASKS}:letters"
+    return [*(f"{key}={value}" for key, value in keys.items()), *more]
+
+
+def run_rank(given: list[str]) -> tuple[int, str, str]:
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = guarded(run_rl, given)
+    return status, out.getvalue(), err.getvalue()
+
+
+def go(pool, world: int, folder: Path, *args: str) -> tuple[int, str, str]:
+    """Rank 0's status and words."""
+    answers = pool.run(run_rank, world, words(folder, *args))
+    assert len({status for status, _, _ in answers}) == 1, answers
+    return answers[0]
+
+
+def learnt(pool, world: int, folder: Path, *args: str) -> Path:
+    status, _, err = go(pool, world, folder, *args)
+    assert status == 0, err
+    return folder / args[1]
+
+
+def lines(run: Path, kind: str) -> list[dict]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def samples(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "export" / "model.safetensors")
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference of a weight."""
+    theirs = weights(other)
+    return max(float((value - theirs[name]).abs().max()) for name, value in weights(one).items())
+
+
+@pytest.fixture(scope="module")
+def alone(pool, folder, model) -> Path:
+    return learnt(pool, 1, folder, model, "alone")
+
+
+@pytest.fixture(scope="module")
+def looks(pool, folder, model) -> Path:
+    return learnt(pool, 1, folder, model, "looks", f"rl.environment={TASKS}:Looks")
+
+
+LAYOUTS = {
+    "pp2": (2, ["parallel.pp=2"]),
+    "tp2": (2, ["parallel.tp=2"]),
+    "dp3": (3, []),
+    "pp2dp2": (4, ["parallel.pp=2", "parallel.distributed_optimizer=true"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name):
+    world, parallel = LAYOUTS[name]
+    run = learnt(pool, world, folder, model, name, *parallel)
+    assert samples(run) == samples(alone)
+    assert furthest(run, alone) < TOLERANCE
+    for mine, theirs in zip(lines(run, "rl"), lines(alone, "rl"), strict=True):
+        assert mine["reward"] == theirs["reward"]
+        assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2dp2"])
+def test_so_do_they_over_several_turns(pool, folder, model, looks, name):
+    world, parallel = LAYOUTS[name]
+    environment = f"rl.environment={TASKS}:Looks"
+    run = learnt(pool, world, folder, model, f"looks-{name}", environment, *parallel)
+    assert samples(run) == samples(looks)
+    assert furthest(run, looks) < TOLERANCE
+
+
+def test_the_weights_do_learn(alone, model):
+    """So that equality above says something."""
+    start = load_file(Path(model) / "model.safetensors")
+    moved = [float((value - start[name]).abs().max()) for name, value in weights(alone).items()]
+    assert min(moved) > 100 * TOLERANCE
+
+
+def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
+    name, rest = "resumed", "checkpoint.every=1"
+    learnt(pool, 1, folder, model, name, rest, "train.steps=2", "checkpoint.export=false")
+    run = learnt(pool, 1, folder, model, name, rest)
+    assert furthest(run, alone) == 0
+    assert samples(run) == samples(alone)
+    assert [line["step"] for line in lines(run, "rl")] == [0, 1, 2]
+
+
+def test_the_reference_is_the_model_at_the_start(alone):
+    """Also after a resume: it is read from model.path."""
+    kl = [line["kl"] for line in lines(alone, "rl")]
+    assert abs(kl[0]) < 1e-7 < 1e-4 < kl[1] < kl[2]
+    entropy = [line["entropy"] for line in lines(alone, "rl")]
+    assert all(1 < each < 8 for each in entropy)  # of a few hundred tokens
+
+
+def test_dynamic_sampling_replaces_prompts_that_teach_nothing(pool, folder, model):
+    """Only 3 of 7 records have two pictures or more, for which rewards differ."""
+    more = [f"rl.reward={TASKS}:equal", "rl.dynamic_sampling=true", "train.global_batch_size=2"]
+    run = learnt(pool, 2, folder, model, "dynamic", *more, "data.shuffle=false")
+    for line in lines(run, "rl"):
+        assert line["prompts"] == 2 < line["asked"]
+        assert line["alike"] == pytest.approx(1 - 2 / line["asked"])
+    for sample in samples(run):
+        assert len({each["reward"] for each in sample["episodes"]}) > 1
+    # In the order of the file, over the ends of epochs: records 2, 3 and 6 of 0 to 6.
+    asked = [line["asked"] for line in lines(run, "rl")]
+    assert asked == [4, 6, 4]
+    assert [line["epoch"] for line in lines(run, "step")] == [0, 1, 1]
+
+
+def test_without_it_such_prompts_stay(pool, folder, model):
+    more = [f"rl.reward={TASKS}:equal", "data.shuffle=false", "train.steps=1"]
+    run = learnt(pool, 1, folder, model, "static", *more, "train.global_batch_size=7")
+    [line] = lines(run, "rl")
+    assert (line["prompts"], line["asked"], line["alike"]) == (7, 7, pytest.approx(4 / 7))
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "ppo"])
+def test_several_updates_of_one_step_clip(pool, folder, model, loss):
+    more = [f"rl.loss={loss}", "rl.updates=3", "optim.lr=1e-2", "rl.aggregate=sequences"]
+    run = learnt(pool, 2, folder, model, f"updates-{loss}", *more, "parallel.pp=2")
+    found = lines(run, "rl")
+    assert len(found) == STEPS and any(line["drift"] > 1e-3 for line in found)
+    assert 0 < sum(line["clip_fraction"] for line in found) / STEPS < 1
+
+
+def test_adapters_learn_against_the_model_without_them(pool, folder, model):
+    run = learnt(pool, 2, folder, model, "lora", "lora=default", "parallel.pp=2", "optim.lr=1e-2")
+    kl = [line["kl"] for line in lines(run, "rl")]
+    assert abs(kl[0]) < 1e-7 < 1e-4 < kl[2]
+    assert (run / "export" / "adapter_config.json").exists()
+
+
+def test_a_wrong_reward_names_the_record_on_every_rank(pool, folder, model):
+    answers = pool.run(
+        run_rank, 2, words(folder, model, "wrong", f"rl.reward={TASKS}:wrong", "parallel.pp=2")
+    )
+    assert [status for status, _, _ in answers] == [2, 2]
+    for _, _, err in answers:
+        assert "train.jsonl" in err and "KeyError" in err and "rl_tasks.py" in err
+
+
+def test_a_reward_that_fails_may_have_a_value(pool, folder, model):
+    more = [f"rl.reward={TASKS}:wrong", "rl.failed_reward=0", "train.steps=1"]
+    run = learnt(pool, 1, folder, model, "failing", *more)
+    [line] = lines(run, "rl")
+    assert line["reward"] == 0 and line["figures"] == {"failed": 1}
+
+
+REFUSED = {
+    "rl.reward=null": "rl.reward and rl.environment: neither is set",
+    f"rl.environment={TASKS}:Looks": "both are set",
+    "rl.samples=1": "rl.samples=1",
+    "rl.temperature=0": "rl.temperature=0",
+    "rl.sampler=vllm": "needs rl.engine",
+    "rl.off_policy_steps=1": "give rl.sampler=vllm",
+    "rl.updates=4": "rl.updates=4 is above train.global_batch_size=3",
+    "rl.engine=/usr/bin/python3": "starts no engine",
+    "rl.los=ppo": "rl.loss",
+    "rl.reward=rewards.py": "rl.reward",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_is_refused_at_once(folder, model, word):
+    given = words(folder, model, "refused", f"rl.reward={TASKS}:letters", word)
+    status, _, err = run_rank(given)
+    assert status == 2 and REFUSED[word] in err
+    assert not (folder / "refused").exists()
