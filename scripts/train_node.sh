@@ -11,4 +11,4 @@ if [ "$processes" -eq 0 ]; then
 fi
 # With it the ranks tell each other's messages from a stranger's: see docs/clusters.md.
 export MEGATRON_VLM_SECRET=${MEGATRON_VLM_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \n")}
-exec torchrun --standalone --nproc-per-node="$processes" -m megatron_vlm.train "$@"
+exec torchrun --standalone --nproc-per-node="$processes" -m "${MODULE:-megatron_vlm.train}" "$@"

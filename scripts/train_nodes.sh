@@ -19,4 +19,4 @@ meets_here=$([ "$NODE" -eq 0 ] && echo true || echo false)
 exec torchrun \
   --nnodes="${LEAST:-$NODES}:$NODES" --nproc-per-node="$processes" --max-restarts="${RESTARTS:-0}" \
   --rdzv-backend=c10d --rdzv-endpoint="$MASTER:${PORT:-29500}" --rdzv-id=megatron-vlm \
-  --rdzv-conf="is_host=$meets_here" -m megatron_vlm.train "$@"
+  --rdzv-conf="is_host=$meets_here" -m "${MODULE:-megatron_vlm.train}" "$@"

@@ -24,7 +24,7 @@ status=0
 # shellcheck disable=SC2016 # the variables expand in each task
 srun --kill-on-bad-exit=0 bash -c '
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-  exec python -m megatron_vlm.train "$@"' task "$@" || status=$?
+  exec python -m "${MODULE:-megatron_vlm.train}" "$@"' task "$@" || status=$?
 if [ "$status" -eq 75 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -34,12 +34,12 @@ def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) ->
     command = getattr(importlib.import_module(module), function)
     if under_launcher():
         return run_process(command, arguments)
-    if cfg.launch.backend == "ray" and function == "run_train":
+    if cfg.launch.backend == "ray" and function in ("run_train", "run_rl"):
         check_ray()
         address = ray_address(cfg)
         from megatron_vlm.launch.ray_job import run_ray_job
 
-        return run_ray_job(cfg, arguments, address)
+        return run_ray_job(cfg, arguments, address, (module, function))
     gpus = 0
     if cfg.platform != "cpu":
         from megatron_vlm.distributed.device import count_gpus  # it imports torch

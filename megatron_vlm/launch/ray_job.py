@@ -1,9 +1,10 @@
-"""`launch=ray`: the training of train.py, with one actor of a Ray cluster for each rank.
+"""`launch=ray`: training, or learning from samples, with an actor of a Ray cluster for each rank.
 
 What a rank prints, Ray shows on the driver after the rank's name. If a rank or a node is lost, the
 job starts again from its last complete checkpoint, on as many nodes as are left.
 """
 
+import importlib
 import os
 import time
 from collections.abc import Sequence
@@ -31,18 +32,22 @@ from megatron_vlm.launch.restart import (
     wait_for_ranks,
 )
 
+Command = tuple[str, str]  # the module and the function that each rank runs
+TRAIN = ("megatron_vlm.train", "run_train")
 _SETTLE_S = 20.0  # before a restart: the cluster needs it to notice that a node is gone
 
 
-def run_ray_job(cfg: Config, arguments: Sequence[str], address: str) -> int:
-    """Train in the cluster at this address, again after a failure; the exit status."""
+def run_ray_job(
+    cfg: Config, arguments: Sequence[str], address: str, command: Command = TRAIN
+) -> int:
+    """Run a command in the cluster at this address, again after a failure; the exit status."""
     started = not ray.is_initialized()
     if started:
         dashboard = False if address == "local" else None
         ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
     try:
         return run_with_restarts(
-            lambda restart: _run_once(cfg, arguments, restart), cfg.launch.max_restarts
+            lambda restart: _run_once(cfg, arguments, restart, command), cfg.launch.max_restarts
         )
     finally:
         if started:
@@ -57,14 +62,15 @@ class TrainActor(RankActor):
         self.signals: Any = None
         os.environ[RESTART] = str(restart)
 
-    def run(self, arguments: Sequence[str], store: StoreAddress) -> int:
+    def run(self, arguments: Sequence[str], store: StoreAddress, command: Command = TRAIN) -> int:
         """The exit status of this rank."""
         from megatron_vlm.distributed.agree import Signals
-        from megatron_vlm.train import run_train
 
+        module, function = command
+        run = getattr(importlib.import_module(module), function)
         self.use_store(store)
         self.signals = Signals()
-        return guarded(lambda given: run_train(given, self.signals), arguments)
+        return guarded(lambda given: run(given, self.signals), arguments)
 
     def stop(self, number: int) -> None:
         """Save and stop after this step."""
@@ -72,7 +78,7 @@ class TrainActor(RankActor):
             self.signals.received = number
 
 
-def _run_once(cfg: Config, arguments: Sequence[str], restart: int) -> Ending:
+def _run_once(cfg: Config, arguments: Sequence[str], restart: int, command: Command) -> Ending:
     if restart:
         time.sleep(_SETTLE_S)
     resources = _resources_of_rank(cfg)
@@ -90,7 +96,7 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int) -> Ending:
 
     try:
         with signals_sent_to(send) as received:
-            ending = _train(actors, list(arguments), cfg.launch.timeout_minutes)
+            ending = _train(actors, list(arguments), cfg.launch.timeout_minutes, command)
         return replace(ending, stopped=bool(received))
     finally:
         for actor in actors:
@@ -98,14 +104,16 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int) -> Ending:
         remove_placement_group(place)
 
 
-def _train(actors: Sequence[Any], arguments: list[str], minutes: float) -> Ending:
+def _train(
+    actors: Sequence[Any], arguments: list[str], minutes: float, command: Command
+) -> Ending:
     try:
         store = ray.get(actors[0].open_store.remote(), timeout=60 * minutes)
     except GetTimeoutError:
         return Ending(STUCK, f"rank 0 has not started in launch.timeout_minutes={minutes:g}")
     except RayActorError as error:
         return Ending(FAILED, f"rank 0 could not start: {error}")
-    refs = [actor.run.remote(arguments, store) for actor in actors]
+    refs = [actor.run.remote(arguments, store, command) for actor in actors]
     running = list(refs)
 
     def ended() -> list[Ending]:
