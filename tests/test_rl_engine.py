@@ -1,0 +1,84 @@
+# make vllm-env, then .venv/bin/python -m pytest tests/test_rl_engine.py
+"""Learning from the samples of real vLLM: what it says of its answers is what the trainer says, of
+the weights before each step, however these reach it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine import ENVIRONMENT, MISSING, READY
+from tests.sets import write_set
+from tests.test_rl import learnt, lines, samples
+
+pytestmark = [
+    pytest.mark.slow,  # each engine takes 15 s to start
+    pytest.mark.skipif(not READY, reason=MISSING),
+]
+
+# fp32 on the CPU, of log-probs from -3 to -9. Measured worst case: 3.9e-6.
+TOLERANCE = 2e-5
+ENGINE = [
+    "rl.sampler=vllm",
+    f"rl.engine={ENVIRONMENT}/bin/python",
+    "rl.engine_options={skip_mm_profiling:true}",
+    "data.max_tokens=300",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rl-engine")
+    write_set(folder, rows=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tiny) -> str:
+    """32 is the least width of a head that vLLM's attention on the CPU takes."""
+    return tiny(head_dim=32, deepstack=1, from_scratch=True)
+
+
+def check(run: Path, steps: int, behind: int = 0) -> None:
+    found = lines(run, "rl")
+    assert [line["step"] for line in found] == list(range(steps))
+    for line in found:
+        late = min(line["step"], behind)
+        assert line["behind"] == late
+        assert (line["apart"] < TOLERANCE) == (late == 0), line["apart"]
+        assert (line["weights_cut"] == 0) or late
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=1", "parallel.pp=2"])
+def test_an_engine_says_what_the_trainer_says(pool, folder, model, layout):
+    world = int(layout[-1])
+    run = learnt(pool, world, folder, model, f"plain-{world}", *ENGINE, layout)
+    check(run, 3)
+    assert all(len(each["episodes"]) == 4 for each in samples(run))
+
+
+def test_so_does_one_that_gets_adapters_alone(pool, folder, model):
+    run = learnt(pool, 2, folder, model, "lora", *ENGINE, "lora=default", "optim.lr=1e-2")
+    check(run, 3)
+    assert [path.name for path in (run / "engine").iterdir()] == ["adapter-2"]
+
+
+def test_a_resumed_run_gives_its_engine_the_weights_that_it_has(pool, folder, model):
+    first = ["train.steps=2", "checkpoint.export=false", "optim.lr=1e-2"]
+    learnt(pool, 1, folder, model, "resumed", *ENGINE, *first)
+    run = learnt(pool, 1, folder, model, "resumed", *ENGINE, "optim.lr=1e-2")
+    check(run, 3)
+
+
+def test_samples_of_the_next_step_are_drawn_during_this_one(pool, folder, model):
+    """They are of the weights before it, and weighed by what these have become."""
+    ahead = ["rl.off_policy_steps=1", "optim.lr=1e-2", "train.steps=4"]
+    run = learnt(pool, 2, folder, model, "ahead", *ENGINE, *ahead, "parallel.pp=2")
+    check(run, 4, behind=1)
+
+
+def test_an_environment_shows_pictures_to_an_engine(pool, folder, model):
+    tasks = Path(__file__).parent / "rl_tasks.py"
+    more = [f"rl.environment={tasks}:Looks", "rl.max_tokens=400"]
+    run = learnt(pool, 1, folder, model, "looks", *ENGINE, *more)
+    check(run, 3)
+    assert all(line["turns"] > 2 for line in lines(run, "rl"))
