@@ -29,19 +29,19 @@ demo-lora: setup
 	rm -rf .demo-lora
 	$(BIN)/python scripts/demo_lora.py .demo .demo-lora
 
+# Three runs that learn from samples; one of them needs `make vllm-env`.
 reinforce: setup
 	rm -rf .reinforce
-	$(BIN)/python scripts/reinforce_shapes.py .reinforce --make
-	$(BIN)/torchrun --standalone --nproc-per-node 2 scripts/reinforce_shapes.py .reinforce parallel.pp=2
+	$(BIN)/python scripts/rl/examples.py .reinforce
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 # SEQUENCES=N plays N random sequences of commands in each of five parts, not 100. What starts jobs
 # and kills them runs alone.
-SIDE_BY_SIDE := $(addprefix tests/test_,fuzz.py sequences.py chains.py what_fits.py lora.py lora_checkpoint.py \
-	lora_files.py moe.py moe_balance.py moe_train.py plan_experts.py vllm.py vllm_sampler.py agreement_vllm.py wheel.py \
-	simulate_scale.py full_disk.py hub.py sinks.py hostile.py)
+SIDE_BY_SIDE := $(addprefix tests/test_,agreement_vllm.py fuzz.py sequences.py chains.py what_fits.py lora.py \
+	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
+	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py sinks.py hostile.py)
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))

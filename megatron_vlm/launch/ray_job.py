@@ -104,9 +104,7 @@ def _run_once(cfg: Config, arguments: Sequence[str], restart: int, command: Comm
         remove_placement_group(place)
 
 
-def _train(
-    actors: Sequence[Any], arguments: list[str], minutes: float, command: Command
-) -> Ending:
+def _train(actors: Sequence[Any], arguments: list[str], minutes: float, command: Command) -> Ending:
     try:
         store = ray.get(actors[0].open_store.remote(), timeout=60 * minutes)
     except GetTimeoutError:

@@ -15,6 +15,7 @@ from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.encode.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.messages import all_gather_json
+from megatron_vlm.rl.advantages import importance_weights
 from megatron_vlm.rl.lesson import Lesson, LessonRow, Update
 from megatron_vlm.step.losses import Objective
 from megatron_vlm.worker import MegatronWorker, StepMetrics
@@ -80,8 +81,8 @@ class Learner:
         if rl.sampler != "own":  # whose log-probs are the trainer's own
             old = self._scored(self.worker, lesson, rows)
             for number, each in rows.items():
-                ratio_S = (old[number] - each.sampler_log_probs_S).exp()
-                weights[number] = ratio_S.clamp(max=rl.max_weight)
+                both = old[number].tolist(), each.sampler_log_probs_S.tolist()
+                weights[number] = torch.tensor(importance_weights(*both, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
             reference = self._scored(self.reference, lesson, rows)

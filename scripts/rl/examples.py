@@ -1,0 +1,138 @@
+"""Three runs of `megatron-vlm rl` that learn: `make reinforce` runs them.
+
+    python scripts/rl/examples.py OUT [own vllm crop]
+
+- own, vllm: a tiny model learns by trial and error what colour a shape has. It is told whether it
+  was right, never the right answer. The samples are its own decoder's, on two pipeline stages, or
+  those of vLLM (`make vllm-env`; where that is missing, this run is left out).
+- crop: it looks twice. It sees a small grey picture, asks for a crop, and names the colour there.
+
+Before, it learns from answers to other pictures what an answer looks like: it names one of the
+colours whatever it sees. The exit status is 1 where a run has not learnt.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import crop
+
+from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
+from megatron_vlm.demo.tiny import TinySpec, write_tiny
+
+HERE = Path(__file__).parent
+ENGINE = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
+TINY = TinySpec(
+    layers=3,
+    hidden=96,
+    head_dim=32,
+    vision_depth=2,
+    vision_hidden=64,
+    deepstack=1,
+    from_scratch=True,
+)
+LAST = 10  # steps in the mean that is asked for
+WANTED = {"own": 0.9, "vllm": 0.9, "crop": 0.8}
+STEPS = {"own": 90, "vllm": 90, "crop": 130}
+ALIKE = 0.2  # how far the curves of both samplers may be apart, in the mean over all steps
+COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
+COMMON += ["optim.lr=1e-3", "optim.beta2=0.98", "optim.schedule=constant", "log.every=10"]
+RL = ["train.global_batch_size=32", "rl.max_new_tokens=4", "rl.sampler_rows=256"]
+
+
+def megatron_vlm(command: str, *words: str, processes: int = 1) -> None:
+    """As in a terminal; what it prints goes there, too."""
+    words = (*COMMON, *words, f"launch.processes={processes}")
+    subprocess.run([sys.executable, "-m", "megatron_vlm.cli", command, *words], check=True)
+
+
+def learn_words(out: Path, data: Path, ignored: str) -> str:
+    """A model that knows what answers look like; its folder."""
+    run = data.parent / "words"
+    more = ["train.steps=60", "train.global_batch_size=64", f"data.ignore_keys={ignored}"]
+    megatron_vlm("train", f"model.path={out / 'base'}", f"data.train={data}", f"run={run}", *more)
+    return f"model.path={run / 'export'}"
+
+
+def make_colours(out: Path) -> list[str]:
+    """Pictures of one shape each, and a model that names colours."""
+    folder = out / "colours"
+    write_shapes(folder, ShapesSpec(4000, 200, kinds=("colour",), max_shapes=1))
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    answers = [record["messages"][-1] for record in records]
+    random.Random(0).shuffle(answers)
+    for record, answer in zip(records, answers, strict=True):
+        record["messages"][-1] = answer
+    words = folder / "words.jsonl"
+    words.write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = learn_words(out, words, "[kind]")
+    data = [f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}"]
+    more = ["data.ignore_keys=[kind]", "data.max_tokens=256", "eval.generate=true"]
+    reward = f"rl.reward={HERE / 'colour.py'}:right"
+    return [model, *data, *more, "eval.max_new_tokens=4", "rl.kl_coef=0.02", reward]
+
+
+def make_crops(out: Path) -> list[str]:
+    """The task of crop.py, and a model that knows what is said there."""
+    folder = out / "crops"
+    crop.make(folder, 3000)
+    model = learn_words(out, folder / "words.jsonl", "[]")
+    game = f"rl.environment={HERE / 'crop.py'}:Crop"
+    ignored = "data.ignore_keys=[picture,side,colour]"
+    return [model, f"data.train={folder / 'crop.jsonl'}", ignored, "rl.kl_coef=0.04", game]
+
+
+def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
+    """The mean reward of each step of a run."""
+    more = [f"train.steps={STEPS[name]}", f"run={out / name}"]
+    if name == "vllm":
+        more += ["rl.sampler=vllm", f"rl.engine={ENGINE}"]
+        more += ["rl.engine_options={skip_mm_profiling:true}"]
+    if name == "own":
+        more += ["parallel.pp=2"]
+    megatron_vlm("rl", *RL, *task, *more, processes=2 if name == "own" else 1)
+    lines = (out / name / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [line["reward"] for line in found if line["kind"] == "rl"]
+
+
+def main(out: Path, names: Sequence[str]) -> int:
+    """Run them; the exit status."""
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    if out.exists():
+        print(f"{out} is there already: give a new folder")
+        return 2
+    out.mkdir(parents=True)
+    write_tiny(out / "base", TINY)
+    colours = make_colours(out) if {"own", "vllm"} & set(names) else []
+    curves: dict[str, list[float]] = {}
+    said = []
+    for name in names:
+        if name == "vllm" and not ENGINE.exists():
+            print("vLLM is not there (make vllm-env): the run with its samples is left out")
+            continue
+        start = time.perf_counter()
+        curves[name] = curve = learn(out, name, make_crops(out) if name == "crop" else colours)
+        minutes, last = (time.perf_counter() - start) / 60, fmean(curve[-LAST:])
+        said.append(
+            f"{name}: mean reward {fmean(curve[:3]):.3f} at first, {last:.3f} at the end (needs "
+            f"{WANTED[name]}), {minutes:.1f} minutes"
+        )
+    failed = [name for name, curve in curves.items() if fmean(curve[-LAST:]) < WANTED[name]]
+    if {"own", "vllm"} <= curves.keys():
+        apart = abs(fmean(curves["own"]) - fmean(curves["vllm"]))
+        said.append(f"own and vllm: mean rewards over all steps are {apart:.3f} apart")
+        failed += ["own and vllm"] * (apart > ALIKE)
+    print("\n".join([*said, f"failed: {', '.join(failed)}" if failed else "all have learnt"]))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(WANTED)))
