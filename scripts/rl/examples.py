@@ -12,7 +12,6 @@ colours whatever it sees. The exit status is 1 where a run has not learnt.
 """
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -21,22 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-import crop
-
 from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
 from megatron_vlm.demo.tiny import TinySpec, write_tiny
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
-TINY = TinySpec(
-    layers=3,
-    hidden=96,
-    head_dim=32,
-    vision_depth=2,
-    vision_hidden=64,
-    deepstack=1,
-    from_scratch=True,
-)
+TOWER = {"vision_depth": 2, "vision_hidden": 64, "deepstack": 1}
+TINY = TinySpec(layers=3, hidden=96, head_dim=32, from_scratch=True, **TOWER)
 LAST = 10  # steps in the mean that is asked for
 WANTED = {"own": 0.9, "vllm": 0.9, "crop": 0.8}
 STEPS = {"own": 90, "vllm": 90, "crop": 130}
@@ -82,7 +72,7 @@ def make_colours(out: Path) -> list[str]:
 def make_crops(out: Path) -> list[str]:
     """The task of crop.py, and a model that knows what is said there."""
     folder = out / "crops"
-    crop.make(folder, 3000)
+    subprocess.run([sys.executable, HERE / "crop.py", folder, "3000"], check=True)
     model = learn_words(out, folder / "words.jsonl", "[]")
     game = f"rl.environment={HERE / 'crop.py'}:Crop"
     ignored = "data.ignore_keys=[picture,side,colour]"
@@ -105,7 +95,6 @@ def learn(out: Path, name: str, task: Sequence[str]) -> list[float]:
 
 def main(out: Path, names: Sequence[str]) -> int:
     """Run them; the exit status."""
-    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     if out.exists():
         print(f"{out} is there already: give a new folder")
         return 2
