@@ -25,8 +25,15 @@ from megatron_vlm.demo.tiny import TinySpec, write_tiny
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
-TOWER = {"vision_depth": 2, "vision_hidden": 64, "deepstack": 1}
-TINY = TinySpec(layers=3, hidden=96, head_dim=32, from_scratch=True, **TOWER)
+TINY = TinySpec(
+    layers=3,
+    hidden=96,
+    head_dim=32,
+    vision_depth=2,
+    vision_hidden=64,
+    deepstack=1,
+    from_scratch=True,
+)
 LAST = 10  # steps in the mean that is asked for
 WANTED = {"own": 0.9, "vllm": 0.9, "crop": 0.8}
 STEPS = {"own": 90, "vllm": 90, "crop": 130}
