@@ -50,7 +50,6 @@ KEYS = {
     "packing": "train.packing",
     "warmup_steps": "optim.warmup_steps",
     "global_batch_size": "train.global_batch_size",
-    "max-new-tokens": "eval.max_new_tokens",
     "nproc_per_node": "launch.processes",
     # near misses
     "modle.path": "model.path",
@@ -125,6 +124,11 @@ NOTHING = {
     "optim.xx": "the keys of optim are lr, vision_lr",
     "parallel.xx": "the keys of parallel are tp, pp",
 }
+
+
+def test_a_name_in_two_groups_is_answered_with_both():
+    with pytest.raises(ConfigError, match="mean 'eval.max_new_tokens' or 'rl.max_new_tokens'"):
+        load_config(["max-new-tokens=1"])
 
 
 @pytest.mark.parametrize("wrong", KEYS)

@@ -66,7 +66,7 @@ _KEYS = {
     Range(0, math.inf, open_least=True, open_most=True): """
         lora.alpha rl.timeout rl.clip_high rl.max_weight
     """,
-    Range(-math.inf, math.inf, open_least=True, open_most=True): "rl.failed_reward",
+    Range(-1e6, 1e6): "rl.failed_reward",
     Range(0, 1, open_least=True): "optim.eps rl.clip_low rl.top_p",
     Range(0, open_least=True): "train.epochs data.video_fps",
     Range(2): "data.video_max_frames",  # a patch spans two in time

@@ -25,7 +25,7 @@ class Desk(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPrompt:
     """A prompt, and the seeds of its answers, which follow each other."""
 
     prompt: Row
@@ -59,13 +59,13 @@ class RoundDesk:
         if len(self.waiting) == self.playing:
             self.all_wait.set()
 
-    def taken(self) -> list[Asked]:
+    def taken(self) -> list[AskedPrompt]:
         """What is to be answered now, each prompt once, in the order of seeds."""
         assert len(self.waiting) == self.playing
         self.all_wait.clear()
-        found: dict[int, Asked] = {}
+        found: dict[int, AskedPrompt] = {}
         for prompt, seed, answer in sorted(self.waiting, key=lambda each: each[1]):
-            asked = found.setdefault(id(prompt), Asked(prompt, [], []))
+            asked = found.setdefault(id(prompt), AskedPrompt(prompt, [], []))
             asked.seeds.append(seed)
             asked.answers.append(answer)
         self.waiting = []

@@ -12,7 +12,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
 from megatron_vlm.distributed.messages import all_gather_json, broadcast_bytes, broadcast_json
 from megatron_vlm.errors import DataError
-from megatron_vlm.rl.desk import Asked
+from megatron_vlm.rl.desk import AskedPrompt
 from megatron_vlm.sampling.sampler import SamplerError
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
@@ -35,7 +35,9 @@ class Orders:
         if time.monotonic() - self.last > EVERY_S:
             self._give({"do": "wait"})
 
-    def draw(self, asked: Sequence[Asked], settings: SamplingSettings) -> list[list[Completion]]:
+    def draw(
+        self, asked: Sequence[AskedPrompt], settings: SamplingSettings
+    ) -> list[list[Completion]]:
         """On rank 0: answers of our own decoder, drawn by all ranks."""
         found: dict[int, list[Completion]] = {}
         for n in sorted({len(each.seeds) for each in asked}):
