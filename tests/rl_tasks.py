@@ -40,3 +40,8 @@ class Looks:
         said = {"type": "text", "text": f"look again {self.turn}"}
         parts = [{"type": "image", "image": picture}, said]
         return EnvStep(reward, [{"role": "user", "content": parts}], {"turns": 1})
+
+
+def short(record: Mapping[str, Any], answer: str) -> float:
+    """Easy to learn for a model that says anything."""
+    return -float(len(answer))

@@ -127,7 +127,7 @@ NOTHING = {
 
 
 def test_a_name_in_two_groups_is_answered_with_both():
-    with pytest.raises(ConfigError, match="mean 'eval.max_new_tokens' or 'rl.max_new_tokens'"):
+    with pytest.raises(ConfigError, match=r"mean 'eval\.max_new_tokens' or 'rl\.max_new_tokens'"):
         load_config(["max-new-tokens=1"])
 
 

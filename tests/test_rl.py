@@ -143,6 +143,16 @@ def test_the_weights_do_learn(alone, model):
     assert min(moved) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "rloo", "dr_grpo", "dapo", "gspo", "cispo"])
+def test_what_is_better_becomes_likelier(pool, folder, model, recipe):
+    """With every recipe: a random model learns to say little."""
+    more = [f"rl={recipe}", f"rl.reward={TASKS}:short", "train.steps=12", "rl.samples=8"]
+    more += ["optim.lr=5e-3", "optim.eps=1e-8", "train.micro_batch_size=16", "rl.kl_coef=null"]
+    run = learnt(pool, 1, folder, model, f"recipe-{recipe}", *more)
+    rewards = [line["reward"] for line in lines(run, "rl")]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.5  # measured: 3.4 to 4.2
+
+
 def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
     name, rest = "resumed", "checkpoint.every=1"
     learnt(pool, 1, folder, model, name, rest, "train.steps=2", "checkpoint.export=false")
