@@ -3,13 +3,15 @@
 resumes bit for bit, and what the model is trained on is what it has seen and said."""
 
 import json
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.rl.learn import run_rl
@@ -29,8 +31,21 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(tiny) -> str:
-    return tiny(deepstack=1, from_scratch=True)
+def model(tiny, tmp_path_factory) -> str:
+    """A random model that ends an answer after some tokens, which others do one time in 500: the
+    end's row of the head points where hidden states mostly do."""
+    folder = tmp_path_factory.mktemp("ends") / "model"
+    shutil.copytree(tiny(deepstack=1, from_scratch=True), folder)
+    hf = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = hf.model(torch.arange(20, 300).view(7, 40)).last_hidden_state.mean((0, 1))
+        end = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<|im_end|>")
+        hf.lm_head.weight[end] = 5 * hidden / hidden.square().sum()
+    weights = load_file(folder / "model.safetensors")
+    assert weights["lm_head.weight"].shape == hf.lm_head.weight.shape
+    weights["lm_head.weight"] = hf.lm_head.weight.detach().clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
 
 
 def words(folder: Path, model: str, run: str, *more: str) -> list[str]:
@@ -190,6 +205,20 @@ def test_without_it_such_prompts_stay(pool, folder, model):
     run = learnt(pool, 1, folder, model, "static", *more, "train.global_batch_size=7")
     [line] = lines(run, "rl")
     assert (line["prompts"], line["asked"], line["alike"]) == (7, 7, pytest.approx(4 / 7))
+
+
+def test_what_is_averaged_over_scales_the_gradient(pool, folder, model):
+    """Dr. GRPO divides by the answers and the longest that one could be, whatever they are."""
+    norms, found = {}, {}
+    for name in ("tokens", "constant"):
+        more = [f"rl.aggregate={name}", "train.steps=1", "rl.kl_coef=null", "optim.clip_grad=0"]
+        run = learnt(pool, 2, folder, model, f"over-{name}", *more, "parallel.pp=2")
+        [line], [found[name]] = lines(run, "step"), lines(run, "rl")
+        norms[name] = line["grad_norm"]
+    assert found["tokens"]["answer_tokens"] == found["constant"]["answer_tokens"]
+    share = found["tokens"]["answer_tokens"] / 6  # of rl.max_new_tokens
+    assert 0.3 < share < 0.95  # or it would show nothing
+    assert norms["constant"] / norms["tokens"] == pytest.approx(share, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "ppo"])

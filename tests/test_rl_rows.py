@@ -4,6 +4,7 @@ as the chat template and the image processor make it, with only what was drawn s
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,6 +219,10 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
         for answer, value in zip(asked.answers, "ab", strict=True):
             answer.set_result(value)
         assert await asyncio.gather(*asking) == ["b", "a"]
+        desk.leave()
+        desk.leave()
+        desk.enter(2)  # others begin, and nobody waits yet
+        assert not desk.all_wait.is_set()
 
     asyncio.run(main())
 
@@ -260,3 +265,29 @@ def test_pictures_of_an_environment_may_be_of_any_kind(folder, model, tmp_path):
         for given in (image, (folder / "own.png").read_bytes(), "own.png")
     ]
     assert all(same_pictures(rows[0], row) and row.ids_S.equal(rows[0].ids_S) for row in rows)
+
+
+def test_prompts_have_a_cache_of_their_own(folder, model, tmp_path):
+    """What training has encoded of the same file is no prompt."""
+    cfg = config(folder, model, reward=f"{TASKS}:letters")
+    data = replace(cfg.data, cache_dir=str(tmp_path))
+    sizes, found = read_sizes(model), {}
+    for asks in (True, False, True):
+        opened = open_data(data.train, "data.train", data, model, sizes, asks=asks)
+        assert isinstance(opened, DataSet)
+        found[asks] = [len(opened.indexes[0]), int(opened.indexes[0].supervised.sum())]
+    assert found[True] == [3, 0]
+    assert found[False][0] == 2 and found[False][1] > 0  # two records have an answer
+
+
+def test_updates_divide_the_prompts(folder, model):
+    """Each prompt is learnt from once, with all of its answers in one update."""
+    table = table_of(config(folder, model, reward=f"{TASKS}:letters", updates=2))
+    lesson = lesson_of(play(table), table.cfg, table.data.work, 2)
+    table.judges.close()
+    rows = [
+        sorted(n for share in update.plan for b in share for n in b) for update in lesson.updates
+    ]
+    assert rows == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+
+    assert [update.figures.samples for update in lesson.updates] == [6, 3]

@@ -44,6 +44,7 @@ class RoundDesk:
 
     def enter(self, episodes: int) -> None:
         self.playing += episodes
+        self.all_wait.clear()
 
     def leave(self) -> None:
         self.playing -= 1
