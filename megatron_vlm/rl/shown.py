@@ -9,9 +9,8 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.play import Table
+from megatron_vlm.run.lines import SAMPLES
 from megatron_vlm.sampling.prompt import seen
-
-SAMPLES = "samples.jsonl"
 
 
 def write_samples(run: Path, step: int, groups: Sequence[Group], table: Table) -> None:

@@ -29,10 +29,11 @@ from megatron_vlm.folders import (
     write_text,
 )
 from megatron_vlm.hf.export_mark import check_replaceable
+from megatron_vlm.run.lines import SAMPLES
 
 LOCK = "job.lock"  # who writes the run, or did last
 # What a run writes over or adds to.
-_OURS = ("config.yaml", "metrics.jsonl", "examples.json", "report.html", "predictions")
+_OURS = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html", "predictions")
 _PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
 _PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks back late
 

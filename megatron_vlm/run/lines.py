@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_vlm.outside import Outside
 
+SAMPLES = "samples.jsonl"  # beside metrics.jsonl: what some steps of `megatron-vlm rl` drew
 MOST_LOADS = 40  # of a run, besides that of its last step
 
 

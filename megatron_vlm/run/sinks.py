@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.errors import ConfigError, TrainError
-from megatron_vlm.run.lines import EvalLine, Line, StepLine, to_json
+from megatron_vlm.run.lines import EvalLine, Line, RlLine, StepLine, to_json
 
 
 def check_installed(cfg: Config) -> None:
@@ -124,10 +124,21 @@ class WandB:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """The scalars of a step or an evaluation, named as charts are: train/loss, eval/exact_match."""
-    if not isinstance(line, StepLine | EvalLine):
-        return {}
-    prefix = "train" if isinstance(line, StepLine) else line.name
+    """The scalars of a line, named as charts are: train/loss, eval/exact_match, rl/reward. A figure
+    of a reward is rl/NAME; where that is a name of ours, rl/figures/NAME."""
+    if isinstance(line, RlLine):
+        taken = vars(line)
+        figures = {
+            f"rl/{'figures/' * (name in taken)}{name}": value
+            for name, value in line.figures.items()
+        }
+        return _scalars("rl", line) | figures
+    if isinstance(line, StepLine | EvalLine):
+        return _scalars("train" if isinstance(line, StepLine) else line.name, line)
+    return {}
+
+
+def _scalars(prefix: str, line: Line) -> dict[str, float]:
     return {
         f"{prefix}/{key}": float(value)
         for key, value in vars(line).items()

@@ -22,7 +22,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     if len(runs) == 1:
         [run], [folder] = runs, folders
-        title, body = f"{run.name}: training report", run_page(run, folder / "examples.json")
+        title, body = f"{run.name}: training report", run_page(run, folder)
     else:
         title, body = f"{len(runs)} runs compared", comparison_page(runs)
     has_map = len(runs) == 1 and runs[0].metrics.loads

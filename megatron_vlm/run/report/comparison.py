@@ -12,6 +12,7 @@ from megatron_vlm.display.numbers import number, time_spent
 from megatron_vlm.run.report.curves import NAMES, curve_section, score_section, score_text
 from megatron_vlm.run.report.metrics import SCORES, LoggedRun, best_of
 from megatron_vlm.run.report.page import layout_text
+from megatron_vlm.run.report.sample_curves import sample_curves
 
 _MOST_TILES = 8
 
@@ -20,7 +21,9 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     """The body of the page."""
     yield tag("h1", f"{len(runs)} runs compared")
     yield tag("p", " \u00b7 ".join(run.name for run in runs), class_="quiet")
-    links = [("runs", "Runs"), ("differences", "Differences"), ("curves", "Curves")]
+    links = [("runs", "Runs"), ("differences", "Differences")]
+    rewarded = any(run.metrics.samples for run in runs)
+    links += [("samples", "Samples")] * rewarded + [("curves", "Curves")]
     if any(run.metrics.evaluations for run in runs):
         links.append(("evaluation", "Evaluation"))
     yield contents(links)
@@ -32,10 +35,14 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
         "steps",
         "last loss",
         "best loss",
+        *(["last mean reward", "best mean reward"] * rewarded),
         *(f"best {s} {NAMES[k]}" for s, k in scores),
     )
     header = (*columns, "tokens per second", "time in steps", "layout", "started")
-    yield table(header, [_row(run, scores) for run in runs], "Best values name their step.")
+    caption = "Best values name their step."
+    if rewarded:
+        caption += " Rewards are means of 10 steps, of which the last is named."
+    yield table(header, [_row(run, scores, rewarded) for run in runs], caption)
     yield tag("h2", "Differences of configuration", id="differences")
     rows = [*differences([run.config for run in runs])]
     if rows:
@@ -43,6 +50,7 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     else:
         yield tag("p", "None but the folder.", class_="quiet")
     yield run_switches([run.name for run in runs])
+    yield from sample_curves(runs)
     yield from curve_section(runs)
     yield from score_section(runs)
 
@@ -85,6 +93,10 @@ def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
 
 def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
     """The best of each figure, and whose it is."""
+    rewards = [(*run.metrics.rewards()["best"], run) for run in runs if run.metrics.rewards()]
+    if rewards:
+        reward, first, last, run = max(rewards, key=lambda found: found[0])
+        yield number(reward), f"best mean reward: {run.name}, steps {first:,} to {last:,}"
     losses = [(*run.metrics.losses()["best"], run) for run in runs if run.metrics.losses()]
     if losses:
         loss, step, run = min(losses, key=lambda found: found[0])
@@ -102,12 +114,14 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
         yield number(run.metrics.tokens_per_s), f"most tokens per second, median: {run.name}"
 
 
-def _row(run: LoggedRun, scores: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> tuple[str, ...]:
     metrics, start = run.metrics, run.metrics.last_start
     losses, sets = metrics.losses(), metrics.sets()
     last = number(losses["last"][0]) if losses else "-"
     best = _at(number(losses["best"][0]), losses["best"][1]) if losses else "-"
-    cells = []
+    rewards = metrics.rewards()
+    means = [_at(number(mean), step) for mean, _, step in rewards.values()] or ["-", "-"]
+    cells = means * rewarded
     for name, score in scores:
         found = best_of(sets.get(name, []), score)
         cells.append(

@@ -4,7 +4,7 @@ One run has a colour for each set; of several runs, each has its colour.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from megatron_vlm.display.charts import Chart, Curve, StepMarks, figure
 from megatron_vlm.display.html import Html, table, tag
 from megatron_vlm.display.numbers import number, smooth
 from megatron_vlm.run.lines import EvalLine
-from megatron_vlm.run.report.metrics import LoggedRun, best_of
+from megatron_vlm.run.report.metrics import LoggedRun, RunMetrics, best_of
 
 _MOST_ROWS = 200  # of the table of evaluations
 _SMOOTH_FROM = 80  # steps
@@ -59,21 +59,27 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     if not any(len(run.metrics.steps_N) for run in runs):
         yield tag("p", "No step was logged.", class_="quiet")
         return
-    script = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
-    yield tag("noscript", tag("p", script, class_="alarm"))
-    help_ = "Drag over a chart to zoom in on steps, double-click to zoom out."
-    yield tag("p", help_, class_="quiet note")
-    span = _span(runs)
-    losses = _curves(runs, {"training": "loss"}) + _score_curves(runs, "loss")
+    if not any(run.metrics.samples for run in runs):  # sample_curves has said it above
+        yield from chart_notes()
+    span = steps_span(runs)
+    losses = step_curves(runs, {"training": "loss"}, of_step) + _score_curves(runs, "loss")
     loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs, *span)), height=300)
     yield figure(loss, *span)
     small = []
     for plan in _STEP_CHARTS:
-        curves = _curves(runs, plan.keys, plan.steady)
+        curves = step_curves(runs, plan.keys, of_step, plan.steady)
         if plan.optional and not any(np.nanmax(c.y, initial=0) > 0 for c in curves):
             continue
         small.append(Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log))
     yield tag("div", *(figure(chart, *span) for chart in small), class_="charts")
+
+
+def chart_notes() -> Iterator[Html]:
+    """What is said once, above the first chart of a page."""
+    script = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
+    yield tag("noscript", tag("p", script, class_="alarm"))
+    help_ = "Drag over a chart to zoom in on steps, double-click to zoom out."
+    yield tag("p", help_, class_="quiet note")
 
 
 def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
@@ -86,7 +92,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     for score, name in NAMES.items():
         if curves := _score_curves(runs, score):
             chart = Chart(name.capitalize(), curves, percent=score != "loss")
-            charts.append(figure(chart, *_span(runs)))
+            charts.append(figure(chart, *steps_span(runs)))
     yield tag("div", *charts, class_="charts")
     scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in every)]
     most = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))
@@ -108,16 +114,24 @@ def score_text(score: str, value: float) -> str:
     return number(value, percent=score != "loss")
 
 
-def _curves(
-    runs: Sequence[LoggedRun], keys: dict[str, str], steady: bool = False
+def of_step(metrics: RunMetrics, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """The steps, and a field of their StepLines."""
+    return metrics.steps_N, metrics.figures[key]
+
+
+def step_curves(
+    runs: Sequence[LoggedRun],
+    keys: dict[str, str],
+    read: Callable[[RunMetrics, str], tuple[np.ndarray, np.ndarray]],
+    steady: bool = False,
 ) -> tuple[Curve, ...]:
     """Each step of each run and, where there are enough, the smoothed curve over it. A comparison
-    shows the first key alone."""
+    shows the first key alone. `read`: steps and values of a key."""
     found = []
+    alone = len(runs) == 1
     for place, run in enumerate(runs):
-        x_N, alone = run.metrics.steps_N, len(runs) == 1
         for colour, (name, key) in enumerate(keys.items()):
-            y_N = run.metrics.figures[key]
+            x_N, y_N = read(run.metrics, key)
             if not alone:
                 colour, name = place, run.name
             if steady or len(x_N) < _SMOOTH_FROM:
@@ -167,10 +181,11 @@ def _rows(
             yield (e.name, f"{e.step:,}", *texts, f"{e.samples:,}", number(e.seconds))
 
 
-def _span(runs: Sequence[LoggedRun]) -> tuple[float, float]:
+def steps_span(runs: Sequence[LoggedRun]) -> tuple[float, float]:
     """All charts of a page reach over the same steps."""
     steps: list[float] = []
     for run in runs:
         steps += [*run.metrics.steps_N[:1], *run.metrics.steps_N[-1:]]
         steps += [e.step for e in run.metrics.evaluations]
+        steps += [line.step for line in run.metrics.samples]
     return float(min(steps)), float(max(steps))

@@ -34,25 +34,27 @@ def example_section(path: Path) -> Iterator[Html]:
 
 def _card(example: Example) -> Html:
     name, verdict = ("right", "\u2713 right") if example.right else ("wrong", "\u2717 wrong")
-    images = [
-        tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
-        for uri in example.images
-    ]
+    images = [picture(uri) for uri in example.images]
     return tag(
         "article",
         tag("p", tag("b", verdict), " ", tag("span", example.where, class_="quiet")),
         *([tag("div", *images, class_="pictures")] if images else []),
-        tag("p", _short(example.prompt), class_="said"),
+        tag("p", short(example.prompt), class_="said"),
         tag("dl", *_said("answer", example.answer), *_said("model", example.prediction)),
         class_=f"card {name}",
     )
 
 
 def _said(who: str, text: str) -> tuple[Html, Html]:
-    return tag("dt", who, class_="quiet"), tag("dd", _short(text), class_="said")
+    return tag("dt", who, class_="quiet"), tag("dd", short(text), class_="said")
 
 
-def _short(text: str) -> str:
+def picture(uri: str) -> Html:
+    """What a data URI holds; nothing else is loaded."""
+    return tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
+
+
+def short(text: str) -> str:
     """A run of placeholders of an image as one, a long text without its middle."""
     text = _PADS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
     if len(text) <= _MOST_TEXT:

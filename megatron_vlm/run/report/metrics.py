@@ -27,6 +27,7 @@ from megatron_vlm.run.lines import (
 )
 
 _LONGEST = 2**20  # characters of a line
+_MEAN_OF = 10  # steps: the rewards of one step say little
 _ROW = tuple(field.name for field in fields(StepLine))
 # What an evaluation measures, and which end of it is the best.
 SCORES = {"loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
@@ -76,6 +77,20 @@ class RunMetrics:
             return {}
         rows = {"last": finite[-1], "best": finite[np.argmin(loss_N[finite])]}
         return {name: (float(loss_N[row]), int(self.steps_N[row])) for name, row in rows.items()}
+
+    def rewards(self) -> dict[str, tuple[float, int, int]]:
+        """The last and the best mean reward of ten steps, or of all where there are fewer, each
+        with the first and the last of its steps."""
+        known = [line for line in self.samples if math.isfinite(line.reward)]
+        if not known:
+            return {}
+        width = min(_MEAN_OF, len(known))
+        means = np.convolve([line.reward for line in known], np.full(width, 1 / width), "valid")
+        rows = {"last": len(means) - 1, "best": int(means.argmax())}
+        return {
+            name: (float(means[row]), known[row].step, known[row + width - 1].step)
+            for name, row in rows.items()
+        }
 
     def sets(self) -> dict[str, list[EvalLine]]:
         """The evaluations of each set."""

@@ -1,4 +1,4 @@
-"""The page of one run: its figures, curves, scores, examples, history and configuration."""
+"""The page of one run: its figures, samples, curves, scores, examples, history, configuration."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +12,20 @@ from megatron_vlm.run.report.curves import NAMES, curve_section, score_section, 
 from megatron_vlm.run.report.examples import example_section
 from megatron_vlm.run.report.loads import expert_section
 from megatron_vlm.run.report.metrics import LoggedRun, RunMetrics, best_of
+from megatron_vlm.run.report.sample_curves import sample_curves, sample_tiles
+from megatron_vlm.run.report.samples import sample_cards
 
 _MOST_EVENTS = 200
 _MOST_SKIPPED = 20
 _MOST_SCORES = 6  # among the tiles
 
 
-def run_page(run: LoggedRun, examples: Path) -> Iterator[Html]:
+def run_page(run: LoggedRun, folder: Path) -> Iterator[Html]:
     """The body of the page."""
-    shown = [*example_section(examples)]
+    shown = [*example_section(folder / "examples.json")]
     yield from _header(run, bool(shown))
+    yield from sample_curves([run])
+    yield from sample_cards(run.metrics, folder)
     yield from curve_section([run])
     yield from expert_section(run.metrics)
     yield from score_section([run])
@@ -39,12 +43,15 @@ def _header(run: LoggedRun, examples: bool) -> Iterator[Html]:
         facts.append(f"{start.parameters / 1e6:,.4g}M parameters, {trained}")
         facts.append(f"started {_time(metrics.starts[0])}")
         yield tag("p", " \u00b7 ".join(facts), class_="quiet")
-    links = [("curves", "Curves")]
+    links = [("samples", "Samples")] if metrics.samples else []
+    links += [("curves", "Curves")]
     links += [("experts", "Experts")] if metrics.loads else []
     links += [("evaluation", "Evaluation")] if metrics.evaluations else []
     links += [("examples", "Examples")] if examples else []
     yield contents([*links, ("history", "History"), ("configuration", "Configuration")])
-    yield tiles([*_loss_tiles(metrics), *_score_tiles(metrics), *_run_tiles(metrics)])
+    # The loss of samples is no measure of what was learnt: it is about 0 from the first step on.
+    learnt = sample_tiles(metrics) if metrics.samples else _loss_tiles(metrics)
+    yield tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
 
 
 def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
