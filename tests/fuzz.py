@@ -458,7 +458,7 @@ def candidates(folder: Path) -> Attempt:
 def metrics_jsonl(folder: Path) -> Attempt:
     from dataclasses import fields
 
-    from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, to_json
+    from megatron_vlm.run.lines import EvalLine, EventLine, RlLine, StartLine, StepLine, to_json
 
     # Of each type that a field has, one value.
     plain = {"int": 3, "str": "a", "bool": False, "float": 0.5}
@@ -469,6 +469,7 @@ def metrics_jsonl(folder: Path) -> Attempt:
 
     lines = [made(StartLine, step=0, layout={"tp": 1}, versions={"torch": "2"}, time="2026")]
     lines += [made(StepLine, step=step, loss=2.0 / (step + 1)) for step in range(4)]
+    lines += [made(RlLine, step=step, figures={"a": 0.5}) for step in range(4)]
     lines += [made(EvalLine, step=2, name="a"), EventLine(2, "resumed")]
     texts = [to_json(line) for line in lines]
     examples = {
@@ -479,8 +480,18 @@ def metrics_jsonl(folder: Path) -> Attempt:
         ],
     }
 
+    heard = {"text": "c", "images": ["x"]}
+    episode = {"answers": ["b", ""], "heard": [heard], "reward": 0.5, "figures": {"a": 1.0}}
+    episode |= {"tokens": 3, "cut": False}
+    asked = {"where": "a:1", "question": "d", "images": ["x"], "episodes": [episode, episode]}
+    samples = [{"step": step, **asked} for step in range(3)]
+
     def attempt(chance: random.Random) -> str:
         from megatron_vlm.run.report import write_report
+
+        drawn = [json.dumps(sample).encode() for sample in samples]
+        drawn[chance.randrange(3)] = mutate_json(samples[1], chance)
+        (folder / "samples.jsonl").write_bytes(b"\n".join(drawn))
 
         (folder / "config.yaml").write_bytes(mutate_bytes(b"run: a\nmodel:\n  path: b\n", chance))
         (folder / "examples.json").write_bytes(mutate_json(examples, chance))

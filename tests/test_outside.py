@@ -68,6 +68,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": write_report,
     "config.yaml": write_report,
     "examples.json": write_report,
+    "samples.jsonl": write_report,
     "complete.json": read_manifest,
     "merges.txt": settings_digests,
     "names.txt": lambda folder: read_candidates(str(folder / "names.txt")),
@@ -80,12 +81,15 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_only_regular_files_are_opened(name, place, tiny, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(tiny(), folder)
-    (folder / "metrics.jsonl").write_text("")
+    drawn = {"prompts": 1, "asked": 1, "longest_answer": 1, "figures": {}}
+    drawn |= dict.fromkeys(("reward", "reward_std", "alike", "answer_tokens", "cut"), 0.5)
+    line = {"kind": "rl", "step": 0, **drawn, "turns": 1, "sampling_s": 1}
+    (folder / "metrics.jsonl").write_text(json.dumps(line))
     (folder / name).unlink(missing_ok=True)
     PLACES[place](folder / name)
-    if name == "examples.json":  # the rest of the page is shown
+    if name in ("examples.json", "samples.jsonl"):  # the rest of the page is shown
         write_report(folder)
-        assert "examples.json cannot be read" in (folder / "report.html").read_text()
+        assert f"{name} cannot be read" in (folder / "report.html").read_text()
         return
     with pytest.raises(MegatronVLMError) as caught:
         READERS[name](folder)

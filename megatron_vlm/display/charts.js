@@ -96,10 +96,13 @@
     });
     const logRange = (_, low, high) => (low == null ? [1, 10]
       : [oneDigit(low, Math.floor), Math.max(oneDigit(high, Math.ceil), 2 * oneDigit(low, Math.floor))]);
+    // Around 0 alone uPlot takes 0 to 100, which are 10000%.
+    const zero = chart.curves.every((curve) => curve.y.every((value) => !value));
+    const linear = zero ? { range: [0, 1] } : {};
     return {
       width,
       height: chart.height + 34,
-      scales: { x: { time: false }, y: chart.log ? { distr: 3, range: logRange } : {} },
+      scales: { x: { time: false }, y: chart.log ? { distr: 3, range: logRange } : linear },
       axes: [
         axis((value) => (value % 1 ? "" : tick(value)), { grid: { show: false }, size: 24 }),
         axis((value) => tick(value, chart.percent), {

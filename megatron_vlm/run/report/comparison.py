@@ -97,7 +97,8 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
     if rewards:
         reward, first, last, run = max(rewards, key=lambda found: found[0])
         yield number(reward), f"best mean reward: {run.name}, steps {first:,} to {last:,}"
-    losses = [(*run.metrics.losses()["best"], run) for run in runs if run.metrics.losses()]
+    trained = [run for run in runs if run.metrics.losses() and not run.metrics.samples]
+    losses = [(*run.metrics.losses()["best"], run) for run in trained]
     if losses:
         loss, step, run = min(losses, key=lambda found: found[0])
         yield number(loss), f"best loss: {run.name}, step {step:,}"

@@ -34,11 +34,11 @@ _CHARTS = (
     SampleChart("Tokens of an episode", {"mean": "answer_tokens", "longest": "longest_answer"}),
     SampleChart("Answers of an episode", {"answers": "turns"}, "mean", above=1),
     SampleChart("Episodes cut", {"cut": "cut"}, "by a limit of length", percent=True),
-    SampleChart("Prompts alike", {"alike": "alike"}, "all answers got the same", percent=True),
+    SampleChart("Prompts alike", {"alike": "alike"}, "all got one reward", percent=True),
     SampleChart("KL", {"KL": "kl"}, "to the initial model"),
-    SampleChart("Drift", {"drift": "drift"}, "KL, policy that drew to the one that learns"),
+    SampleChart("Drift", {"drift": "drift"}, "KL from the policy that drew"),
     SampleChart("Entropy", {"entropy": "entropy"}, "of a token"),
-    SampleChart("Ratio", {"ratio": "ratio"}, "of probabilities, now to when drawn"),
+    SampleChart("Ratio", {"ratio": "ratio"}, "of probabilities, new to old"),
     SampleChart("Clip fraction", {"clipped": "clip_fraction"}, "of tokens", percent=True),
     SampleChart(
         "Agreement of sampler and trainer",
@@ -47,7 +47,7 @@ _CHARTS = (
         may_log=True,
     ),
     SampleChart("Weights cut", {"cut": "weights_cut"}, "of tokens", percent=True),
-    SampleChart("Behind", {"behind": "behind"}, "optimizer steps since the weights that drew"),
+    SampleChart("Behind", {"behind": "behind"}, "optimizer steps, weights that drew"),
     SampleChart("Sampling time", {"sampling": "sampling_s", "step": "seconds"}, "seconds"),
 )
 

@@ -1,5 +1,6 @@
 """What a run that learns from samples drew: prompts with their pictures, answers with rewards."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
     """The samples of the last step that tells them, of the first and of some between; nothing
     where the run told none."""
     path = folder / SAMPLES
-    if not metrics.samples:
+    if not metrics.samples or not os.path.lexists(path):
         return
     try:
         found = read_samples(path, metrics.samples[-1].step)
