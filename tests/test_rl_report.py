@@ -17,7 +17,6 @@ from megatron_vlm.run.report import sample_lines, write_report
 from megatron_vlm.run.report.metrics import read_metrics
 from tests.test_run_report import (
     HOSTILE,
-    Page,
     browse,
     check_self_contained,
     data_uri,
@@ -207,7 +206,7 @@ def test_a_sample_has_its_pictures_answers_and_rewards(report):
     assert worst.startswith(
         '<b class="reward" style="--share: 0%">-0.25</b>'
         '<div><p class="said"><span class="quiet">(nothing)</span></p>'
-        '<p class="quiet">1 token \u00b7 cut by its length</p></div></div></div></article></details>'
+        '<p class="quiet">1 token \u00b7 cut by its length</p></div></div></div></article>'
     )
 
 
