@@ -168,6 +168,16 @@ def test_what_is_better_becomes_likelier(pool, folder, model, recipe):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.5  # measured: 3.4 to 4.2
 
 
+def test_prompts_that_are_alike_get_other_answers(pool, folder, model):
+    record = json.loads((folder / "train.jsonl").read_text().splitlines()[0])
+    twice = folder / "twice.jsonl"
+    twice.write_text(2 * (json.dumps(record) + "\n"))
+    more = [f"data.train={twice}", "train.global_batch_size=2", "train.steps=1"]
+    run = learnt(pool, 2, folder, model, "twice", *more, "rl.max_new_tokens=12")
+    one, other = ([each["answers"] for each in line["episodes"]] for line in samples(run))
+    assert len(one) == 4 and all(mine != theirs for mine in one for theirs in other)
+
+
 def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
     name, rest = "resumed", "checkpoint.every=1"
     learnt(pool, 1, folder, model, name, rest, "train.steps=2", "checkpoint.export=false")

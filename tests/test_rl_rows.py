@@ -237,7 +237,8 @@ def test_seeds_follow_each_other_only_in_the_first_turn():
         for step in (1, 2)
         for turn in (0, 1)
     }
-    assert len(others) == 8
+    later = {seed_of(0, 1, each, 1) for each in episodes}
+    assert len(others) == 8 and len(later) == 4
 
 
 def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(folder, model):

@@ -11,7 +11,6 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.encode.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.messages import all_gather_json
@@ -49,8 +48,9 @@ class Learner:
 
     @cached_property
     def reference(self) -> MegatronWorker:
-        """The model that training began with, in the same processes: made where it is asked."""
-        return MegatronWorker(initial(self.cfg), training=False, watchdog=self.worker.watchdog)
+        """The model that training began with, in the same processes, made where it is asked:
+        adapters begin at nothing, or where lora.path left them."""
+        return MegatronWorker(self.cfg, training=False, watchdog=self.worker.watchdog)
 
     def gradients(
         self, update: Update, rows: Mapping[int, LessonRow], values: "Values"
@@ -146,11 +146,6 @@ class Values:
     old: Mapping[int, Tensor]  # log-probs before the step
     weights: Mapping[int, Tensor]  # of the advantages
     reference: Mapping[int, Tensor]
-
-
-def initial(cfg: Config) -> Config:
-    """Of the model that training began with: without adapters that begin with nothing."""
-    return cfg if cfg.lora.path is not None else replace(cfg, lora=LoraConfig())
 
 
 def joined(parts: Sequence[StepMetrics]) -> StepMetrics:
