@@ -5,6 +5,7 @@ losses as without Ray, digit for digit, and the run resumes after a lost actor o
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_vlm.errors import ConfigError
 from tests.ports import descendants, is_loopback, listening
 from tests.sets import write_set
+from tests.test_rl import furthest, learnt, samples, words
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -106,10 +108,22 @@ def test_losses_are_those_without_ray(cluster, folder, tiny, pool):
     assert one.read_bytes() == other.read_bytes()
 
 
+def test_learning_from_samples_is_what_it_is_without_ray(cluster, folder, tiny, pool):
+    model, more = tiny(deepstack=1, from_scratch=True), ["parallel.pp=2", "log.report=false"]
+    without = learnt(pool, 2, folder, model, "rl-without", *more)
+    ray = ["launch=ray", f"launch.ray_address={cluster.address}"]
+    program = [sys.executable, "-m", "megatron_vlm.cli", "rl"]
+    given = [*program, *words(folder, model, "rl-with", *more, *ray)]
+    done = subprocess.run(given, capture_output=True, text=True, env=outside_of_jobs(), timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert samples(folder / "rl-with") == samples(without)
+    assert furthest(folder / "rl-with", without) == 0
+
+
 def test_a_cluster_of_its_own_stays_on_loopback(folder, tiny):
-    words = overrides("launch=ray", "launch.processes=1", "train.steps=100000")
+    given = overrides("launch=ray", "launch.processes=1", "train.steps=100000")
     env = {name: value for name, value in outside_of_jobs().items() if name != "RAY_ADDRESS"}
-    job = subprocess.Popen(command(folder, tiny(), "own", *words), env=env, stdout=subprocess.PIPE)
+    job = subprocess.Popen(command(folder, tiny(), "own", *given), env=env, stdout=subprocess.PIPE)
     try:
         wait_for_step(job, folder / "own", 2)
         found = listening(descendants(job.pid))
