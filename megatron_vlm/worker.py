@@ -200,10 +200,12 @@ class MegatronWorker:
         with `routing` the experts that they went to. A collective; see step/decode.py."""
         if routing:
             self._check_experts()
-        found = sample(
-            self.stage, prompts, settings, n, seeds, batch_rows, text_of, routing=routing
-        )
+        drawn = n, seeds, batch_rows, text_of
+        found = sample(self.stage, prompts, settings, *drawn, self._hear, routing)
         return [[replace(each, version=self.steps) for each in answers] for answers in found]
+
+    def _hear(self, prompt: int, token: int) -> None:
+        self.watchdog.busy()  # many long answers take long
 
     def forward_backward(
         self,
