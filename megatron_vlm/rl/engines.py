@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.dataset import DataSet
+from megatron_vlm.family.sizes import Part
+from megatron_vlm.hub import folder_of
 from megatron_vlm.rl.desk import EngineDesk
 from megatron_vlm.sampling import Adapter, EngineSettings, VllmSampler
 from megatron_vlm.step.completions import SamplingSettings
@@ -28,10 +29,10 @@ class Engines:
         self.thread.start()
         self.sampler: VllmSampler | None = None
 
-    def start(self, cfg: Config, data: DataSet, dtype: str, waiting: Callable[[], None]) -> None:
+    def start(self, worker: MegatronWorker, data: DataSet, waiting: Callable[[], None]) -> None:
         """Start the engines as rl.engine says."""
-        gpus = [{"CUDA_VISIBLE_DEVICES": each} for each in cfg.rl.engine_gpus] or [{}]
-        starting = VllmSampler.start(settings_of(cfg, data, dtype), gpus)
+        gpus = [{"CUDA_VISIBLE_DEVICES": each} for each in worker.cfg.rl.engine_gpus] or [{}]
+        starting = VllmSampler.start(settings_of(worker, data), gpus)
         self.sampler = self.wait(self.submit(starting), waiting)
 
     def desk(self, settings: SamplingSettings) -> EngineDesk:
@@ -62,9 +63,9 @@ class Engines:
         self.loop.close()
 
 
-def settings_of(cfg: Config, data: DataSet, dtype: str) -> EngineSettings:
+def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
     """The settings of every engine."""
-    rl, lora = cfg.rl, cfg.lora
+    cfg, rl = worker.cfg, worker.cfg.rl
     most = max(int(index.images.max()) for index in data.indexes)
     more = 0 if rl.environment is None else rl.turns
     length = cfg.data.max_tokens + rl.max_new_tokens
@@ -74,12 +75,12 @@ def settings_of(cfg: Config, data: DataSet, dtype: str) -> EngineSettings:
     wide = {"tensor_parallel_size": parallel} if parallel > 1 else {}
     return EngineSettings(
         python=str(rl.engine),
-        folder=cfg.model.path,
-        dtype=dtype,
+        folder=str(folder_of(cfg.model.path)),
+        dtype=str(worker.chunks[0].config.params_dtype).removeprefix("torch."),
         max_len=rl.engine_max_len or length,
         pictures=rl.engine_pictures or max(1, most + more),
-        lora_rank=lora.rank,
-        lora_vision=any(each.startswith(("vision", "merger")) for each in lora.targets),
+        lora_rank=cfg.lora.rank,
+        lora_vision=any(weight.part is not Part.decoder for weight in worker.adapted),
         options=wide | rl.engine_options,
     )
 

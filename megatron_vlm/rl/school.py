@@ -74,9 +74,7 @@ class School:
         else:
             self.engines = Engines()
             self.opened.callback(self.engines.close)
-            fp32 = self.run.worker.chunks[0].config.params_dtype.itemsize == 4
-            dtype = "float32" if fp32 else "bfloat16"
-            self.engines.start(self.cfg, self.table.data, dtype, self.orders.wait)
+            self.engines.start(self.run.worker, self.table.data, self.orders.wait)
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.table, self.orders, self.engines, last)
         self.opened.callback(self.rollouts.close)
