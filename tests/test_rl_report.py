@@ -237,6 +237,9 @@ def test_a_resumed_run_shows_each_step_once(report):
     ]
     said = [word for word in page.words if word.startswith(("old", "new"))]
     assert said == ["new a", "new b", "old 2", "old 2", "old 0", "old 0"]
+    # Killed again, after a later step was done but before it was told.
+    page = report(*lines, rl(5), rl(6), samples=[*old, *new])
+    assert [number for number, _, _ in steps_of(page)] == ["4", "2", "0"]
     # Before it tells again, what was drawn by weights that are gone is not shown.
     page = report(*lines[:-1], samples=old)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
