@@ -171,6 +171,7 @@ def best(checkpoint: Path) -> dict:
         ("run/export.partial/thesis.txt", "export.partial is in the way"),
         ("run/checkpoints/step-00000003.partial/thesis.txt", "00003.partial is in the way"),
         ("run/config.yaml", "is not the folder of a run, and config.yaml is in it"),
+        ("run/samples.jsonl", "is not the folder of a run, and samples.jsonl is in it"),
         ("run/predictions/eval.jsonl", "is not the folder of a run, and predictions is in it"),
     ],
 )
