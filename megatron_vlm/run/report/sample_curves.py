@@ -91,9 +91,7 @@ def sample_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 def _chart(runs: Sequence[LoggedRun], plan: SampleChart) -> Chart | None:
     curves = step_curves(runs, plan.keys, _of_sample)
-    # Step seconds alone, which every run has, make no chart.
-    first = [curve.y for curve in curves if curve.colour == 0 or len(runs) > 1]
-    if not any((y_N > plan.above).any() for y_N in first):
+    if not any((curve.y > plan.above).any() for curve in curves):
         return None
     return Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log)
 
