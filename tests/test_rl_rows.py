@@ -188,6 +188,17 @@ def test_an_episode_ends_before_it_outgrows_its_limit(folder, model):
     assert all(len(each.ids) <= 100 for each in episodes)
 
 
+def test_people_are_shown_what_was_said_without_the_template(folder, model):
+    table = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
+    groups = play(table)
+    table.judges.close()
+    assert [group.question for group in groups] == ["be short\nwhat?", "and", "word?\nred\n0?"]
+    assert [table.words(row) for row in groups[0].episodes[0].shown[1:]] == [
+        "look again 1",
+        "look again 2",
+    ]
+
+
 def test_pictures_travel_once(folder, model):
     """Eight answers to a picture are not eight pictures on the way."""
     table = table_of(config(folder, model, reward=f"{TASKS}:letters"))

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.dataset import DataSet, Handle
+from megatron_vlm.data.encode.chat import START
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.desk import Desk
@@ -55,8 +56,11 @@ class Table:
 
     def words(self, row: Row) -> str:
         """The text of what was shown, for people."""
-        said = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=True)
-        return str(said).strip()
+        said = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=False)
+        # Each turn begins with its role, in a line of its own.
+        turns = [turn.partition("\n")[2] for turn in str(said).split(START)[1:]]
+        shown = [self.data.readers[0].encoder.renderer.special.sub("", turn) for turn in turns]
+        return "\n".join(turn.strip() for turn in shown if turn.strip())
 
     async def play(
         self, desk: Desk, handles: Sequence[Handle], step: int, first_group: int

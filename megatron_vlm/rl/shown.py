@@ -10,16 +10,21 @@ from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.rl.episode import Episode, Group
 from megatron_vlm.rl.play import Table
 from megatron_vlm.run.lines import SAMPLES
+from megatron_vlm.run.sinks import JsonLines
 from megatron_vlm.sampling.prompt import seen
+
+_MOST = 32  # episodes of a prompt
 
 
 def write_samples(run: Path, step: int, groups: Sequence[Group], table: Table) -> None:
     """Append a line for each of the first prompts of a step: what was asked with its pictures, and
     every episode with its reward."""
-    few = groups[: table.cfg.rl.shown]
-    lines = [json.dumps(_line(step, group, table), ensure_ascii=False) for group in few]
-    with (run / SAMPLES).open("a", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
+    file = JsonLines(run / SAMPLES)
+    try:
+        for group in groups[: table.cfg.rl.shown]:
+            file.add(json.dumps(_line(step, group, table), ensure_ascii=False))
+    finally:
+        file.close()
 
 
 def _line(step: int, group: Group, table: Table) -> dict[str, Any]:
@@ -29,7 +34,7 @@ def _line(step: int, group: Group, table: Table) -> dict[str, Any]:
         "where": first.where,
         "question": group.question,
         "images": _images(first.shown[0], table),
-        "episodes": [_episode(each, table) for each in group.episodes],
+        "episodes": [_episode(each, table) for each in group.episodes[:_MOST]],
     }
 
 

@@ -54,7 +54,8 @@ class WholeFile:
 
 
 class JsonLines:
-    """metrics.jsonl. Every line starts on a line of its own, also after a run that was killed."""
+    """metrics.jsonl or samples.jsonl. Every line starts on a line of its own, also after a run that
+    was killed."""
 
     def __init__(self, path: Path):
         before = path.read_bytes() if path.is_file() else b""
@@ -63,7 +64,11 @@ class JsonLines:
             self.file.write(b"\n")
 
     def write(self, line: Line) -> None:
-        self.file.write(to_json(line).encode() + b"\n")
+        self.add(to_json(line))
+
+    def add(self, text: str) -> None:
+        """A line that somebody else has made."""
+        self.file.write(text.encode() + b"\n")
 
     def close(self) -> None:
         self.file.close()
