@@ -42,7 +42,7 @@ _KEYS = {
     _COUNT: """
         lora.rank parallel.layers_per_stage data.max_errors data.num_workers optim.warmup_steps
         train.max_nonfinite eval.examples log.profile_steps log.profile_ranks launch.max_restarts
-        rl.top_k rl.shown
+        rl.top_k rl.shown rl.engine_videos
     """,
     _POSITIVE: """
         parallel.tp parallel.pp parallel.ep parallel.cp parallel.virtual_stages

@@ -212,6 +212,7 @@ class RlConfig:
     engine_gpus: tuple[str, ...] = ()  # of each engine, such as "6" or "4,5"; (): one engine
     engine_max_len: int | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
     engine_pictures: int | None = None  # of a row, at most; null: of a prompt, and one each turn
+    engine_videos: int = 0  # of a row, at most
     engine_options: dict[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
     shown: int = 4  # prompts of a step that samples.jsonl and the report show
 

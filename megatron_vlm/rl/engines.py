@@ -79,6 +79,7 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         dtype=str(worker.chunks[0].config.params_dtype).removeprefix("torch."),
         max_len=rl.engine_max_len or length,
         pictures=rl.engine_pictures or max(1, most + more),
+        videos=rl.engine_videos,
         lora_rank=cfg.lora.rank,
         lora_vision=any(weight.part is not Part.decoder for weight in worker.adapted),
         options=wide | rl.engine_options,

@@ -77,8 +77,8 @@ class Prompts:
         if length + settings.max_tokens > most:
             raise ConfigError(
                 f"the prompt has {length} tokens and max_tokens is {settings.max_tokens}, and the "
-                f"engine takes up to {most} of both together; raise `max_len` of its settings, ask "
-                "for fewer tokens, or shorten the prompt"
+                f"engine takes up to {most} of both together; raise `max_len` of its settings "
+                "(rl.engine_max_len), ask for fewer tokens, or shorten the prompt"
             )
 
     def _check_count(self, grid_I3: Tensor | None, name: str, most: int) -> None:
@@ -86,7 +86,7 @@ class Prompts:
         if count > most:
             raise ConfigError(
                 f"the prompt has {count} {name}, and the engine was started for at most {most}; "
-                f"raise `{name}` of its settings"
+                f"raise `{name}` of its settings (rl.engine_{name})"
             )
 
 
