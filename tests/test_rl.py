@@ -3,7 +3,11 @@
 resumes bit for bit, and what the model is trained on is what it has seen and said."""
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -13,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from megatron_vlm.distributed.process import guarded
+from megatron_vlm.distributed.agree import Signals
+from megatron_vlm.distributed.process import PREEMPTED, guarded
 from megatron_vlm.rl.learn import run_rl
 from tests.sets import write_set
 
@@ -185,6 +190,34 @@ def test_a_run_resumes_bit_for_bit(pool, folder, model, alone):
     assert furthest(run, alone) == 0
     assert samples(run) == samples(alone)
     assert [line["step"] for line in lines(run, "rl")] == [0, 1, 2]
+
+
+def stopped_after_a_step(given: list[str], metrics: Path) -> int:
+    """As by SIGTERM in the middle of the second step, to one of the ranks."""
+    signals = Signals()
+
+    def stop() -> None:
+        while not (metrics.exists() and '"rl"' in metrics.read_text()):
+            time.sleep(0.005)
+        signals.received = signal.SIGTERM
+
+    if int(os.environ["RANK"]) == 1:
+        threading.Thread(target=stop, daemon=True).start()
+    with redirect_stdout(StringIO()):
+        return run_rl(given, signals)
+
+
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(pool, folder, model):
+    given = words(folder, model, "stopped", "parallel.pp=2", "train.steps=40")
+    metrics = folder / "stopped" / "metrics.jsonl"
+    assert pool.run(stopped_after_a_step, 2, given, metrics) == [PREEMPTED] * 2
+    done = len(lines(folder / "stopped", "rl"))
+    assert 1 <= done < 40
+    more = ["parallel.pp=2", f"train.steps={done + 2}"]
+    run = learnt(pool, 2, folder, model, "stopped", *more)
+    whole = learnt(pool, 2, folder, model, "not-stopped", *more)
+    assert furthest(run, whole) == 0
+    assert samples(run) == samples(whole) and len(lines(run, "rl")) == done + 2
 
 
 def test_the_reference_is_the_model_at_the_start(alone):
