@@ -8,7 +8,7 @@ TensorBatch, cut into micro-batches in order, or a list of micro-batches as the 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -52,11 +52,12 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
+from megatron_vlm.step.backward import Backward, StepMetrics
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
-from megatron_vlm.step.expert_load import busiest, take_expert_load
-from megatron_vlm.step.losses import LossFunction, Objective, check_divisor, loss_of, totals
+from megatron_vlm.step.gradients import Gradients
+from megatron_vlm.step.losses import LossFunction, Objective, check_divisor, loss_of
 from megatron_vlm.step.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -65,30 +66,12 @@ from megatron_vlm.step.optimizer import (
     wrap_data_parallel,
 )
 from megatron_vlm.step.overlap import WeightGather
-from megatron_vlm.step.pipeline import ForwardStep, Stage
-from megatron_vlm.step.router_losses import router_losses, values_of, with_losses
+from megatron_vlm.step.pipeline import Stage
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
 PATIENCE = 2
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Figures of the global batch, the same on every rank; on request, log-probs of this replica's
-    rows."""
-
-    # Mean over the supervised tokens by their weights, 0 where there are none; or their sum over
-    # the divisor that was given.
-    loss: float
-    num_tokens: int  # supervised; optim_step applies nothing where there are none
-    log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
-    # What the loss reports, over the same; and with experts `expert_load`, see step/expert_load.py,
-    # and of model.router_balance_loss and router_z_loss the losses without these coefficients.
-    means: dict[str, float] = field(default_factory=dict)
-    # With experts: the tokens of each [layers with experts, experts]. A controller does not get it.
-    expert_load_LE: Tensor | None = None
 
 
 class MegatronWorker:
@@ -127,17 +110,18 @@ class MegatronWorker:
         watchdog.at(0, "building the optimizer")
         wrapped: list[Any] = list(self.chunks)
         self.optimizer: MegatronOptimizer | None = None
+        self.gradients: Gradients | None = None
         if training:
             wrapped = wrap_data_parallel(cfg, self.chunks, self.grid)
             parts = {param: entry.part for entry, param in self.held.items()}
             self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
+            self.gradients = Gradients(wrapped, self.optimizer)
             if gathers_behind(cfg, self.grid):
                 self.gather = WeightGather(wrapped)
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
         self.steps = 0  # that the optimizer has done
-        self.has_gradients = False  # whether the last global batch had a supervised token
         self.pending_save: Any = None  # checkpoint/state.py: the save that was begun last
 
     def _build(self) -> None:
@@ -213,6 +197,7 @@ class MegatronWorker:
         return_per_token_outputs: bool = False,
         loss: str | LossFunction = "cross_entropy",
         divisor: float | None = None,
+        accumulate: bool = False,
         **options: float,
     ) -> StepMetrics:
         """Gradients of the mean loss over the global batch, in place of any before.
@@ -220,44 +205,30 @@ class MegatronWorker:
         `return_per_token_outputs` also copies each token's log-prob to the host of every rank. For
         losses, their options and the values of each token that they read, see step/losses.py. Given
         a `divisor`, the same on all ranks, the summed loss is divided by it, and not by the sum of
-        the weights of the supervised tokens.
+        the weights of the supervised tokens. With `accumulate` the gradients are added to those of
+        the calls since the last optim_step; after an error these are as they were.
         """
-        assert self.optimizer is not None, "made without training"
+        assert self.gradients is not None, "made without training"
         check_divisor(divisor)
-        objective = Objective.create(loss, options)
-        batches = self.micro_batches(batch, objective.value_names)
+        asked = Backward(
+            Objective.create(loss, options), divisor, return_per_token_outputs, accumulate
+        )
+        batches = self.micro_batches(batch, asked.objective.value_names)
         check_built(self.chunks[0].config, self.dims)
-        self.stage.train(True)
-        for chunk in self.stage.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        step: ForwardStep = partial(self._loss_step, objective)
-        losses = router_losses(self.cfg.model, self.stage, batches, step, divisor)
-        outputs = self.stage.run(batches, with_losses(step, losses), forward_only=False)
-        device, text = self.platform.device, self.source.sizes.text
-        loss_sum, count, weight, means = totals(objective, batches, outputs, self.grid, device)
-        self.has_gradients = count > 0
-        divided_by = divisor or weight or 1.0
-        if count not in (0, divided_by):  # Megatron has divided by the count
-            for chunk in self.stage.wrapped:
-                chunk.scale_gradients(count / divided_by)
-        log_probs = None
-        if return_per_token_outputs:
-            log_probs = self.stage.per_row(batches, [out["log_probs_N"] for out in outputs])
-        load_LE = take_expert_load(self.chunks, text, device)
-        means |= values_of(losses) | ({} if load_LE is None else {"expert_load": busiest(load_LE)})
-        return StepMetrics(loss_sum / divided_by, count, log_probs, means, load_LE)
+        step = partial(self._loss_step, asked.objective)
+        return asked.run(self.stage, self.gradients, self.cfg.model, batches, step)
 
     def optim_step(self, lr: float | None = None) -> tuple[float, float]:
-        """Clip and apply the gradients; returns (gradient norm before clipping, learning rate).
-        Where the norm is not finite, nothing is applied; nor where no token of the global batch was
-        supervised: momentum and decay would move the weights without a gradient."""
-        assert self.optimizer is not None, "made without training"
+        """Clip and apply the gradients, which are spent then; returns (gradient norm before
+        clipping, learning rate). Where the norm is not finite, nothing is applied; nor where no
+        token was supervised: momentum and decay would move the weights without a gradient."""
+        assert self.optimizer is not None and self.gradients is not None, "made without training"
         self.lr = self.lr if lr is None else lr
-        if not self.has_gradients:
+        if not self.gradients.some:
             return 0.0, self.lr
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
         norm = apply_gradients(self.optimizer, self.gather, self.grid, self.platform.device)
+        self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr
 
@@ -314,7 +285,9 @@ class MegatronWorker:
     ) -> tuple[Tensor, Any]:
         self.watchdog.busy()  # a step of many micro-batches may take long
         batch = next(data)
-        where = self.cfg.train.seed, self.steps, self.grid.dp.rank, batch.number
+        assert self.gradients is not None
+        number = self.gradients.micro_batches + batch.number  # among all of the step
+        where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
         with drawing(*where):
             output = self.stage.call(
                 chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also=objective.also

@@ -64,11 +64,12 @@ class WorkerGroup:
         return_per_token_outputs: bool = False,
         loss: str | LossFunction = "cross_entropy",
         divisor: float | None = None,
+        accumulate: bool = False,
         **options: float,
     ) -> Future[StepMetrics]:
         """Gradients of the mean loss over the batch, or of its sum over `divisor`, in place of
-        earlier ones. The values of each token that the loss reads are fields of the batch; see
-        losses.py."""
+        earlier ones, or with `accumulate` added to those since the last optim_step. The values of
+        each token that the loss reads are fields of the batch; see losses.py."""
         check_divisor(divisor)
         value_names = Objective.create(loss, options).value_names
         parts = even_parts(batch, self.dims.dp, value_names)
@@ -79,7 +80,7 @@ class WorkerGroup:
             log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
             return replace(found[0], log_probs=log_probs)
 
-        args = (return_per_token_outputs, loss, divisor, options)
+        args = (return_per_token_outputs, loss, divisor, accumulate, options)
         return self.ranks.call(join, "forward_backward", parts, *args)
 
     def optim_step(self, lr: float | None = None) -> Future[tuple[float, float]]:

@@ -55,12 +55,14 @@ class Member:
         return_per_token_outputs: bool,
         loss: str | LossFunction,
         divisor: float | None,
+        accumulate: bool,
         options: dict[str, float],
     ) -> StepMetrics:
-        self.has_gradients = False
+        if not accumulate:  # even where the rows are refused
+            self._forget()
         batches = self._prepare(part, Objective.create(loss, options).value_names)
         done = self.worker.forward_backward(
-            batches, return_per_token_outputs, loss, divisor, **options
+            batches, return_per_token_outputs, loss, divisor, accumulate, **options
         )
         self.has_gradients = True
         return done
@@ -71,6 +73,11 @@ class Member:
             raise WorkerError("optim_step: there are no gradients; forward_backward comes first")
         self.has_gradients = False
         return self.worker.optim_step(lr)
+
+    def _forget(self) -> None:
+        self.has_gradients = False
+        if self.worker.gradients is not None:
+            self.worker.gradients.forget()
 
     def sample(
         self,

@@ -59,7 +59,9 @@ class Learner:
         placed = {number: self._row(number, each, values) for number, each in rows.items()}
         batches = self._batches(update, placed, self.names)
         loss, divisor = self.cfg.rl.loss, update.divisor
-        return self.worker.forward_backward(batches, False, loss, divisor, **self.options)
+        return self.worker.forward_backward(
+            batches, False, loss, divisor, accumulate=False, **self.options
+        )
 
     def _row(self, number: int, each: LessonRow, values: "Values") -> Row:
         like_S = each.sampler_log_probs_S
