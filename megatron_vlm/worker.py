@@ -59,9 +59,11 @@ from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.gradients import Gradients
 from megatron_vlm.step.losses import LossFunction, Objective, check_divisor, loss_of
 from megatron_vlm.step.optimizer import (
+    AdamStep,
     apply_gradients,
     build_optimizer,
     gathers_behind,
+    set_adam,
     set_lr,
     wrap_data_parallel,
 )
@@ -218,16 +220,25 @@ class MegatronWorker:
         step = partial(self._loss_step, asked.objective)
         return asked.run(self.stage, self.gradients, self.cfg.model, batches, step)
 
-    def optim_step(self, lr: float | None = None) -> tuple[float, float]:
+    def optim_step(
+        self, lr: float | None = None, adam: AdamStep | None = None
+    ) -> tuple[float, float]:
         """Clip and apply the gradients, which are spent then; returns (gradient norm before
         clipping, learning rate). Where the norm is not finite, nothing is applied; nor where no
-        token was supervised: momentum and decay would move the weights without a gradient."""
+        token was supervised, unless `adam` asks for it: momentum and decay would move the weights
+        without a gradient. `adam` takes the place of the configured settings for this step."""
         assert self.optimizer is not None and self.gradients is not None, "made without training"
         self.lr = self.lr if lr is None else lr
+        adam = adam or AdamStep.configured(self.cfg.optim)
         if not self.gradients.some:
-            return 0.0, self.lr
+            if not adam.without_gradients:
+                return 0.0, self.lr
+            self.gradients.clear()
         set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
-        norm = apply_gradients(self.optimizer, self.gather, self.grid, self.platform.device)
+        set_adam(self.optimizer, adam)
+        norm = apply_gradients(
+            self.optimizer, self.gather, self.grid, self.platform.device, adam.clip_grad
+        )
         self.gradients.forget()
         self.steps += math.isfinite(norm)
         return norm, self.lr

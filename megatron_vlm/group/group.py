@@ -13,6 +13,7 @@ from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS
 from megatron_vlm.step.losses import LossFunction, Objective, check_divisor
+from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import StepMetrics
 
 T = TypeVar("T")
@@ -83,9 +84,12 @@ class WorkerGroup:
         args = (return_per_token_outputs, loss, divisor, accumulate, options)
         return self.ranks.call(join, "forward_backward", parts, *args)
 
-    def optim_step(self, lr: float | None = None) -> Future[tuple[float, float]]:
-        """Clip and apply the gradients: (norm before clipping, learning rate)."""
-        return self.ranks.call(_first, "optim_step", None, lr)
+    def optim_step(
+        self, lr: float | None = None, adam: AdamStep | None = None
+    ) -> Future[tuple[float, float]]:
+        """Clip and apply the gradients: (norm before clipping, learning rate). `adam` takes the
+        place of the configured settings for this step."""
+        return self.ranks.call(_first, "optim_step", None, lr, adam)
 
     def sample(
         self,

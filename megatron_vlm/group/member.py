@@ -18,6 +18,7 @@ from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.group.parts import ReplicaBatch
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.losses import LossFunction, Objective
+from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -67,12 +68,12 @@ class Member:
         self.has_gradients = True
         return done
 
-    def optim_step(self, lr: float | None) -> tuple[float, float]:
-        if not self.has_gradients:
+    def optim_step(self, lr: float | None, adam: AdamStep | None) -> tuple[float, float]:
+        if not self.has_gradients and not (adam and adam.without_gradients):
             # The controller may not have waited for a forward_backward that failed.
             raise WorkerError("optim_step: there are no gradients; forward_backward comes first")
         self.has_gradients = False
-        return self.worker.optim_step(lr)
+        return self.worker.optim_step(lr, adam)
 
     def _forget(self) -> None:
         self.has_gradients = False

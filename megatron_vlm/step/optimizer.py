@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,9 +22,42 @@ from torch import Tensor, nn
 
 from megatron_vlm.config.schema import Config, OptimConfig
 from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.sizes import Part
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.overlap import GradReduce, WeightGather
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """AdamW's settings for one step, in place of the configured ones. As there, norms and biases do
+    not decay, and a part with a weight decay of its own keeps it."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad: float  # global norm; 0: nothing is clipped
+    # Step even where there are no gradients, as if all were 0: momentum and decay move the weights.
+    without_gradients: bool = False
+
+    @staticmethod
+    def configured(optim: OptimConfig) -> "AdamStep":
+        """As every step without settings of its own."""
+        return AdamStep(optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad)
+
+    def __post_init__(self) -> None:
+        for name, good, wanted in (
+            ("beta1", 0 <= self.beta1 < 1, "at least 0 and below 1"),
+            ("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1"),
+            ("eps", 0 < self.eps < math.inf, "above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"),
+            ("clip_grad", 0 <= self.clip_grad < math.inf, "at least 0 (no clipping)"),
+        ):
+            if not good:
+                raise ConfigError(
+                    f"optim_step: {name}={getattr(self, name)}; give a finite number {wanted}"
+                )
 
 
 def shards_optimizer(cfg: Config, grid: Grid) -> bool:
@@ -122,10 +156,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
+    set_adam(optimizer, AdamStep.configured(optim))
     for group in optimizer.param_groups:
-        # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
-        # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
-        group["weight_decay"] = group.get("start_wd", optim.weight_decay) * group["wd_mult"]
         if "foreach" in group:  # torch's AdamW, where neither TE nor Apex brings a fused one
             group["fused"] = True
     return optimizer
@@ -159,16 +191,30 @@ def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
         group["lr"] = lr if own == base else lr * (own / base)
 
 
+def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
+    """Set what AdamW computes with, beside the learning rate."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+        # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
+        # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
+        group["weight_decay"] = group.get("start_wd", adam.weight_decay) * group["wd_mult"]
+
+
 def apply_gradients(
-    optimizer: MegatronOptimizer, gather: WeightGather, grid: Grid, device: torch.device
+    optimizer: MegatronOptimizer,
+    gather: WeightGather,
+    grid: Grid,
+    device: torch.device,
+    limit: float,
 ) -> float:
-    """Clip and apply the gradients; return their norm before clipping. Nothing is applied if it is
-    not finite: Megatron checks that only with a loss scaler, which bf16 and fp32 do not use."""
+    """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them; return
+    their norm before clipping. Nothing is applied if it is not finite: Megatron checks that only
+    with a loss scaler, which bf16 and fp32 do not use."""
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer, grid, device)
     if math.isfinite(norm):
         gather.finish()  # what no forward has waited for, such as a tower without images
-        _clip(optimizer, norm)
+        _clip(optimizer, norm, limit)
         optimizer.step_with_ready_grads()
         gather.start()
     return norm
@@ -209,9 +255,8 @@ def _has_experts(part: MegatronOptimizer) -> bool:
 
 
 @torch.no_grad()
-def _clip(optimizer: MegatronOptimizer, norm: float) -> None:
-    """Scale the gradients to a norm of at most clip_grad."""
-    limit = optimizer.config.clip_grad
+def _clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
+    """Scale the gradients to a norm of at most `limit`; 0 leaves them."""
     factor = limit / (norm + 1e-6)  # as Megatron and torch have it
     params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
     grads = [param.grad for param in params if param.grad is not None]
