@@ -78,6 +78,17 @@ def plain_weighted(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]
     return -weights * log_probs, {"weight": weights}
 
 
+def plain_sum_of_weighted(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
+    return values["weights"] * -log_probs, {}
+
+
+def plain_dro(log_probs: Tensor, entropy: Tensor, values: dict[str, Tensor]):
+    old = values["old_log_probs"]
+    loss = -(log_probs * values["advantages"] - 0.7 / 2 * (log_probs - old) ** 2)
+    ratio = torch.exp(log_probs - old)
+    return loss, {"ratio": ratio, "old_kl": ratio - 1 - torch.log(ratio)}
+
+
 def with_terms(loss_of: Callable, kl_coef: float = 0.0, entropy_coef: float = 0.0):
     """Plus the k3 estimate to the reference, minus the entropy."""
 
@@ -106,6 +117,8 @@ LOSSES: dict[str, Plain] = {
         dict(loss="weighted", power=2.0, kl_coef=0, entropy_coef=5.0),
         with_terms(plain_weighted, 0.0, 5.0),
     ),
+    "weights of any sign": Plain({"loss": "weighted_cross_entropy"}, plain_sum_of_weighted),
+    "dro": Plain({"loss": "dro", "beta": 0.7}, plain_dro),
     "a user's own": Plain(dict(loss="weighted", power=2.0), plain_weighted),
 }
 LAYOUTS = {"1x1": layout(), "tp2": layout(tp=2), "pp2": layout(pp=2), "dp2": layout(dp=2)}
@@ -246,6 +259,36 @@ def test_values_go_every_way_that_rows_go(pool, tiny, rl_rows):
     assert rows == batch == again
     assert micro_batches == pytest.approx(rows, rel=1e-6)  # cut into other micro-batches
     assert ratio == pytest.approx(1, abs=1e-6)  # what `forward` gives is what was sampled from
+
+
+def weighted_sums(worker: MegatronWorker, rows: list[Row]) -> tuple[Any, ...]:
+    """Of rows of which one has weights of 0 alone: the log-probs of all targets, the gradients of
+    the sum, and without that row."""
+    nothing = {"weights": torch.zeros(len(rows[1].ids_S))}
+    rows = [rows[0], replace(rows[1], values_S=nothing), rows[2]]
+    options: dict[str, Any] = {"loss": "weighted_cross_entropy", "divisor": 1}
+    done = worker.forward_backward(rows, True, **options)
+    grads = collect_grads(worker)
+    less = worker.forward_backward([rows[0], rows[2]], **options)
+    assert done.log_probs is not None and done.num_tokens > less.num_tokens
+    scored = worker.forward(rows)
+    equal = all(torch.equal(a, b) for a, b in zip(done.log_probs, scored, strict=True))
+    want = -sum(
+        float((p * r.values_S["weights"])[r.labels_S != IGNORE].sum())
+        for p, r in zip(scored, rows, strict=True)
+    )
+    return equal, done.loss, less.loss, want, grads, collect_grads(worker)
+
+
+def test_weights_of_any_sign_are_summed(pool, tiny, rl_rows):
+    """A weight of 0 is a target all the same, whose log-prob comes back."""
+    case = layout(pp=2)
+    args = (tiny(vocab=VOCAB), case, weighted_sums, rl_rows)
+    equal, loss, less, want, grads, fewer = pool.run(call_with_rows, 2, *args)[0]
+    assert equal and loss == pytest.approx(less, rel=TOLERANCE)
+    assert loss == pytest.approx(want, rel=TOLERANCE)
+    for key, grad in fewer.items():
+        assert float((grads[key] - grad).norm()) <= TOLERANCE * float(grad.norm())
 
 
 def with_weights(rows: list[Row]) -> list[Row]:
@@ -413,6 +456,7 @@ REFUSED_LOSSES = {
     ),
     "'clip_low' is not an option of loss cross_entropy": ("cross_entropy", {"clip_low": 0.1}),
     "loss ppo: kl_coef=nan; give a finite number": ("ppo", {"kl_coef": float("nan")}),
+    "loss dro: beta=-0.1; give 0 or above": ("dro", {"beta": -0.1}),
     "clip_low=1.5, clip_high=0.2; the ratio": ("ppo", {"clip_low": 1.5}),
 }
 

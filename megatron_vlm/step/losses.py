@@ -34,7 +34,7 @@ from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.head import Also
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.policy_losses import cispo, gspo, importance_sampling, kl_k3, ppo
+from megatron_vlm.step.policy_losses import cispo, dro, gspo, importance_sampling, kl_k3, ppo
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
@@ -53,7 +53,16 @@ def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -log_probs_N, {}
 
 
-for _function in (importance_sampling, ppo, gspo, cispo):
+@register
+def weighted_cross_entropy(
+    log_probs_N: Tensor, weights_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of tokens whose weights may have any sign, or be 0. Unlike `loss_weights_S`
+    they do not count in what the sum is divided by: with a divisor of 1 the loss is a sum."""
+    return -weights_N * log_probs_N, {}
+
+
+for _function in (importance_sampling, ppo, gspo, cispo, dro):
     register(_function)
 
 

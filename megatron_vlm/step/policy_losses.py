@@ -78,6 +78,18 @@ def cispo(
     return loss_N, report | _drift(log_probs_N, old_log_probs_N)
 
 
+def dro(
+    log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor, *, beta: float = 0.05
+) -> Losses:
+    """Direct Reward Optimization (arXiv 2405.19107): REINFORCE on samples of any policy, held near
+    that one by half of `beta` times the square of how far each log-prob has moved."""
+    if beta < 0:
+        raise ConfigError(f"loss dro: beta={beta}; give 0 or above")
+    moved_N = log_probs_N - old_log_probs_N
+    loss_N = 0.5 * beta * moved_N.square() - log_probs_N * advantages_N
+    return loss_N, _drift(log_probs_N, old_log_probs_N)
+
+
 def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(policy || other) from tokens that the policy sampled: unbiased
     as the plain difference of log-probs is, never negative, and of less variance."""
