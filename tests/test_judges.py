@@ -299,7 +299,8 @@ def test_a_call_that_kills_its_process_three_times(judging, tmp_path, kind, dead
     assert [one, *others] == [1.0, 2.0, 3.0]
     assert f"rewards.py:score was asked 3 times, and its process {words}" in died
     assert "data.jsonl:1: " in died and "mend it, or set rl.failed_reward=0" in died
-    assert (tmp_path / "deaths").read_text() == "xxx"
+    # Once more where the machine is so busy that a process was gone before it was heard to begin.
+    assert (tmp_path / "deaths").read_text() in ("xxx", "xxxx")
 
 
 def test_a_process_that_dies_once_is_started_again(judging):

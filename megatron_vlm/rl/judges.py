@@ -19,6 +19,7 @@ from megatron_vlm.rl.judge import GoneError, Judge, Life, WrongError
 from megatron_vlm.rl.packing import PackingError
 
 _MOST_DEATHS = 3  # of processes, by one call
+_MOST_LOST = 10  # processes in a row that a call was given to, whoever was to blame
 
 T = TypeVar("T")
 
@@ -191,7 +192,7 @@ class Judges:
 
     async def _asked(self, episode: _Episode, request: Mapping[str, Any]) -> Any:
         """The answer, from as many processes as it takes."""
-        deaths, suspected = 0, False
+        lost, deaths, suspected = 0, 0, False
         while True:
             try:
                 async with episode.judge.turn(alone=suspected):
@@ -202,10 +203,12 @@ class Judges:
                     episode.life = life
                     return answer
             except GoneError as error:
+                lost += 1
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
-                if deaths >= _MOST_DEATHS:
-                    raise WrongError(f"was asked {deaths} times, and its process {error}") from None
+                if deaths >= _MOST_DEATHS or lost >= _MOST_LOST:
+                    times = deaths if deaths >= _MOST_DEATHS else lost
+                    raise WrongError(f"was asked {times} times, and its process {error}") from None
 
     async def _restore(self, episode: _Episode, life: Life) -> None:
         """In a new process, an environment that has taken the same answers."""

@@ -40,7 +40,9 @@ STEPS = {"own": 90, "vllm": 90, "crop": 100}
 ALIKE = 0.25  # how far the curves of both samplers may be apart, in the mean over all steps
 COMMON = ["model=tiny_cpu", "data.cache_dir=null", "train.micro_batch_size=64"]
 COMMON += ["optim.lr=1e-3", "optim.beta2=0.98", "optim.schedule=constant", "log.every=10"]
-RL = ["train.global_batch_size=32", "rl.max_new_tokens=4", "rl.sampler_rows=256"]
+RL = ["rl.max_new_tokens=4", "rl.sampler_rows=256"]
+# A colour that is no longer tried is not learnt again: many answers to few prompts, and kl_coef.
+SIXTEEN = ["train.global_batch_size=16", "rl.samples=16"]
 RL += ["optim.schedule=wsd", "optim.decay_ratio=0.4"]  # what was learnt is not shaken at the end
 
 
@@ -74,7 +76,7 @@ def make_colours(out: Path) -> list[str]:
     data = [f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'eval.jsonl'}"]
     more = ["data.ignore_keys=[kind]", "data.max_tokens=256", "eval.generate=true"]
     reward = f"rl.reward={HERE / 'colour.py'}:right"
-    return [model, *data, *more, "eval.max_new_tokens=4", "rl.kl_coef=0.05", reward]
+    return [model, *data, *more, "eval.max_new_tokens=4", "rl.kl_coef=0.1", *SIXTEEN, reward]
 
 
 def make_crops(out: Path) -> list[str]:
@@ -85,7 +87,7 @@ def make_crops(out: Path) -> list[str]:
     game = f"rl.environment={HERE / 'crop.py'}:Crop"
     ignored = "data.ignore_keys=[picture,side,colour]"
     # Until it looks where the shape is, half of what it guesses is noise: see docs/rl.md.
-    more = ["rl.advantage=dr_grpo", "rl.kl_coef=0.06"]
+    more = ["rl.advantage=dr_grpo", "rl.kl_coef=0.06", "train.global_batch_size=32"]
     return [model, f"data.train={folder / 'crop.jsonl'}", ignored, game, *more]
 
 
