@@ -676,7 +676,8 @@ def test_processes_end_with_a_killed_trainer(tmp_path):
         stderr=subprocess.PIPE,
     )
     try:
-        assert [trainer.stderr.readline() for _ in range(2)] == [b"asked\n"] * 2
+        # Of two processes, which may say it at the same time.
+        assert b"".join(trainer.stderr.readline() for _ in range(2)).count(b"asked") == 2
         assert len(marked.alive()) == 3
         trainer.kill()
         trainer.communicate(timeout=END_S)  # until all that hold its output are gone

@@ -19,7 +19,6 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     load_balancing_loss_func,
 )
 
-from megatron_vlm import worker as worker_module
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batch.loader import BatchFigures
 from megatron_vlm.data.encode.row import IGNORE, Row
@@ -34,7 +33,7 @@ from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router_losses import RouterLosses
 from megatron_vlm.run.lines import from_json, to_json
 from megatron_vlm.run.meter import Meter
-from megatron_vlm.step import arrival, expert_load, router_losses
+from megatron_vlm.step import arrival, backward, expert_load, router_losses
 from megatron_vlm.step.pipeline import Stage
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
@@ -335,12 +334,12 @@ def test_a_dense_model_has_no_router(key, tiny):
 
 def patched_losses(change: Callable[[RouterLosses, int], RouterLosses]) -> Any:
     """`change` also takes the number of micro-batches of this replica."""
-    right = worker_module.router_losses
+    right = backward.router_losses
 
     def wrong(model, stage, batches, step, divisor):
         return change(right(model, stage, batches, step, divisor), len(batches))
 
-    return mock.patch.object(worker_module, "router_losses", wrong)
+    return mock.patch.object(backward, "router_losses", wrong)
 
 
 def averaged_over_micro_batches(losses: RouterLosses, count: int) -> RouterLosses:
