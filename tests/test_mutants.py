@@ -206,6 +206,7 @@ def touchless(path: str, case: Case, rows: list) -> Outcome:
         return loss_and_grads(path, case, rows)
 
 
+@pytest.mark.slow
 def test_parity_notices_an_untouched_tower(pool, tiny):
     """Without `touch`, the tower's gradients never become ready on the replica without images.
     Megatron's DDP says so there; the other replica waits, which is the hang users know."""

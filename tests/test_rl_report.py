@@ -429,6 +429,7 @@ def test_tensorboard_has_the_figures(tmp_path):
     assert values["rl/exact"] == [(3, 0.25)] and values["rl/figures/reward"] == [(3, 0.125)]
 
 
+@pytest.mark.slow
 @in_a_browser
 @pytest.mark.parametrize(("width", "scheme"), [(1200, 1), (480, 0)])
 def test_a_browser_draws_the_samples(width, scheme, report, tmp_path):
