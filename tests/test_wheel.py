@@ -87,9 +87,9 @@ def test_it_is_imported_from_the_wheel(installed, tmp_path):
 
 @pytest.mark.timeout(1800)  # two minutes on a machine that has nothing else to do
 def test_the_quickstart_runs(installed, tmp_path):
-    """Ten commands, each of which imports everything."""
+    """Ten commands, each of which imports everything; and the examples of rl.md."""
     runnable = blocks("bash test", "python test")
-    assert {block.page.name for block in runnable} == {"quickstart.md"}
+    assert {block.page.name for block in runnable} == {"quickstart.md", "rl.md"}
     assert sum("# writes" in block.text for block in runnable) >= 6
     for block in runnable:
         run_block(block, tmp_path, installed.python)
