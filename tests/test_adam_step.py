@@ -18,7 +18,7 @@ from tests.batches import MIXED, make_rows
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, my_rows, of_interest
 from tests.test_parity import layout
-from tests.test_steps import MAX_TOLERANCE_LR, MEAN_TOLERANCE_LR, NORM_TOLERANCE
+from tests.test_steps import MAX_TOLERANCE_LR, NORM_TOLERANCE
 
 # (learning rate, settings); None: no gradients in this step. The sums of these losses have norms
 # of about 100 to 200, so that some of these limits clip and some do not.
@@ -81,6 +81,8 @@ def reference(tiny):
     return reference_steps(tiny())
 
 
+# Of the mean of a tensor's weights, in steps of lr. Measured worst case: 2.1e-4.
+MEAN_TOLERANCE_LR = 1e-3
 CASES = {
     "1": layout(),
     "tp2-pp2": layout(tp=2, pp=2),
