@@ -5,7 +5,8 @@ Nothing heavy is imported before the configuration has been checked.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
@@ -15,7 +16,6 @@ from megatron_vlm.config.validate import check_training
 from megatron_vlm.data.server import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
-    PREEMPTED,
     rank_of_process,
     run_process,
     world_of_process,
@@ -42,19 +42,10 @@ def train(cfg: Config, signals: "Signals | None" = None) -> int:
 def _train(cfg: Config, watchdog: Watchdog, signals: "Signals | None") -> int:
     if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
         start_server()  # it imports at the same time as we do
-    from megatron_vlm.distributed.agree import Stopped
     from megatron_vlm.run.run import Run
 
     with Run.open(cfg, watchdog, signals) as run:
-        try:
-            for step in range(run.progress.step, run.total_steps):
-                train_step(run, step)
-                run.evaluate_if_due()
-                run.save_if_due()
-        except Stopped:
-            run.stop_early()
-            return PREEMPTED
-        return run.finish()
+        return run.to_the_end(partial(train_step, run))
 
 
 def train_step(run: "Run", step: int) -> None:
@@ -72,16 +63,23 @@ def train_step(run: "Run", step: int) -> None:
 
 def run_train(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and train, on one rank; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_vlm.train")
+    return train(composed("megatron_vlm.train", arguments), signals)
+
+
+def composed(
+    module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_training
+) -> Config:
+    """The configuration of a rank that runs this module, checked."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
     add_overrides(parser)
     args = parse(parser, arguments)
     cfg = load_config(args.overrides, configured(args)[0])
-    check_training(cfg)
+    check(cfg)
     check_installed(cfg)
     check_run(cfg)
     if cfg.checkpoint.push is not None and rank_of_process() == 0:
         check_push(cfg.checkpoint.push)
-    return train(with_model(cfg), signals)
+    return with_model(cfg)
 
 
 if __name__ == "__main__":

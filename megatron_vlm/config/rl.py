@@ -1,13 +1,15 @@
-"""What `megatron-vlm rl` refuses, beside what every run does."""
+"""What `megatron-vlm rl` refuses, also of what every run does."""
 
 from pathlib import Path
 
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.validate import check_training
 from megatron_vlm.errors import ConfigError
 
 
 def check_rl(cfg: Config) -> None:
     """Refuse settings from which nothing could be learnt, or that contradict each other."""
+    check_training(cfg)
     rl = cfg.rl
     if (rl.reward is None) == (rl.environment is None):
         both = "neither is set" if rl.reward is None else "both are set"

@@ -45,7 +45,7 @@ def to_bytes(answer: Any) -> bytes:
         meta, rows = {"kind": "rows"}, answer
     elif isinstance(answer, list) and answer and _are_samples(answer[0]):
         samples = [each for of_prompt in answer for each in of_prompt]
-        figures = [[s.ids, s.log_probs, s.ended, s.version] for s in samples]
+        figures = [each.plain() for each in samples]
         meta = {"kind": "samples", "counts": list(map(len, answer)), "figures": figures}
     elif isinstance(answer, tuple):
         meta = {"kind": "tuple", "value": answer}
@@ -66,10 +66,7 @@ def from_bytes(data: bytes) -> Any:
     if kind == "rows":
         return rows
     if kind == "samples":
-        samples = (
-            Completion(tuple(ids), tuple(log_probs), *rest)
-            for ids, log_probs, *rest in meta["figures"]
-        )
+        samples = map(Completion.of, meta["figures"])
         return [list(islice(samples, count)) for count in meta["counts"]]
     return tuple(meta["value"]) if kind == "tuple" else meta["value"]
 

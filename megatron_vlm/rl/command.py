@@ -26,12 +26,10 @@ def rl(args: argparse.Namespace) -> int:
     """
     from megatron_vlm.config import load_config
     from megatron_vlm.config.rl import check_rl
-    from megatron_vlm.config.validate import check_training
     from megatron_vlm.launch.launch import launch
 
     file, arguments = configured(args)
     cfg = load_config(args.overrides, file)
-    check_training(cfg)
     check_rl(cfg)
     check_run(cfg)
     cfg = with_model(cfg)

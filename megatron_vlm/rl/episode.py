@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_vlm.data.batch.micro_batch import VISUAL_FIELDS
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.rl.environment import EnvStep
 from megatron_vlm.step.completions import Completion
@@ -87,16 +88,10 @@ class Group:
         return len(set(self.rewards)) > 1
 
 
-_PICTURES = (
-    ("pixel_values_PC", "image_grid_I3"),
-    ("pixel_values_videos_PC", "video_grid_I3"),
-)
-
-
 def pictures_of(shown: list[Row]) -> dict[str, Any]:
     """The fields of a Row that has the pictures and videos of these, one after the other."""
     found: dict[str, Any] = {}
-    for name in (name for pair in _PICTURES for name in pair):
+    for name in VISUAL_FIELDS:
         parts = [part for row in shown if (part := getattr(row, name)) is not None]
         found[name] = (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
     return found

@@ -2,23 +2,17 @@
 rank. Answers are drawn, rewards say which are better, and those become likelier.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.rl import check_rl
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.validate import check_training
-from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process
+from megatron_vlm.distributed.process import rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.early import check_run
-from megatron_vlm.hf.push import check_push
-from megatron_vlm.run.model import with_model
-from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
+from megatron_vlm.train import composed
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.agree import Signals
@@ -28,20 +22,11 @@ if TYPE_CHECKING:
 def learn(cfg: Config, signals: "Signals | None" = None) -> int:
     """Learn to the last step; the exit status of this rank. `signals`: as for `train`."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
-        from megatron_vlm.distributed.agree import Stopped
         from megatron_vlm.rl.school import School
         from megatron_vlm.run.run import Run
 
         with Run.open(cfg, watchdog, signals, asks=True) as run, School.open(run) as school:
-            try:
-                for step in range(run.progress.step, run.total_steps):
-                    learn_step(school, step)
-                    run.evaluate_if_due()
-                    run.save_if_due()
-            except Stopped:
-                run.stop_early()
-                return PREEMPTED
-            return run.finish()
+            return run.to_the_end(partial(learn_step, school))
 
 
 def learn_step(school: "School", step: int) -> None:
@@ -65,17 +50,7 @@ def learn_step(school: "School", step: int) -> None:
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and learn, on one rank; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_vlm.rl.learn")
-    add_overrides(parser)
-    args = parse(parser, arguments)
-    cfg = load_config(args.overrides, configured(args)[0])
-    check_training(cfg)
-    check_rl(cfg)
-    check_installed(cfg)
-    check_run(cfg)
-    if cfg.checkpoint.push is not None and rank_of_process() == 0:
-        check_push(cfg.checkpoint.push)
-    return learn(with_model(cfg), signals)
+    return learn(composed("megatron_vlm.rl.learn", arguments, check_rl), signals)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Learner:
         self, update: Update, rows: Mapping[int, LessonRow], values: "Values"
     ) -> StepMetrics:
         """Those of one update, in place of any before. A collective."""
-        placed = {number: self._row(number, each, values) for number, each in rows.items()}
+        placed = {n: self._row(n, rows[n], values) for n in self._mine(update)}
         batches = self._batches(update, placed, self.names)
         loss, divisor = self.cfg.rl.loss, update.divisor
         return self.worker.forward_backward(

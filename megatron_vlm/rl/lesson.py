@@ -16,12 +16,11 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batch.batching import Limits, Plan, RowSize, plan_batch
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.batch.loader import BatchFigures
+from megatron_vlm.data.batch.micro_batch import VISUAL_FIELDS
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
 from megatron_vlm.rl.advantages import divisor_of, group_advantages, token_weights
 from megatron_vlm.rl.episode import Episode, Group, pictures_of
-
-_SHOWN = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
 
 
 @dataclass(frozen=True)
@@ -105,14 +104,16 @@ def _size(row: Row, work: WorkModel) -> RowSize:
 def to_bytes(lesson: Lesson) -> bytes:
     """For `from_bytes` on other ranks."""
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "log_probs": []}
-    columns |= {name: [] for name in _SHOWN}
-    places: dict[str, list[int]] = {name: [] for name in _SHOWN}  # of each row, in its column
+    columns |= {name: [] for name in VISUAL_FIELDS}
+    places: dict[str, list[int]] = {
+        name: [] for name in VISUAL_FIELDS
+    }  # of each row, in its column
     known: dict[tuple[str, int], int] = {}
     for each in lesson.rows:
         columns["ids"].append(each.row.ids_S)
         columns["labels"].append(each.row.labels_S)
         columns["log_probs"].append(each.sampler_log_probs_S)
-        for name in _SHOWN:
+        for name in VISUAL_FIELDS:
             tensor = getattr(each.row, name)
             place = -1
             if tensor is not None:
@@ -133,7 +134,7 @@ def from_bytes(data: bytes) -> Lesson:
     rows = []
     for number, (ids_S, labels_S, log_probs_S) in enumerate(texts):
         shown: dict[str, Any] = {}
-        for name in _SHOWN:
+        for name in VISUAL_FIELDS:
             place = meta["places"][name][number]
             shown[name] = None if place < 0 else columns[name][place]
         advantage, weight = meta["numbers"][number]

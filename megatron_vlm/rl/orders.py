@@ -103,11 +103,14 @@ class Orders:
             [seeds[place] for place in mine],
             self.rows,
         )
-        said = [[_plain(each) for each in answers] for answers in found] if grid.leads else []
+        said = [[each.plain() for each in answers] for answers in found] if grid.leads else []
         of_ranks = all_gather_json(said, None, self.device)
         of_replicas = [of_ranks[dims.leader_of(replica)] for replica in range(grid.dp.size)]
         return [
-            [_completion(each) for each in of_replicas[place % grid.dp.size][place // grid.dp.size]]
+            [
+                Completion.of(each)
+                for each in of_replicas[place % grid.dp.size][place // grid.dp.size]
+            ]
             for place in range(len(rows))
         ]
 
@@ -115,12 +118,3 @@ class Orders:
 def _settings(said: dict[str, Any]) -> SamplingSettings:
     lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
     return SamplingSettings(**(said | lists))
-
-
-def _plain(answer: Completion) -> list[Any]:
-    return [answer.ids, answer.log_probs, answer.ended, answer.version]
-
-
-def _completion(said: list[Any]) -> Completion:
-    ids, log_probs, ended, version = said
-    return Completion(tuple(ids), tuple(log_probs), ended, version)

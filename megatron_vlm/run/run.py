@@ -1,6 +1,6 @@
 """All that a training run holds on one rank, opened in order and closed in order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_vlm.config.lora import Exported
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.agree import Signals, Vote, agree
+from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
@@ -77,6 +77,18 @@ class Run:
         with ExitStack() as opened:
             yield Run(cfg, watchdog, signals or Signals(), opened, asks)
         dist.barrier()
+
+    def to_the_end(self, do_step: Callable[[int], None]) -> int:
+        """Every step that is left, with what is due after it; the exit status."""
+        try:
+            for step in range(self.progress.step, self.total_steps):
+                do_step(step)
+                self.evaluate_if_due()
+                self.save_if_due()
+        except Stopped:
+            self.stop_early()
+            return PREEMPTED
+        return self.finish()
 
     def _announce(self) -> None:
         worker, dims = self.worker, self.worker.dims

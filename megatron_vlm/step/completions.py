@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -58,3 +58,13 @@ class Completion:
     # Where asked for, the experts that the tokens went to, as a Row takes them: -1 for the last,
     # which nothing was drawn after.
     routing_SLK: Tensor | None = None
+
+    def plain(self) -> list[Any]:
+        """As JSON can hold it, without the routing."""
+        return [self.ids, self.log_probs, self.ended, self.version]
+
+    @staticmethod
+    def of(said: Sequence[Any]) -> "Completion":
+        """What `plain` has said."""
+        ids, log_probs, ended, version = said
+        return Completion(tuple(ids), tuple(log_probs), ended, version)
