@@ -159,7 +159,8 @@ class MegatronWorker:
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
-        where a token is not supervised. The same on every rank of the replica."""
+        where a token is not supervised; of a row with targets, in their shape. The same on every
+        rank of the replica."""
         return self.stage.score(self.micro_batches(batch))
 
     def routing(self, batch: Batch) -> list[Tensor]:
@@ -216,6 +217,7 @@ class MegatronWorker:
             Objective.create(loss, options), divisor, return_per_token_outputs, accumulate
         )
         batches = self.micro_batches(batch, asked.objective.value_names)
+        asked.objective.check_targets(batches)
         check_built(self.chunks[0].config, self.dims)
         step = partial(self._loss_step, asked.objective)
         return asked.run(self.stage, self.gradients, self.cfg.model, batches, step)
@@ -300,7 +302,5 @@ class MegatronWorker:
         number = self.gradients.micro_batches + batch.number  # among all of the step
         where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
         with drawing(*where):
-            output = self.stage.call(
-                chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also=objective.also
-            )
+            output = self.stage.predict(chunk, batch, objective.also)
         return output, partial(loss_of, objective, batch)

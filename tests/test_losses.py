@@ -376,7 +376,7 @@ def test_weights_stand_under_their_own_token():
     )
     plain = Row(torch.tensor([5, 6]), torch.tensor([5, 6]))
     batch = cut_micro_batches([plain, row], 2, TOKENS)[0]
-    assert batch.weights_N is not None and batch.weights_N.tolist() == [1, 0.5]
+    assert batch.weights_M is not None and batch.weights_M.tolist() == [1, 0.5]
     assert batch.weight == 1.5 and batch.num_supervised == 2
     unweighted = cut_micro_batches([plain, plain], 2, TOKENS)[0]
     assert unweighted.weights_BS is None and unweighted.weight == 2
@@ -403,8 +403,8 @@ def test_values_stand_under_their_own_token():
     assert batch.values_BSF is not None and batch.values_BSF.dtype == torch.float32
     # [row, position, value]: of the token that the position predicts
     assert batch.values_BSF.tolist() == [[[0, 0]] * 3, [[4, 1], [5, 2], [0, 0]]]
-    assert batch.values_NF is not None
-    found = StageInput(batch, batch.tokens_BS5, values_NF=batch.values_NF).values_N(("a", "b"))
+    assert batch.values_MF is not None
+    found = StageInput(batch, batch.tokens_BS5, values_MF=batch.values_MF).values_M(("a", "b"))
     assert found["a"].tolist() == [1, 2] and found["b"].tolist() == [4, 5]
     assert cut_micro_batches([row], 1, TOKENS)[0].values_BSF is None  # no loss reads them
 

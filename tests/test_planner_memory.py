@@ -86,7 +86,7 @@ def kept_bytes(worker: MegatronWorker) -> int:
     worker.stage.train(True)
     [batch] = worker.stage.arrivals([host], chunk)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        worker.stage.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N)
+        worker.stage.predict(chunk, batch)
     return sum(storage.nbytes() for storage in kept.values())
 
 

@@ -124,7 +124,7 @@ def _parts(worker: MegatronWorker) -> set[str]:
 def test_each_stage_gets_its_part(pool, tiny):
     first, last = pool.run(call, 2, tiny(), layout(pp=2), _parts)
     assert first == {"host", "number", "tokens_BS5", "pixel_values_PC", "visuals"}
-    assert last == {"host", "number", "tokens_BS5", "places_N", "targets_N"}
+    assert last == {"host", "number", "tokens_BS5", "places_N", "targets_M"}
 
 
 def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:
@@ -141,7 +141,7 @@ def _as_hugging_face_calls(worker: MegatronWorker) -> tuple[bool, str]:
                 video_grid_thw=batch.video_grid_I3,
             )
             [ready] = worker.stage.arrivals([batch], chunk)
-            made = worker.stage.call(chunk, ready, labels=ready.targets_N, loss_mask=ready.places_N)
+            made = worker.stage.predict(chunk, ready)
             logits = worker.stage.call(chunk, ready, loss_mask=ready.places_N)
             mask = batch.targets_BS != IGNORE
             equal.append(

@@ -157,8 +157,8 @@ def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
 
 def _forward_step(stage: Stage, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
     batch = next(data)
-    output = stage.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N, also="hits")
-    return output, partial(_score, batch.weights_N)
+    output = stage.predict(chunk, batch, also="hits")
+    return output, partial(_score, batch.weights_M)
 
 
 def _score(weights_N: Tensor | None, output_2N: Tensor, non_loss_data: bool = True) -> Tensor:

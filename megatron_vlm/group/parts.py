@@ -40,8 +40,9 @@ def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> 
 
 
 def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
-    """Parts as even as the number of rows allows; some may be empty. Labels are ignored."""
-    batch = as_batch(rows, (name for name in FIELDS if name != "labels"))
+    """Parts as even as the number of rows allows; some may be empty. Labels and targets are
+    ignored."""
+    batch = as_batch(rows, (name for name in FIELDS if name not in ("labels", "targets")))
     labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
     return _cut(batch.with_fields(labels=labels), count)
 

@@ -5,8 +5,8 @@ Where the logits of all positions would be too many, they are made for one slice
 after the other, and once more in the backward pass. Slices of the vocabulary, unlike chunks of
 tokens, leave the gradient of each weight a single matrix product.
 
-Shapes: N supervised tokens, H width of the decoder, V this rank's part of the padded vocabulary,
-v a slice of it.
+Shapes: N supervised places, M targets (as many, unless places have several), H width of the
+decoder, V this rank's part of the padded vocabulary, v a slice of it.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,59 @@ Also = Literal["entropy", "hits"]
 def predict(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    targets_N: Tensor,
+    targets_M: Tensor,
     vocab: int,
     tp_group: dist.ProcessGroup,
     also: Also | None = None,
+    of_M: Tensor | None = None,
 ) -> Tensor:
-    """Log-prob of each target [N], in fp32; the rows of the weight past the real vocabulary get no
-    probability. `also` makes it [2, N]: beside it the entropy of each distribution in nats, or 1
-    where the target is the likeliest token ("hits")."""
+    """Log-prob of each target [M], in fp32; the rows of the weight past the real vocabulary get no
+    probability. Where places have several targets, `of_M` says which place each belongs to; else
+    each has one. `also`, of places with one, makes it [2, N]: beside it the entropy of each
+    distribution in nats, or 1 where the target is the likeliest token ("hits")."""
+    assert also is None or of_M is None
     first = dist.get_rank(tp_group) * len(weight_VH)
     valid = min(max(vocab - first, 0), len(weight_VH))
-    found: Tensor = _Predict.apply(hidden_NH, weight_VH, targets_N - first, valid, tp_group, also)
+    columns = Columns(targets_M - first, of_M)
+    found: Tensor = _Predict.apply(hidden_NH, weight_VH, columns, valid, tp_group, also)
     return found
+
+
+class Columns:
+    """Where the targets are in this rank's part of the vocabulary, if they are there."""
+
+    def __init__(self, column_M: Tensor, of_M: Tensor | None):
+        self.column_M, self.of_M = column_M, of_M
+
+    def per_target(self, values_N: Tensor) -> Tensor:
+        """For each target the value of its place."""
+        return values_N if self.of_M is None else values_N[self.of_M]
+
+    def per_place(self, values_M: Tensor, places: int) -> Tensor:
+        """For each place the sum over its targets."""
+        if self.of_M is None:
+            return values_M
+        return values_M.new_zeros(places).index_add_(0, self.of_M, values_M)
+
+    def pick(self, logits_Nv: Tensor, start: int, before_M: Tensor) -> Tensor:
+        """The targets' logits; of those outside this slice what was there `before`."""
+        inside_M, place_M = self._within(logits_Nv, start)
+        return torch.where(inside_M, logits_Nv.flatten()[place_M], before_M)
+
+    def add(self, slope_Nv: Tensor, start: int, values_M: Tensor) -> Tensor:
+        """Add to each target's logit its value, where it is in this slice; in place."""
+        inside_M, place_M = self._within(slope_Nv, start)
+        slope_Nv.view(-1).index_add_(0, place_M, values_M * inside_M)
+        return slope_Nv
+
+    def _within(self, slice_Nv: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Which targets are in the slice, and for each of all a place in it, flattened."""
+        width, column_M = slice_Nv.shape[1], self.column_M - start
+        of_M = self.of_M
+        if of_M is None:
+            of_M = torch.arange(len(column_M), device=column_M.device)
+        inside_M = (column_M >= 0) & (column_M < width)
+        return inside_M, of_M * width + column_M.clamp(0, width - 1)
 
 
 def _slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
@@ -46,27 +87,21 @@ def _slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
     return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
 
 
-def _within(place_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which places are in a slice of this width, and a column of it for each of all."""
-    return (place_N >= 0) & (place_N < width), place_N.clamp(0, width - 1)[:, None]
-
-
 class _Softmax:
-    """What is known of each token's distribution after some slices: the largest logit, its column,
-    the target's logit, and the sums of e^(logit - largest) and of that times its exponent."""
+    """What is known of each place's distribution after some slices: the largest logit, its column,
+    the targets' logits, and the sums of e^(logit - largest) and of that times its exponent."""
 
-    def __init__(self, column_N: Tensor, also: Also | None):
-        self.column_N, self.also = column_N, also
-        zeros_N = torch.zeros(column_N.shape, dtype=torch.float, device=column_N.device)
+    def __init__(self, columns: Columns, places: int, also: Also | None):
+        self.columns, self.also = columns, also
+        zeros_N = torch.zeros(places, dtype=torch.float, device=columns.column_M.device)
         self.highest_N = torch.full_like(zeros_N, torch.finfo(torch.float).min)
-        self.best_N = torch.full_like(column_N, -1)
-        self.picked_N, self.total_N, self.weighted_N = zeros_N, zeros_N, zeros_N
+        self.best_N = torch.full_like(zeros_N, -1, dtype=torch.long)
+        self.picked_M = zeros_N.new_zeros(len(columns.column_M))
+        self.total_N, self.weighted_N = zeros_N, zeros_N
 
     def add(self, logits_Nv: Tensor, start: int) -> Tensor:
         """Take a slice in, in place: what is left of it is e^(logit - largest so far)."""
-        inside_N, place_N1 = _within(self.column_N - start, logits_Nv.shape[1])
-        logit_N = logits_Nv.gather(1, place_N1)[:, 0]
-        self.picked_N = torch.where(inside_N, logit_N, self.picked_N)
+        self.picked_M = self.columns.pick(logits_Nv, start, self.picked_M)
         if self.also == "hits":
             highest_N, best_N = logits_Nv.max(dim=1)
             self.best_N = torch.where(highest_N > self.highest_N, best_N + start, self.best_N)
@@ -99,9 +134,10 @@ class _Softmax:
         factor_N = self.rescale(highest_N)
         if self.also == "hits":
             self.hits_N = self._hits(mine_N == highest_N, group)
-        sums_3N = torch.stack([self.picked_N, self.total_N, self.weighted_N])
-        dist.all_reduce(sums_3N, group=group)
-        self.picked_N, self.total_N, self.weighted_N = sums_3N
+        parts = [self.picked_M, self.total_N, self.weighted_N]
+        sums = torch.cat(parts)
+        dist.all_reduce(sums, group=group)
+        self.picked_M, self.total_N, self.weighted_N = sums.split([len(part) for part in parts])
         return factor_N
 
     def _hits(self, has_largest_N: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -109,7 +145,7 @@ class _Softmax:
         rank = dist.get_rank(group)
         owner_N = torch.where(has_largest_N, rank, dist.get_world_size(group))
         dist.all_reduce(owner_N, dist.ReduceOp.MIN, group=group)
-        hits_N = ((self.best_N == self.column_N) & (owner_N == rank)).float()
+        hits_N = ((self.best_N == self.columns.column_M) & (owner_N == rank)).float()
         dist.all_reduce(hits_N, group=group)
         return hits_N
 
@@ -122,35 +158,38 @@ class _Predict(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        column_N: Tensor,
+        columns: Columns,
         valid: int,
         group: dist.ProcessGroup,
         also: Also | None,
     ) -> Tensor:
-        softmax = _Softmax(column_N, also)
+        softmax = _Softmax(columns, len(hidden_NH), also)
         ctx.slices = list(_slices(len(hidden_NH), valid))
-        ctx.group, ctx.also = group, also
+        ctx.group, ctx.also, ctx.columns = group, also, columns
         exp_Nv = None
         for start, end in ctx.slices:
             exp_Nv = softmax.add((hidden_NH @ weight_VH[start:end].T).float(), start)
         factor_N = softmax.gather(group)
         log_total_N = softmax.total_N.log()
-        log_probs_N = softmax.picked_N - softmax.highest_N - log_total_N
+        # In this order: the sum of the two would round the highest logit's own digits away.
+        highest_M, log_total_M = map(columns.per_target, (softmax.highest_N, log_total_N))
+        log_probs_M = softmax.picked_M - highest_M - log_total_M
         entropy_N = log_total_N - softmax.weighted_N / softmax.total_N
         probs_Nv = None  # kept where they are all, else made again
         if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
             probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
         log_sum_N = softmax.highest_N + log_total_N
-        ctx.save_for_backward(hidden_NH, weight_VH, column_N, log_sum_N, entropy_N, probs_Nv)
+        ctx.save_for_backward(hidden_NH, weight_VH, log_sum_N, entropy_N, probs_Nv)
         if also is None:
-            return log_probs_N
-        return torch.stack([log_probs_N, entropy_N if also == "entropy" else softmax.hits_N])
+            return log_probs_M
+        return torch.stack([log_probs_M, entropy_N if also == "entropy" else softmax.hits_N])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log p_v + H)."""
-        hidden_NH, weight_VH, column_N, log_sum_N, entropy_N, probs_Nv = ctx.saved_tensors
-        of_log_prob_N = grads[0] if ctx.also is None else grads[0][0]
+        hidden_NH, weight_VH, log_sum_N, entropy_N, probs_Nv = ctx.saved_tensors
+        of_log_prob_M = grads[0] if ctx.also is None else grads[0][0]
+        of_log_prob_N = ctx.columns.per_place(of_log_prob_M, len(hidden_NH))
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_NH = torch.zeros_like(hidden_NH, dtype=torch.float) if needs_hidden else None
         grad_VH = torch.zeros_like(weight_VH) if needs_weight else None
@@ -161,13 +200,9 @@ class _Predict(torch.autograd.Function):
                 probs = logits_Nv.sub_(log_sum_N[:, None]).exp_()
             else:
                 probs = probs_Nv
-            slope_Nv = _slope(
-                probs,
-                column_N - start,
-                of_log_prob_N,
-                entropy_N,
-                grads[0][1] if ctx.also == "entropy" else None,
-            ).to(weight_VH.dtype)
+            of_entropy_N = grads[0][1] if ctx.also == "entropy" else None
+            slope_Nv = _slope(probs, of_log_prob_N, entropy_N, of_entropy_N)
+            slope_Nv = ctx.columns.add(slope_Nv, start, of_log_prob_M).to(weight_VH.dtype)
             if grad_NH is not None:
                 _add_product(grad_NH, slope_Nv, part_vH)
             if grad_VH is not None:
@@ -179,21 +214,14 @@ class _Predict(torch.autograd.Function):
 
 
 def _slope(
-    probs_Nv: Tensor,
-    place_N: Tensor,
-    of_log_prob_N: Tensor,
-    entropy_N: Tensor,
-    of_entropy_N: Tensor | None,
+    probs_Nv: Tensor, of_log_prob_N: Tensor, entropy_N: Tensor, of_entropy_N: Tensor | None
 ) -> Tensor:
-    """The gradient of the logits of a slice. It takes the place of the probabilities: a backward
-    pass goes through them once."""
-    inside_N, place_N1 = _within(place_N, probs_Nv.shape[1])
+    """The gradient of the logits of a slice, but for what the targets' own have besides. It takes
+    the place of the probabilities: a backward pass goes through them once."""
     if of_entropy_N is None:
-        slope_Nv = probs_Nv.mul_(-of_log_prob_N[:, None])
-    else:
-        slope_Nv = torch.xlogy(probs_Nv, probs_Nv).add_(probs_Nv * entropy_N[:, None])
-        slope_Nv.mul_(-of_entropy_N[:, None]).sub_(probs_Nv.mul_(of_log_prob_N[:, None]))
-    return slope_Nv.scatter_add_(1, place_N1, (of_log_prob_N * inside_N)[:, None])
+        return probs_Nv.mul_(-of_log_prob_N[:, None])
+    slope_Nv = torch.xlogy(probs_Nv, probs_Nv).add_(probs_Nv * entropy_N[:, None])
+    return slope_Nv.mul_(-of_entropy_N[:, None]).sub_(probs_Nv.mul_(of_log_prob_N[:, None]))
 
 
 def _add_product(sum_NH: Tensor, slope_Nv: Tensor, weight_vH: Tensor) -> None:

@@ -91,8 +91,8 @@ class Qwen3VLGPTModel(GPTModel):
 
         Who knows these on the host gives them from there, lest the device be asked and waited for:
         `visuals` as `plan_visuals` makes them, in place of the grids; as loss_mask the places [N]
-        that it would pick in the flattened [S * B], and labels [N] of these; as `routing`, which
-        tokens are real, for a model with experts.
+        that it would pick in the flattened [S * B], and labels [N] of these, or [M], and as `of_M`
+        the place of each; as `routing`, which tokens are real, for a model with experts.
 
         Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
         attention_mask [B, S] is taken, and refused where it says anything else.
@@ -203,6 +203,7 @@ class Qwen3VLGPTModel(GPTModel):
         labels: Tensor | None,
         loss_mask: Tensor | None = None,
         also: Also | None = None,
+        of_M: Tensor | None = None,
     ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
         weight = self.output_layer.weight
@@ -221,7 +222,7 @@ class Qwen3VLGPTModel(GPTModel):
             logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
         vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
-        return predict(hidden_NH, weight, labels, vocab, tp_group, also)
+        return predict(hidden_NH, weight, labels, vocab, tp_group, also, of_M)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
         """What the next stage gets: the hidden states, then the features its layers will add."""

@@ -1,7 +1,8 @@
 """A micro-batch on its way to a stage's device: what the stage needs of it, and nothing more.
 
-Shapes: S tokens of a row, B rows, N supervised positions, P patches, C values of a patch, F the
-values of a token that a loss reads, 3 the axes of a position, 5 the columns of a token.
+Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
+patch, F the values of a target that a loss reads, 3 the axes of a position, 5 the columns of a
+token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +30,11 @@ class StageInput:
     pixel_values_PC: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     visuals: VisualPlan | None = None
-    places_N: Tensor | None = None  # of the supervised positions in the flattened [S * B]
-    targets_N: Tensor | None = None
-    values_NF: Tensor | None = None
-    weights_N: Tensor | None = None
+    places_N: Tensor | None = None  # of the supervised places in the flattened [S * B]
+    targets_M: Tensor | None = None
+    of_M: Tensor | None = None  # the place of each target, where places have several
+    values_MF: Tensor | None = None
+    weights_M: Tensor | None = None
     number: int = 0  # of this micro-batch in the step
     routing: Routing | None = None  # where there are experts
 
@@ -44,11 +46,11 @@ class StageInput:
     def position_ids_3BS(self) -> Tensor:
         return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
 
-    def values_N(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The values of the supervised tokens, by name. A batch without such tokens needs none."""
-        if self.values_NF is None:
+    def values_M(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The values of the targets, by name. A batch without targets needs none."""
+        if self.values_MF is None:
             return dict.fromkeys(names, torch.zeros(0, device=self.tokens_BS5.device))
-        return {name: self.values_NF[:, self.host.value_names.index(name)] for name in names}
+        return {name: self.values_MF[:, self.host.value_names.index(name)] for name in names}
 
 
 def stage_input(
@@ -73,7 +75,7 @@ def stage_input(
     if chunk.post_process:
         row_N, column_N = batch.supervised
         parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
-        for name in ("targets_N", "values_NF", "weights_N"):
+        for name in ("targets_M", "of_M", "values_MF", "weights_M"):
             parts[name] = moved(getattr(batch, name))
     if chunk.sizes.text.experts is not None:
         # A filler has rows of nobody: they are padding.

@@ -146,9 +146,8 @@ def _placed(stage: Stage, prompts: Sequence[Row], n: int, seeds: Sequence[int]) 
 
 
 def _unlabelled(row: Row) -> Row:
-    return replace(
-        row, labels_S=torch.full_like(row.ids_S, IGNORE), values_S={}, loss_weights_S=None
-    )
+    none_S = torch.full_like(row.ids_S, IGNORE)
+    return replace(row, labels_S=none_S, values_S={}, loss_weights_S=None, targets=None)
 
 
 def _ended(ids: Sequence[int], settings: SamplingSettings, text_of: TextOf | None) -> Ended | None:

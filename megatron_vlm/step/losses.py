@@ -114,6 +114,14 @@ class Objective:
         """What the model gives beside the log-probs."""
         return None if self.entropy_coef is None else "entropy"
 
+    def check_targets(self, batches: Sequence[MicroBatch]) -> None:
+        """Refuse a second figure of places that have several targets: they would share it."""
+        if self.also is not None and any(batch.of_M is not None for batch in batches):
+            raise ConfigError(
+                "entropy_coef: an entropy is that of a token, and rows have several targets at one "
+                "place; leave entropy_coef out, or give one target a place"
+            )
+
     @property
     def value_names(self) -> tuple[str, ...]:
         """The per-token values that are needed."""
@@ -159,9 +167,9 @@ def loss_of(
     or the divisor of the call.
     """
     log_probs_N, entropy_N = (output, None) if objective.also is None else output
-    values_N = batch.values_N(objective.value_names)
+    values_N = batch.values_M(objective.value_names)
     loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
-    loss_sum = (loss_N if batch.weights_N is None else loss_N * batch.weights_N).sum()
+    loss_sum = (loss_N if batch.weights_M is None else loss_N * batch.weights_M).sum()
     count = torch.full((), log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
     report = {name: report_N[name].detach().sum() for name in objective.metrics}
     report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}

@@ -14,6 +14,7 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch, filler_batch
 from megatron_vlm.data.media.pixels import PixelTables
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.model.head import Also
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.step.arrival import StageInput, arrivals
 from megatron_vlm.step.expert_choices import routing_of_rows, routing_tables
@@ -114,10 +115,16 @@ class Stage:
         )
         return output
 
+    def predict(self, chunk: Any, batch: StageInput, also: Also | None = None) -> Tensor:
+        """A chunk's output for a micro-batch; on the last stage the log-probs of its targets."""
+        heads = {"labels": batch.targets_M, "loss_mask": batch.places_N, "of_M": batch.of_M}
+        return self.call(chunk, batch, **heads, also=also)
+
     def score(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
-        where a token is not supervised. The same on every rank of the replica. Replicas that share
-        experts call it together, one that has nothing to score without batches."""
+        where a token is not supervised; of a row with targets, in their shape. The same on every
+        rank of the replica. Replicas that share experts call it together, one that has nothing to
+        score without batches."""
         with self.evaluating():
             outputs = self.run(batches, self._score_step, forward_only=True)
         return self.per_row(batches, outputs)
@@ -129,7 +136,7 @@ class Stage:
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             kept.append(batch := next(data))
-            output = self.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N)
+            output = self.predict(chunk, batch)
             return output, as_it_is
 
         with self.evaluating():
@@ -139,7 +146,7 @@ class Stage:
         return routing_of_rows(batches, tables)
 
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The last stage's log-probs [N] of each micro-batch, by row, on every rank."""
+        """The last stage's log-probs [M] of each micro-batch, by row, on every rank."""
         counts = [batch.num_supervised for batch in batches]
         flat = torch.empty(sum(counts), device=self.device)
         if self.grid.last and counts:
@@ -154,7 +161,7 @@ class Stage:
 
     def _score_step(self, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
         batch = next(data)
-        output = self.call(chunk, batch, labels=batch.targets_N, loss_mask=batch.places_N)
+        output = self.predict(chunk, batch)
         return output, as_it_is
 
     @contextmanager

@@ -67,9 +67,9 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
     the head. In training, not in evaluation: with the same dropout and the same kernels."""
 
     def without_head(batch: StageInput) -> StageInput:
-        if batch.places_N is None or batch.targets_N is None:
+        if batch.places_N is None or batch.targets_M is None:
             return batch
-        return replace(batch, places_N=batch.places_N[:0], targets_N=batch.targets_N[:0])
+        return replace(batch, places_N=batch.places_N[:0], targets_M=batch.targets_M[:0], of_M=None)
 
     def count(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
         return step(map(without_head, data), chunk)[0], as_it_is

@@ -3,8 +3,9 @@
 Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images,
 P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
 of a token: its id, its target (what it predicts) and its position on three axes, F the values
-of a token that a loss reads, N supervised tokens, T the tokens of all rows, L decoder layers with
-experts, K experts of a token.
+of a token that a loss reads, J targets of a place, N supervised places, M their targets (as many,
+unless places have several), T the tokens of all rows, L decoder layers with experts, K experts of
+a token.
 """
 
 from collections.abc import Sequence
@@ -44,6 +45,11 @@ class MicroBatch:
     weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
     routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
     visual: bool = False  # whether it has images or videos: known on stages without them, too
+    # Where a row's places have several targets: those of all rows, IGNORE where there are fewer.
+    targets_BSJ: Tensor | None = None
+    values_BSJF: Tensor | None = None  # and in place of values_BSF theirs
+    # Of each row the shape past S of what it calls targets; None: it has labels. (): of all rows.
+    target_shapes: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
     def ids_BS(self) -> Tensor:
@@ -59,34 +65,56 @@ class MicroBatch:
 
     @cached_property
     def supervised(self) -> tuple[Tensor, Tensor]:
-        """Row and column [N] of each supervised position, row by row."""
+        """Row and column [N] of each supervised place, row by row."""
         row_N, column_N = (self.tokens_BS5[..., 1] != IGNORE).nonzero(as_tuple=True)
         return row_N, column_N
 
+    @cached_property
+    def several(self) -> tuple[Tensor, Tensor] | None:
+        """Of each target [M] the number of its place among the N, and its own among those of the
+        place; None where each place has one."""
+        if self.targets_BSJ is None:
+            return None
+        of_M, which_M = (self.targets_BSJ[self.supervised] != IGNORE).nonzero(as_tuple=True)
+        return of_M, which_M
+
+    @property
+    def of_M(self) -> Tensor | None:
+        """The place of each target, where places have several."""
+        return None if self.several is None else self.several[0]
+
     @property
     def num_supervised(self) -> int:
-        return len(self.supervised[0])
+        """The targets of all rows."""
+        return len(self.supervised[0] if self.several is None else self.several[0])
 
     @property
-    def targets_N(self) -> Tensor:
-        """The targets of the supervised positions."""
-        return self.targets_BS[self.supervised]
+    def targets_M(self) -> Tensor:
+        """The targets of the supervised places."""
+        if self.targets_BSJ is None or self.several is None:
+            return self.targets_BS[self.supervised]
+        return self.targets_BSJ[self.supervised][self.several]
 
     @property
-    def weights_N(self) -> Tensor | None:
+    def weights_M(self) -> Tensor | None:
         """The weights of their losses."""
-        return None if self.weights_BS is None else self.weights_BS[self.supervised]
+        if self.weights_BS is None:
+            return None
+        weights_N = self.weights_BS[self.supervised]
+        return weights_N if self.of_M is None else weights_N[self.of_M]
 
     @property
-    def values_NF(self) -> Tensor | None:
+    def values_MF(self) -> Tensor | None:
         """The values that a loss reads of them."""
+        if self.values_BSJF is not None and self.several is not None:
+            return self.values_BSJF[self.supervised][self.several]
         return None if self.values_BSF is None else self.values_BSF[self.supervised]
 
     @cached_property
     def weight(self) -> float:
         """The sum of the weights: the number of supervised tokens, if each has the weight 1."""
-        weights_N = self.weights_N
-        return float(self.num_supervised if weights_N is None else weights_N.double().sum())
+        weights_M = self.weights_M
+        return float(self.num_supervised if weights_M is None else weights_M.double().sum())
 
     def check_values(self, names: Sequence[str], where: str) -> None:
         """Refuse a batch that has supervised tokens but not these values."""
@@ -98,16 +126,27 @@ class MicroBatch:
                 f"value_names={tuple(names)}"
             )
 
-    def log_probs_by_row(self, log_probs_N: Tensor) -> list[Tensor]:
-        """The log-probs of supervised positions, by row, each in the place of its own token [S]."""
-        spread_BS = log_probs_N.new_zeros(self.tokens_BS5.shape[:2])
-        spread_BS[self.supervised] = log_probs_N
-        shifted_BS = torch.cat([torch.zeros_like(spread_BS[:, :1]), spread_BS[:, :-1]], dim=1)
-        return [row[:length].clone() for row, length in zip(shifted_BS, self.lengths, strict=True)]
+    def log_probs_by_row(self, log_probs_M: Tensor) -> list[Tensor]:
+        """The log-probs of the targets, by row: each in the place of its own token [S], or in the
+        shape and the place of the row's targets."""
+        rows, longest = self.tokens_BS5.shape[:2]
+        width = 1 if self.targets_BSJ is None else self.targets_BSJ.shape[2]
+        spread_BSJ = log_probs_M.new_zeros(rows, longest, width)
+        row_N, column_N = self.supervised
+        if self.several is None:
+            spread_BSJ[row_N, column_N, 0] = log_probs_M
+        else:
+            of_M, which_M = self.several
+            spread_BSJ[row_N[of_M], column_N[of_M], which_M] = log_probs_M
+        shapes = self.target_shapes or (None,) * rows
+        return [
+            _as_given(spread_SJ[:length], shape)
+            for spread_SJ, length, shape in zip(spread_BSJ, self.lengths, shapes, strict=True)
+        ]
 
 
 VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
-LOSS_FIELDS = ("values_BSF", "weights_BS")
+LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF")
 
 
 def collate(
@@ -131,9 +170,14 @@ def collate(
     for name in VISUAL_FIELDS:
         others[name] = _cat([getattr(row.row, name) for row in rows])
     others["visual"] = any(others[name] is not None for name in VISUAL_FIELDS)
-    if value_names:
+    if any(row.targets_SJ is not None for row in rows):
+        others |= _several_targets(rows, longest, len(value_names))
+    elif value_names:
         values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
         others["values_BSF"] = pad_sequence(values, batch_first=True)
+    if any(row.row.targets is not None for row in rows):
+        given = [row.row.targets for row in rows]
+        others["target_shapes"] = tuple(t if t is None else tuple(t.shape[1:]) for t in given)
     if any(row.weights_S is not None for row in rows):
         weights = [
             torch.ones(length) if row.weights_S is None else torch.from_numpy(row.weights_S)
@@ -165,6 +209,31 @@ def cut_micro_batches(
 def filler_batch() -> MicroBatch:
     """One token, no image, no loss, for a rank without a row of its own."""
     return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
+
+
+def _several_targets(rows: Sequence[PlacedRow], longest: int, values: int) -> dict[str, Any]:
+    """Targets and values of rows of which some have several targets at each place."""
+    most = max(1 if row.targets_SJ is None else row.targets_SJ.shape[1] for row in rows)
+    targets_BSJ = torch.full((len(rows), longest, most), IGNORE)
+    values_BSJF = torch.zeros(len(rows), longest, most, values)
+    for place, row in enumerate(rows):
+        targets_SJ, values_SJF = row.targets_SJ, row.values_SJF
+        if targets_SJ is None:
+            targets_SJ = row.tokens_S5[:, 1:2]
+            values_SJF = None if row.values_SF is None else row.values_SF[:, None]
+        length, count = targets_SJ.shape
+        targets_BSJ[place, :length, :count] = torch.from_numpy(targets_SJ)
+        if values_SJF is not None:
+            values_BSJF[place, :length, :count] = torch.from_numpy(values_SJF)
+    return {"targets_BSJ": targets_BSJ, "values_BSJF": values_BSJF if values else None}
+
+
+def _as_given(spread_SJ: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """What belongs to the targets of a row, as the row has them."""
+    if shape is None:  # labels: in the place of the token that is predicted
+        spread_S = spread_SJ[:, 0]
+        return torch.cat([spread_S.new_zeros(1), spread_S[:-1]])
+    return spread_SJ[:, : shape[0]].clone() if shape else spread_SJ[:, 0].clone()
 
 
 def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
 height, width, 5 the columns of a token: its id, its target (what it predicts) and its position on
-three axes, F the values of a token that a loss reads, L decoder layers with experts, K experts of
-a token.
+three axes, F the values of a token that a loss reads, J targets of a place, L decoder layers with
+experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,10 @@ class Row:
     `loss_weights_S` multiplies the loss of each supervised token; None: all have the weight 1.
     Pixels are floats as the image processor gives them, or bytes as `image_patches` does.
     `routing_SLK` says which experts each token goes to, in place of the model's routers; -1 leaves
-    a token to them, and None leaves all."""
+    a token to them, and None leaves all.
+
+    Instead of labels a row may have `targets`: [S], what each place predicts, or [S, J], several
+    ids that it may predict; IGNORE where it has none. Values then have their shape and places."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -38,6 +41,7 @@ class Row:
     values_S: Mapping[str, Tensor] = field(default_factory=dict)
     loss_weights_S: Tensor | None = None
     routing_SLK: Tensor | None = None
+    targets: Tensor | None = None
 
     def check_pixels(self, where: str) -> None:
         """Refuse patches and grids that do not come together or do not add up."""
@@ -63,6 +67,9 @@ class PlacedRow:
     tokens_S5: np.ndarray  # int32
     values_SF: np.ndarray | None = None  # float32, shifted like the targets
     weights_S: np.ndarray | None = None  # of the loss; float32, shifted like the targets
+    # Of a row whose places have several targets; the table has the first that there is.
+    targets_SJ: np.ndarray | None = None
+    values_SJF: np.ndarray | None = None
 
 
 def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
@@ -74,8 +81,7 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
             "must be two vectors of the same length, at least 1"
         )
     check_ids(row.ids_S.numpy(), tokens, f"{where}: token")
-    labels_S = row.labels_S.numpy()
-    check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, f"{where}: label")
+    targets = _targets(row, tokens, where)
     row.check_pixels(where)
     if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
         raise DataError(
@@ -87,11 +93,36 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
     queue.check_used_up(where)
     tokens_S5 = np.empty((len(row.ids_S), 5), dtype=np.int32)
     tokens_S5[:, 0] = row.ids_S.numpy()
-    tokens_S5[:-1, 1] = row.labels_S[1:].numpy()
-    tokens_S5[-1, 1] = IGNORE
     tokens_S5[:, 2:] = tokens.positions(len(row.ids_S), runs).T
-    values_SF = _shifted_values(row, names, where) if names else None
-    return PlacedRow(row, tokens_S5, values_SF, _shifted_weights(row, where))
+    values = _values(row, targets, names, where) if names else None
+    if targets.ndim == 1:
+        tokens_S5[:, 1] = targets
+        return PlacedRow(row, tokens_S5, values, _shifted_weights(row, where))
+    first_S1 = (targets != IGNORE).argmax(axis=1)[:, None]
+    tokens_S5[:, 1] = np.take_along_axis(targets, first_S1, axis=1)[:, 0]
+    return PlacedRow(row, tokens_S5, targets_SJ=targets, values_SJF=values)
+
+
+def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
+    """What each place predicts, [S] or [S, J]: the next token's label, or what the row says."""
+    if row.targets is None:
+        labels_S = row.labels_S.numpy()
+        check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, f"{where}: label")
+        return np.append(labels_S[1:], IGNORE)
+    if (row.labels_S != IGNORE).any() or row.loss_weights_S is not None:
+        raise DataError(
+            f"{where}: it has targets, and labels or loss_weights besides; give targets alone, "
+            "with the label -100 everywhere, and weights as values that the loss reads"
+        )
+    targets, count = row.targets.numpy(), len(row.ids_S)
+    if len(targets) != count or targets.ndim not in (1, 2) or not targets.size:
+        raise DataError(
+            f"{where}: targets {targets.shape} and {count} tokens; give [{count}], what each token "
+            f"predicts, or [{count}, J], several for each, -100 where there is none"
+        )
+    every = targets.reshape(-1)
+    check_ids(np.where(every == IGNORE, 0, every), tokens, f"{where}: target")
+    return targets
 
 
 def check_ids(ids_S: np.ndarray, tokens: Tokens, where: str) -> None:
@@ -126,27 +157,35 @@ def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
     return weights_S
 
 
-def _shifted_values(row: Row, names: Sequence[str], where: str) -> np.ndarray:
-    values_SF = np.zeros((len(row.ids_S), len(names)), dtype=np.float32)
-    supervised_S = row.labels_S[1:].numpy() != IGNORE
+def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
+    """The values [..., F] of these names, each where the target is that it belongs to."""
+    values = np.zeros((*targets.shape, len(names)), dtype=np.float32)
+    is_target = targets != IGNORE
+    shape = targets.shape  # of labels, too: there are as many
     for place, name in enumerate(names):
-        value_S = row.values_S.get(name)
-        if value_S is None and not supervised_S.any():
+        given = row.values_S.get(name)
+        if given is None and not is_target.any():
             continue
-        if value_S is None or value_S.shape != row.ids_S.shape:
-            got = "none" if value_S is None else f"{tuple(value_S.shape)}"
+        if given is None or tuple(given.shape) != shape:
+            got = "none" if given is None else f"{tuple(given.shape)}"
             raise DataError(
                 f"{where}: the loss reads {name!r} of each of its {len(row.ids_S)} tokens, and it "
                 f"has {got}; give one number per token, in the place of that token"
+                if row.targets is None
+                else f"{where}: the loss reads {name!r} of each of its targets {shape}, and it has "
+                f"{got}; give one number for each target"
             )
-        values_SF[:-1, place] = value_S[1:].detach().float().numpy()
-        finite_S = np.isfinite(values_SF[:-1, place])
-        if (wrong := (supervised_S & ~finite_S).nonzero()[0]).size:
+        own = given.detach().float().numpy()
+        values[..., place] = own if row.targets is not None else np.append(own[1:], np.float32(0))
+        good = np.isfinite(values[..., place])
+        if len(wrong := np.argwhere(is_target & ~good)):
+            first = wrong[0] if row.targets is not None else wrong[0] + 1
+            which = first[0] if len(first) == 1 else tuple(first.tolist())
             raise DataError(
-                f"{where}: {name!r} of token {wrong[0] + 1} is {value_S[wrong[0] + 1]}, and the "
+                f"{where}: {name!r} of token {which} is {own[tuple(first)]}, and the "
                 "token is supervised; give a finite number, or the label -100"
             )
-    return values_SF
+    return values
 
 
 def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
@@ -156,4 +195,4 @@ def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
     labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
     values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
     new = {"ids_S": ids_S, "labels_S": labels_S, "values_S": values_S}
-    return replace(prompt, **new, loss_weights_S=None, routing_SLK=None)  # type: ignore[arg-type]
+    return replace(prompt, **new, loss_weights_S=None, routing_SLK=None, targets=None)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ FIELDS = {
     "video_grid_thw": "video_grid_I3",
     "loss_weights": "loss_weights_S",
     "routing": "routing_SLK",
+    "targets": "targets",
 }
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
 MASK = "response_mask"  # instead of labels: true for the supervised tokens
@@ -45,7 +46,7 @@ def batch_of(rows: Sequence[Row]) -> TensorBatch:
 def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row]:
     """The rows of a batch, with the named values of each token, as far as it has them. Its other
     fields are ignored."""
-    if "ids" not in batch or not ("labels" in batch or MASK in batch):
+    if "ids" not in batch or not ("labels" in batch or MASK in batch or "targets" in batch):
         missing = repr("ids") if "ids" not in batch else f"'labels' and none {MASK!r}"
         raise DataError(f"the batch has no field {missing}; it has {', '.join(batch.keys())}")
     names = [name for name in value_names if name in batch]
@@ -59,7 +60,8 @@ def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
         if name in row and (name in _NEEDED or len(row[name]))
     }
     if "labels_S" not in given:
-        ids_S, mask_S = row["ids"], row[MASK]
+        ids_S = row["ids"]
+        mask_S = row.get(MASK, torch.zeros_like(ids_S))  # where there are targets alone
         if mask_S.shape != ids_S.shape:
             raise DataError(
                 f"row {place}: {MASK} {tuple(mask_S.shape)} and ids {tuple(ids_S.shape)} must have "
