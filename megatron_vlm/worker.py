@@ -44,12 +44,13 @@ from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.digest import digests, weights_digest
 from megatron_vlm.hf.export import export_hf, stored_tensors
 from megatron_vlm.hf.export_mark import ExportMark
-from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf
+from megatron_vlm.hf.load import check_tensors, check_tied, held_params, load_hf, unshared
 from megatron_vlm.hf.names import Entry, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
+from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.backward import Backward, StepMetrics
@@ -79,12 +80,23 @@ Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 class MegatronWorker:
     """Build it from a Config inside torchrun (or any launcher that sets torch's variables)."""
 
-    def __init__(self, cfg: Config, training: bool = True, watchdog: Watchdog | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        training: bool = True,
+        watchdog: Watchdog | None = None,
+        base: "MegatronWorker | None" = None,
+    ):
         """Without `training` there are no gradients and no optimizer, nor the memory for them.
-        `watchdog`: of a run, which is told how far this has got."""
+        `watchdog`: of a run, which is told how far this has got. `base`: a worker of the same
+        checkpoint and layout, whose weights this one has in common with it as far as they are
+        frozen here; what that one trains, too, changes for both."""
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
-        self.source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+        self.base = base
+        self.source: HFCheckpoint = (
+            base.source if base else HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+        )
         sizes = self.source.sizes
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
         self.cfg = cfg = settled(cfg, sizes, world_size, self.platform)
@@ -95,7 +107,7 @@ class MegatronWorker:
         self.source.read_headers()
         check_tensors(self.source)
         check_tied(self.source)
-        found = digests(self.source) if world_size > 1 else {}
+        found = digests(self.source) if world_size > 1 and base is None else {}
         patience = PATIENCE * cfg.launch.timeout_minutes
         watchdog.at(0, f"meeting the other ranks{meeting_place()}")
         join_world(self.platform, patience)
@@ -129,17 +141,21 @@ class MegatronWorker:
     def _build(self) -> None:
         """The table of parameters, and this stage's chunks of the model with their adapters."""
         cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
-        self.table = name_table(family, sizes, cfg.model.backend, self.dims)
+        self.table: list[Entry] = name_table(family, sizes, cfg.model.backend, self.dims)
         linears = adapted_linears(self.table, self.adapted)
         self.table += adapter_entries(linears, cfg.lora.rank)
-        self.chunks = build_chunks(cfg, family, self.source.config, sizes, self.grid, self.platform)
+        others = None if self.base is None else self.base.chunks
+        self.chunks: list[Qwen3VLGPTModel] = build_chunks(
+            cfg, family, self.source.config, sizes, self.grid, self.platform, others
+        )
         mine = [linear for linear in linears if linear.stage == self.grid.pp.rank]
         attach(self.chunks, mine, cfg.lora, self.grid.tp.group)
 
     def _load(self) -> None:
         """Fill the parameters, and say which of them learn."""
         with fail_together(self.platform.device, CheckpointError):
-            load_hf(self.held, self.source, self.grid, self.watchdog.busy)
+            own = self.held if self.base is None else unshared(self.held, self.cfg)
+            load_hf(own, self.source, self.grid, self.watchdog.busy)
             if self.adapted:
                 fill(self.held, self.grid, values(self.cfg, self.adapted, self.source))
         for entry, param in self.held.items():
@@ -148,7 +164,7 @@ class MegatronWorker:
     @cached_property
     def base_digest(self) -> str:
         """Of the weights that were loaded."""
-        return weights_digest(self.source)
+        return self.base.base_digest if self.base else weights_digest(self.source)
 
     @property
     def held(self) -> Mapping[Entry, torch.nn.Parameter]:

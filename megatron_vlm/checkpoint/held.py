@@ -83,10 +83,10 @@ def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
     return {tensor.name: tensor.shape for entry in kept for tensor in entry.theirs}
 
 
-def held_pieces(worker: MegatronWorker, writing: bool) -> Iterator[Piece]:
+def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> Iterator[Piece]:
     """This rank's pieces of the checkpoint. When writing, each piece belongs to one rank alone, and
     ranks that hold the same take turns; when reading, all that the rank has to fill, the weights
-    first."""
+    first. Without `moments` there are weights alone."""
     parts = {}
     if worker.optimizer is not None:
         parts = optimizer_parts(worker.optimizer, worker.held.values())
@@ -101,7 +101,11 @@ def held_pieces(worker: MegatronWorker, writing: bool) -> Iterator[Piece]:
         if not writing or not param.requires_grad:
             tensors.append(("", _flat(param), 0))
         if part is not None:
-            tensors += [(prefix, flat, part.start) for prefix, flat in part.tensors.items()]
+            tensors += [
+                (prefix, flat, part.start)
+                for prefix, flat in part.tensors.items()
+                if moments or not prefix
+            ]
         blocks = blocks_of(entry, *worker.grid.along(entry.layout.cut))
         width = param.numel() // len(param)
         for prefix, flat, start in tensors:
@@ -115,6 +119,15 @@ def _writes(grid: Grid, entry: Entry, sharded: bool, turn: int) -> bool:
     mine = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
     copies = grid.copies_of(entry.layout.cut)
     return mine and (sharded or turn % copies.size == copies.rank)
+
+
+def clear_moments(worker: MegatronWorker) -> None:
+    """As before the first step."""
+    assert worker.optimizer is not None
+    for part in optimizer_parts(worker.optimizer, worker.held.values()).values():
+        for prefix, flat in part.tensors.items():
+            if prefix:
+                flat.zero_()
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:

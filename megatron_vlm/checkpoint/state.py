@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.base import check_base
-from megatron_vlm.checkpoint.held import get_step, held_pieces, set_step, shapes_of
+from megatron_vlm.checkpoint.held import clear_moments, get_step, held_pieces, set_step, shapes_of
 from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
 from megatron_vlm.checkpoint.pieces import (
     PieceReader,
@@ -53,9 +53,11 @@ def save(
     async_save: bool = False,
     run: str | None = None,
     parent: Manifest | None = None,
+    moments: bool = True,
 ) -> "PendingSave":
     """Write a checkpoint to `folder` (see `store.step_folder`). A collective; `progress` is plain
     JSON, and rank 0's is kept, as are its id of the run and the checkpoint that it goes on from.
+    Without `moments` it has the weights alone, from which nobody can go on as if nothing had been.
 
     With `async_save` the tensors are copied to the host and training may continue while they are
     written; `finish` of what is returned completes the checkpoint. One is written at a time: an
@@ -84,7 +86,7 @@ def save(
     with fail_together(worker.platform.device, CheckpointError):
         if dist.get_rank() == 0:
             begin(folder, run)
-    pieces = list(held_pieces(worker, writing=True))
+    pieces = list(held_pieces(worker, writing=True, moments=moments))
     tensors = {piece.name: piece.data for piece in pieces}
     if async_save:
         tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
@@ -176,11 +178,14 @@ class PendingSave:
                 self.manifest = store.commit(self.folder, records, self.run, self.parent)
 
 
-def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[str, Any]:
+def load(
+    worker: MegatronWorker, folder: Path, verified: bool = False, moments: bool = True
+) -> dict[str, Any]:
     """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
 
     Every file is verified first, unless `find_latest` has done it. What is frozen now has no
-    moments, nor has a worker made without training: those in the checkpoint are ignored.
+    moments, nor has a worker made without training: those in the checkpoint are ignored. Without
+    `moments` the weights alone are read, and the optimizer begins anew.
     """
     folder, device = Path(folder), worker.platform.device
     if not verified:
@@ -200,7 +205,7 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
         progress = state["progress"]
         progress.object()
         reader = PieceReader(folder, read_index(folder))
-        pieces = list(held_pieces(worker, writing=False))
+        pieces = list(held_pieces(worker, writing=False, moments=moments))
         reader.check(pieces, shapes_of(worker))
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
@@ -208,7 +213,9 @@ def load(worker: MegatronWorker, folder: Path, verified: bool = False) -> dict[s
             worker.watchdog.busy()
     worker.lr, worker.steps = lr, steps
     if worker.optimizer is not None:
-        set_step(worker.optimizer, steps)
+        if not moments:
+            clear_moments(worker)
+        set_step(worker.optimizer, steps if moments else 0)
         set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
     return dict(progress.value)
 

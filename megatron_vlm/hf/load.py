@@ -6,6 +6,7 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
+from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.names import Entry, Origin
@@ -72,6 +73,16 @@ def held_params(
     unknown = [name for chunk in params for name in chunk if id(chunk[name]) not in known]
     assert not unknown, f"the name table lacks {unknown}"
     return held
+
+
+def unshared(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entry, nn.Parameter]:
+    """Of parameters that have their values in common with another model's, those that learn, which
+    get memory of their own, and those that the other has not."""
+    own = {entry: param for entry, param in held.items() if not entry.is_frozen(cfg)}
+    for entry, param in own.items():
+        if entry.origin is not Origin.ours:
+            param.data = torch.empty_like(param)
+    return own
 
 
 def load_hf(

@@ -1,5 +1,6 @@
 """From a checkpoint's config.json to one pipeline stage: the TransformerConfig and the model."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,12 +113,15 @@ def build_chunks(
     sizes: ModelSizes,
     grid: Grid,
     platform: Platform,
+    others: Sequence[Qwen3VLGPTModel] | None = None,
 ) -> list[Qwen3VLGPTModel]:
     """The chunks of the model that this rank's stage holds: weights unset, on the device in their
-    dtype."""
+    dtype; or those of `others`, chunks of the same stage, in common with them."""
     dims, stage = grid.dims, grid.pp.rank
     compiled = compiles(cfg.model.compile, platform)
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)
+    if others is not None:
+        config.use_cpu_initialization = True  # takes no memory before something is written there
     chains = Chains.compiled() if compiled else Chains()
     backend, kernel = cfg.model.backend, TORCH
     if backend == "torch":
@@ -150,9 +154,13 @@ def build_chunks(
             chunk=chunk if dims.virtual_stages > 1 else None,
         )
         check_built(model.config, dims)
-        for param in model.parameters():
-            # Parameters only: rotary frequencies are buffers and must stay in fp32.
-            param.data = param.data.to(platform.device, config.params_dtype)
+        # Parameters only: rotary frequencies are buffers and must stay in fp32.
+        there = {} if others is None else dict(others[chunk].named_parameters())
+        for name, param in model.named_parameters():
+            if name in there:
+                param.data = there[name].data
+            else:
+                param.data = param.data.to(platform.device, config.params_dtype)
         chunks.append(model)
     return chunks
 
