@@ -179,6 +179,17 @@ class MegatronWorker:
         rank of the replica."""
         return self.stage.score(self.micro_batches(batch))
 
+    def likeliest(self, batch: Batch, count: int, temperature: float = 1.0) -> list[Tensor]:
+        """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
+        temperature, in the place that predicts them, zeros elsewhere; float64 on the host, the same
+        on every rank of the replica."""
+        if not (1 <= count <= self.source.sizes.text.vocab and 0 < temperature < math.inf):
+            raise ConfigError(
+                f"likeliest: count={count}, temperature={temperature}; give from 1 to the "
+                f"{self.source.sizes.text.vocab} tokens that there are, and a temperature above 0"
+            )
+        return self.stage.likeliest(self.micro_batches(batch), count, temperature)
+
     def routing(self, batch: Batch) -> list[Tensor]:
         """The experts that each token of each row goes to: `routing_SLK` of a Row, which sends it
         there again. Int32 on the host, the same on every rank of the replica."""

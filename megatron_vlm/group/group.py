@@ -49,6 +49,18 @@ class WorkerGroup:
         parts = even_parts(batch, self.dims.dp)
         return self.ranks.call(lambda found: _in_order(found)[: len(batch)], "forward", parts)
 
+    def likeliest(
+        self, batch: BatchLike, count: int, temperature: float = 1.0
+    ) -> Future[list[Tensor]]:
+        """The likeliest tokens where a row predicts something, as MegatronWorker.likeliest gives
+        them."""
+        parts = even_parts(batch, self.dims.dp)
+
+        def join(found: list[list[Tensor]]) -> list[Tensor]:
+            return _in_order(found)[: len(batch)]
+
+        return self.ranks.call(join, "likeliest", parts, count, temperature)
+
     def routing(self, batch: BatchLike) -> Future[TensorList]:
         """The experts that each token of each row goes to, as MegatronWorker.routing gives them:
         as the field `routing` of a batch they send it there again."""
@@ -96,12 +108,13 @@ class WorkerGroup:
         prompts: BatchLike,
         settings: SamplingSettings,
         n: int = 1,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         batch_rows: int = ROWS,
     ) -> Future[list[list[Completion]]]:
         """`n` answers to each prompt, as MegatronWorker.sample gives them; stop strings are looked
         for in what the checkpoint's tokenizer decodes. Answers are drawn by `seed` and their number
-        in the call: give each call another seed."""
+        in the call: give each call another seed. Or give one for each prompt: its answer k is the
+        one that its seed + k alone gives."""
         args = (settings, n, seed, batch_rows)
         return self.ranks.call(_in_order, "sample", prompt_parts(prompts, self.dims.dp), *args)
 

@@ -47,6 +47,9 @@ class Member:
     def forward(self, part: ReplicaBatch) -> list[Tensor]:
         return self.worker.forward(self._prepare(part))
 
+    def likeliest(self, part: ReplicaBatch, count: int, temperature: float) -> list[Tensor]:
+        return self.worker.likeliest(self._prepare(part), count, temperature)
+
     def routing(self, part: ReplicaBatch) -> list[Tensor]:
         return self.worker.routing(self._prepare(part))
 
@@ -85,12 +88,16 @@ class Member:
         part: ReplicaBatch,
         settings: SamplingSettings,
         n: int,
-        seed: int,
+        seed: int | Sequence[int],
         batch_rows: int,
     ) -> list[list[Completion]]:
         prompts = rows_of(part.whole())
-        # By the answer's number in the whole call, so that no two of a call have one seed.
-        seeds = [(seed << 32) + n * (part.first_row + place) for place in range(len(prompts))]
+        places = range(part.first_row, part.first_row + len(prompts))
+        if isinstance(seed, int):
+            # By the answer's number in the whole call, so that no two of a call have one seed.
+            seeds = [(seed << 32) + n * place for place in places]
+        else:
+            seeds = [seed[place] for place in places]
         text_of = self._text_of if settings.stop_strings else None
         return self.worker.sample(prompts, settings, n, seeds, batch_rows, text_of)
 

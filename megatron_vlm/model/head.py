@@ -80,8 +80,9 @@ class Columns:
         return inside_M, of_M * width + column_M.clamp(0, width - 1)
 
 
-def _slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the vocabulary, as even as they come."""
+def slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a rank's part of the vocabulary, as even as they come, so narrow that the logits of
+    so many tokens are few enough."""
     width = max(LOGITS_AT_ONCE // max(tokens, 1), 1)
     count = -(-valid // width)
     return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
@@ -164,7 +165,7 @@ class _Predict(torch.autograd.Function):
         also: Also | None,
     ) -> Tensor:
         softmax = _Softmax(columns, len(hidden_NH), also)
-        ctx.slices = list(_slices(len(hidden_NH), valid))
+        ctx.slices = list(slices(len(hidden_NH), valid))
         ctx.group, ctx.also, ctx.columns = group, also, columns
         exp_Nv = None
         for start, end in ctx.slices:

@@ -20,6 +20,7 @@ from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.model.attention import attending_to
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.head import Also, predict
+from megatron_vlm.model.likeliest import likeliest_tokens
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.routing import Routing
 from megatron_vlm.model.vision import VisualPlan, encode, touch
@@ -204,6 +205,7 @@ class Qwen3VLGPTModel(GPTModel):
         loss_mask: Tensor | None = None,
         also: Also | None = None,
         of_M: Tensor | None = None,
+        likeliest: tuple[int, float] | None = None,
     ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
         weight = self.output_layer.weight
@@ -218,10 +220,12 @@ class Qwen3VLGPTModel(GPTModel):
             places_N = _places(picked_BS)
             labels = None if labels is None else labels.T.flatten()[places_N]
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, places_N)
+        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
+        if likeliest is not None:
+            return likeliest_tokens(hidden_NH, weight, *likeliest, vocab, tp_group)
         if labels is None:
             logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
-        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
         return predict(hidden_NH, weight, labels, vocab, tp_group, also, of_M)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:

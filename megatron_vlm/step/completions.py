@@ -22,6 +22,7 @@ class SamplingSettings:
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    tempered: bool = False  # log-probs are those at this temperature, not at 1
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -51,7 +52,8 @@ class Completion:
     experts, K experts of a token."""
 
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
-    # Of each id, by the model itself: as at temperature 1, with nothing cut off.
+    # Of each id, by the model itself: as at temperature 1, unless settings say otherwise, with
+    # nothing cut off.
     log_probs: tuple[float, ...]
     ended: Ended
     version: int = 0  # of the weights that drew it

@@ -129,6 +129,33 @@ class Stage:
             outputs = self.run(batches, self._score_step, forward_only=True)
         return self.per_row(batches, outputs)
 
+    def likeliest(
+        self, batches: Sequence[MicroBatch], count: int, temperature: float
+    ) -> list[Tensor]:
+        """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
+        temperature in float64, in the place that predicts them; elsewhere zeros. The rest is as for
+        `score`."""
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            batch = next(data)
+            asked = (count, temperature)
+            return self.call(chunk, batch, loss_mask=batch.places_N, likeliest=asked), as_it_is
+
+        with self.evaluating():
+            outputs = self.run(batches, step, forward_only=True)
+        sizes = [len(batch.supervised[0]) for batch in batches]
+        flat = torch.zeros(sum(sizes), count, 2, dtype=torch.double, device=self.device)
+        if self.grid.last and sizes:
+            flat.copy_(torch.cat(outputs))
+        self.grid.from_last_stage(flat)
+        found: dict[int, Tensor] = {}
+        for batch, piece in zip(batches, flat.cpu().split(sizes), strict=True):
+            spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], count, 2)
+            spread[batch.supervised] = piece
+            rows = zip(batch.rows, spread, batch.lengths, strict=False)
+            found |= {place: row[:length].clone() for place, row, length in rows}
+        return [found[place] for place in sorted(found)]
+
     def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The experts [S, L, K] that each token of each row goes to, on every rank of the replica.
         Replicas that share experts call it together."""

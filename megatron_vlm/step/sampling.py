@@ -29,15 +29,18 @@ def pick(
     never: Sequence[int],
     turns: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """An id for each row, and its log-prob before anything is cut off: [B, 2] in float64, which
-    holds both exactly. `turns` are the seed of each row and the number of its token. Ids that are
-    in `never` are not drawn; greedily, they may be taken."""
+    """An id for each row, and its log-prob before anything is cut off, at temperature 1, or with
+    settings.tempered at that of the settings: [B, 2] in float64, which holds both exactly. `turns`
+    are the seed of each row and the number of its token. Ids that are in `never` are not drawn;
+    greedily, they may be taken."""
     ids_B = logits_BV.argmax(dim=-1)  # of several equal ones the lowest id
     if settings.temperature > 0:
         scores_BV = logits_BV / settings.temperature
         scores_BV[:, list(never)] = -torch.inf
         scores_BV = likeliest(scores_BV, settings.top_k, settings.top_p)
         ids_B = (scores_BV + gumbel(turns, logits_BV)).argmax(dim=-1)
+    if settings.tempered and settings.temperature > 0:
+        logits_BV = logits_BV / settings.temperature
     log_probs_B = logits_BV.log_softmax(dim=-1).gather(1, ids_B[:, None])[:, 0]
     return torch.stack([ids_B.double(), log_probs_B.double()], dim=-1)
 
