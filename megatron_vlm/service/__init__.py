@@ -1,0 +1,1 @@
+"""The Tinker service: what the public Tinker client asks for, done by the ranks of this package."""

@@ -1,0 +1,159 @@
+"""What the model sees: text and pictures, as protobuf and as JSON."""
+
+import base64
+import binascii
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.service.wire.values import MOST_TOKEN, Chunk, Picture, RequestError, Text
+
+_FORMATS = ("png", "jpeg")
+_MOST_SIDE = 2**16  # no JPEG is longer
+_NO_AUDIO = "is audio (dmel), and this model hears nothing; give encoded_text and image chunks"
+
+
+def read_chunks(messages: Sequence[Any], where: str) -> tuple[Chunk, ...]:
+    """The chunks of a datum's model_input."""
+    return _something(
+        tuple(_of_message(each, f"{where}[{i}]") for i, each in enumerate(messages)), where
+    )
+
+
+def read_prompt(value: Any, where: str) -> tuple[Chunk, ...]:
+    """The chunks of a ModelInput in parsed JSON: {"chunks": [...]}."""
+    chunks = value.get("chunks") if isinstance(value, dict) else None
+    if not isinstance(chunks, list):
+        raise RequestError(f"{where} is {reprlib.repr(value)}; give an object with a list, chunks")
+    return _something(
+        tuple(_of_json(each, f"{where}.chunks[{i}]") for i, each in enumerate(chunks)),
+        f"{where}.chunks",
+    )
+
+
+def _something(chunks: tuple[Chunk, ...], where: str) -> tuple[Chunk, ...]:
+    if not any(isinstance(each, Picture) or len(each.tokens) for each in chunks):
+        raise RequestError(
+            f"{where}: {len(chunks)} chunks, and no token or picture in them; give one or more"
+        )
+    return chunks
+
+
+def _of_message(chunk: Any, where: str) -> Chunk:
+    given = [field.name for field, _ in chunk.ListFields()]
+    if len(given) != 1:
+        raise RequestError(
+            f"{where} is {' and '.join(given) or 'nothing'}; make it one of encoded_text and image"
+        )
+    if given == ["dmel"]:
+        raise RequestError(f"{where} {_NO_AUDIO}")
+    if given == ["encoded_text"]:
+        data = chunk.encoded_text.tokens
+        if len(data) % 4:
+            raise RequestError(
+                f"{where}.encoded_text.tokens: {len(data)} bytes, which are no multiple of the 4 "
+                "of an int32; send whole tokens"
+            )
+        return _text(np.frombuffer(data, "<i4"), f"{where}.encoded_text")
+    image = chunk.image
+    size = None
+    if image.HasField("override_dimensions"):
+        size = image.override_dimensions.width, image.override_dimensions.height
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return _picture(Picture(image.data, image.format, expected, size), f"{where}.image")
+
+
+def _of_json(chunk: Any, where: str) -> Chunk:
+    kind = chunk.get("type") if isinstance(chunk, dict) else None
+    if kind == "encoded_text":
+        return _text(_whole_numbers(chunk.get("tokens"), where), where)
+    if kind == "image":
+        return _picture(_json_picture(chunk, where), where)
+    if kind == "dmel":
+        raise RequestError(f"{where} {_NO_AUDIO}")
+    if kind == "image_asset_pointer":
+        raise RequestError(
+            f"{where} is an image_asset_pointer, and nothing is fetched here; send the image "
+            "itself as an image chunk"
+        )
+    raise RequestError(
+        f"{where} is {reprlib.repr(chunk)}, whose type is none of encoded_text and image; give one "
+        "of them"
+    )
+
+
+def _whole_numbers(tokens: Any, where: str) -> np.ndarray:
+    if not isinstance(tokens, list):
+        raise RequestError(f"{where}.tokens is {reprlib.repr(tokens)}; give a list of tokens")
+    for i, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token <= MOST_TOKEN:
+            raise RequestError(
+                f"{where}.tokens[{i}] is {reprlib.repr(token)}; give whole numbers from 0 to "
+                f"{MOST_TOKEN}"
+            )
+    return np.array(tokens, np.int32)
+
+
+def _text(tokens: np.ndarray, where: str) -> Text:
+    if len(tokens) and tokens.min() < 0:
+        at = int(np.argmax(tokens < 0))
+        raise RequestError(
+            f"{where}.tokens[{at}] is {tokens[at]}; give whole numbers from 0 to {MOST_TOKEN}"
+        )
+    return Text(tokens.astype(np.int32))
+
+
+def _json_picture(chunk: dict[str, Any], where: str) -> Picture:
+    data, expected = chunk.get("data"), chunk.get("expected_tokens")
+    if not isinstance(data, str):
+        raise RequestError(f"{where}.data is {reprlib.repr(data)}; give the image file in base64")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(
+            f"{where}.data is no base64 ({error}); give the image file in base64"
+        ) from error
+    size = None
+    if (given := chunk.get("override_dimensions")) is not None:
+        sides = given if isinstance(given, dict) else {}
+        within = f"{where}.override_dimensions"
+        size = (
+            _whole(sides.get("width"), f"{within}.width"),
+            _whole(sides.get("height"), f"{within}.height"),
+        )
+    if expected is not None:
+        expected = _whole(expected, f"{where}.expected_tokens")
+    return Picture(content, chunk.get("format", ""), expected, size)
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) is not int or not -MOST_TOKEN <= value <= MOST_TOKEN:
+        raise RequestError(
+            f"{where} is {reprlib.repr(value)}; give a whole number up to {MOST_TOKEN}"
+        )
+    return int(value)
+
+
+def _picture(picture: Picture, where: str) -> Picture:
+    if not picture.data:
+        raise RequestError(f"{where}.data has 0 bytes; give the image file, 1 byte or more")
+    if picture.format not in _FORMATS:
+        raise RequestError(
+            f"{where}.format is {reprlib.repr(picture.format)}, which is none of "
+            f"{' and '.join(_FORMATS)}; give the image as one of them"
+        )
+    expected = picture.expected_tokens
+    if expected is not None and not 1 <= expected <= MOST_TOKEN:
+        raise RequestError(
+            f"{where}.expected_tokens is {expected}, and a picture takes from 1 to {MOST_TOKEN}; "
+            "give what the processor counts, or leave it out"
+        )
+    for side, length in zip(("width", "height"), picture.size or (), strict=False):
+        if not 1 <= length <= _MOST_SIDE:
+            raise RequestError(
+                f"{where}.override_dimensions.{side} is {length}, and sides are from 1 to "
+                f"{_MOST_SIDE}; leave override_dimensions out for the picture's own"
+            )
+    return picture

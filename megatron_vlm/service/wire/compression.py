@@ -1,0 +1,47 @@
+"""Bodies that arrive packed by zstd."""
+
+import zstandard
+
+from megatron_vlm.service.wire.values import RequestError
+
+# What HTTP allows for zstd (RFC 9659). A frame that asks for more would have it allocated.
+MOST_WINDOW = 2**23
+# Several frames after one another are allowed; a body of nothing but empty ones is not.
+MOST_FRAMES = 1000
+# Unpacked at once: four bytes may stand for a block of 128 KiB, so these for 8 MiB at most.
+_STEP = 256
+
+
+def unpacked(body: bytes, most: int) -> bytes:
+    """The content of the zstd frames in `body`; more than `most` bytes are refused as soon as they
+    appear."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
+    found = bytearray()
+    at = frames = 0
+    while at < len(body) or not frames:
+        frame = decompressor.decompressobj()
+        frames += 1
+        if frames > MOST_FRAMES:
+            raise _refused(f"more than {MOST_FRAMES} zstd frames; pack it into one frame")
+        while not frame.eof:
+            piece = body[at : at + _STEP]
+            if not piece:
+                raise _refused(f"cut off after {len(body)} bytes; send the whole zstd frame")
+            try:
+                found += frame.decompress(piece)
+            except zstandard.ZstdError as error:
+                raise _refused(
+                    f"at byte {at} no zstd frame that can be unpacked ({error}); pack it with a "
+                    f"window of at most {MOST_WINDOW} bytes, or send it as it is"
+                ) from error
+            if len(found) > most:
+                raise _refused(
+                    f"{len(body)} bytes that unpack to more than the limit of {most}; send fewer "
+                    "datums in a request"
+                )
+            at += len(piece) - len(frame.unused_data)
+    return bytes(found)
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"the packed body: {reason}")
