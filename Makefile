@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup trl-env vllm-env wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env tinker-env wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -112,6 +112,17 @@ VLLM := tests/vllm_engine
 	.venv-vllm/bin/python -c 'import torchvision'
 	touch $@
 
+# The public Tinker client, for tests/test_tinker_*.py.
+tinker-env: .venv-tinker/ready
+
+TINKER := tests/tinker_client
+.venv-tinker/ready: $(TINKER)/requirements.txt
+	rm -rf .venv-tinker
+	$(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/pip install --quiet --constraint $(TINKER)/requirements.txt torch==2.13.0
+	.venv-tinker/bin/pip install --quiet --no-deps --requirement $(TINKER)/requirements.txt
+	touch $@
+
 # What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
 PY ?= $(BIN)/python
 gpu:
@@ -133,4 +144,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .venv-trl .venv-vllm site .demo .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-docs .venv-trl .venv-vllm .venv-tinker site .demo .demo-lora .reinforce .bench .gpu .wheels
