@@ -1,0 +1,1 @@
+"""What a service promised and what it holds, in one SQLite file that survives it."""

@@ -1,0 +1,139 @@
+"""Calls on their way into the journal: each once, in the order of their numbers."""
+
+import hashlib
+import json
+import secrets
+import sqlite3
+import time
+import uuid
+from dataclasses import dataclass
+
+from megatron_vlm.service.journal.store import Store
+from megatron_vlm.service.journal.values import (
+    TRAINING,
+    Accepted,
+    Failure,
+    Full,
+    NewCall,
+    NewModel,
+)
+
+SEED_BITS = 62
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much one key may have at a time."""
+
+    open_calls: int = 4096
+    open_bytes: int = 4 * 2**30
+    models: int = 64
+
+
+def accept(
+    store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds
+) -> tuple[Accepted | Full, bool]:
+    """Within a transaction: the promise, and whether the retry says something else than the
+    original."""
+    digest = hashlib.sha256(new.kind.encode() + b"\0" + new.body).digest()
+    known = db.execute(
+        "SELECT request_id, digest FROM calls WHERE owner = ? AND seq = ?", (new.owner, new.seq)
+    ).fetchone()
+    if known is not None:
+        return Accepted(known["request_id"], new=False), known["digest"] != digest
+    full = _full(db, new, bounds)
+    if full is not None:
+        return full, False
+    return Accepted(_insert(store, db, new, digest)), False
+
+
+def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
+    if new.failure is not None:
+        return None
+    if new.model is not None:
+        (models,) = db.execute(
+            "SELECT count(*) FROM models WHERE key = ? AND state IN ('creating', 'ready')",
+            (new.key,),
+        ).fetchone()
+        if models >= bounds.models:
+            return Full(
+                f"{models} models are there, and limit models is {bounds.models}: unload one"
+            )
+    calls, size = db.execute(
+        "SELECT count(*), coalesce(sum(size), 0) FROM calls WHERE key = ? AND done IS NULL",
+        (new.key,),
+    ).fetchone()
+    if calls < bounds.open_calls and size + len(new.body) <= bounds.open_bytes:
+        return None
+    if new.kind in TRAINING and _next_seq(db, new.owner) == new.seq:
+        return None  # The others wait for this one: refusing it would hold them for ever.
+    if calls >= bounds.open_calls:
+        return Full(f"{calls} calls are waiting, and limit open_calls is {bounds.open_calls}")
+    return Full(
+        f"{size} bytes are waiting and {len(new.body)} were sent: limit open_bytes is "
+        f"{bounds.open_bytes}"
+    )
+
+
+def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -> str:
+    now, seed = time.time(), secrets.randbits(SEED_BITS)
+    request_id = f"{new.kind}-{uuid.uuid4().hex}"
+    cursor = db.execute(
+        "INSERT INTO calls (request_id, kind, owner, seq, key, model, size, digest, changes_state,"
+        " seed, accepted) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(request_id, new.kind, new.owner, new.seq, new.key),
+            new.owner if new.kind in TRAINING else None,
+            *(len(new.body), digest, new.changes_state, seed, now),
+        ),
+    )
+    if new.failure is not None:
+        fail(db, request_id, new.failure, now)
+        if new.kind in TRAINING:
+            advance(db, new.owner)
+        return request_id
+    db.execute("INSERT INTO bodies VALUES (?, ?)", (cursor.lastrowid, new.body))
+    if new.model is not None:
+        _insert_model(store, db, new, new.model, seed, now)
+    return request_id
+
+
+def _insert_model(
+    store: Store, db: sqlite3.Connection, new: NewCall, model: NewModel, seed: int, now: float
+) -> None:
+    db.execute(
+        "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
+        " user_metadata, creation_kind, creation, seed, source)"
+        " VALUES (?, ?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(model.id, model.session, new.key, now, now, model.base_model, model.lora_rank),
+            *(json.dumps(dict(model.user_metadata)), new.kind, new.body, seed),
+            None if model.source is None else store.kept(model.source),
+        ),
+    )
+
+
+def fail(db: sqlite3.Connection, request_id: str, failure: Failure, now: float) -> None:
+    """Finish a call that nobody will do."""
+    db.execute(
+        "UPDATE calls SET done = ?, succeeded = 0, error = ?, category = ? WHERE request_id = ?",
+        (now, failure.text, failure.category, request_id),
+    )
+
+
+def advance(db: sqlite3.Connection, model: str) -> None:
+    """Move the model on to the first of its calls that is not done, or has not come yet."""
+    seq = _next_seq(db, model)
+    assert seq is not None, f"model {model} is not in the journal"
+    start = seq
+    while db.execute(
+        "SELECT 1 FROM calls WHERE owner = ? AND seq = ? AND done IS NOT NULL", (model, seq)
+    ).fetchone():
+        seq += 1
+    if seq != start:
+        db.execute("UPDATE models SET next_seq = ? WHERE id = ?", (seq, model))
+
+
+def _next_seq(db: sqlite3.Connection, model: str) -> int | None:
+    row = db.execute("SELECT next_seq FROM models WHERE id = ?", (model,)).fetchone()
+    return None if row is None else row["next_seq"]

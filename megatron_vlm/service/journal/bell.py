@@ -1,0 +1,41 @@
+"""Who waits for the journal is woken, within this process."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+Listener = Callable[[Sequence[str]], None]
+
+
+class Bell:
+    """The engine's thread waits here for calls; the front hears which promises were kept."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._rung = False
+        self._listeners: list[Listener] = []
+
+    def ring(self) -> None:
+        """There may be a call that can be done, or another reason to look."""
+        with self._condition:
+            self._rung = True
+            self._condition.notify_all()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Until it rings, or has rung since the last time; whether it has."""
+        with self._condition:
+            rung = self._condition.wait_for(lambda: self._rung, seconds)
+            self._rung = False
+            return rung
+
+    def listen(self, listener: Listener) -> None:
+        """Have `listener` called with the ids of promises that were just kept, in the thread that
+        kept them. It must be quick and not raise."""
+        with self._condition:
+            self._listeners.append(listener)
+
+    def kept(self, request_ids: Sequence[str]) -> None:
+        """These promises were kept."""
+        with self._condition:
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener(request_ids)
