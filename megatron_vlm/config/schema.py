@@ -218,6 +218,26 @@ class RlConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """A service for the Tinker client: `megatron-vlm serve`. See docs/serve.md."""
+
+    host: str = "127.0.0.1"  # address to listen at; beyond loopback serve.keys is needed
+    port: int = 8000  # 0: one that is free
+    keys: str | None = None  # file of API keys, from megatron-vlm serve-key; null: loopback alone
+    name: str | None = None  # what clients call the model; null: model.path
+    url: str | None = None  # where clients reach the service, for downloads; null: its address
+    lora_alpha: float = 32.0  # adapters of clients are scaled by this / rank
+    max_rank: int = 128  # of a client's adapters
+    adapters: int = 8  # models with adapters in memory; others wait on disk
+    full_models: int = 1  # models trained as a whole in memory; 0: clients get adapters alone
+    snapshots: int = 8  # adapters in memory that are sampled from
+    full_snapshots: int = 1  # whole models, likewise
+    save_seconds: float = 300.0  # of work that a service that was killed has to do again, at most
+    sampler_rows: int = 64  # samples of one pass, in each replica
+    limits: dict[str, Any] = field(default_factory=dict)  # of requests: see docs/serve.md
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """How processes are started where torchrun has not started them."""
 
@@ -244,6 +264,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     rl: RlConfig = field(default_factory=RlConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     platform: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch finds a GPU
 

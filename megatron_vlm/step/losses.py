@@ -34,7 +34,15 @@ from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.head import Also
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.policy_losses import cispo, dro, gspo, importance_sampling, kl_k3, ppo
+from megatron_vlm.step.policy_losses import (
+    cispo,
+    dro,
+    gspo,
+    gspo_token,
+    importance_sampling,
+    kl_k3,
+    ppo,
+)
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 REFERENCE = "ref_log_probs"
@@ -62,7 +70,7 @@ def weighted_cross_entropy(
     return -weights_N * log_probs_N, {}
 
 
-for _function in (importance_sampling, ppo, gspo, cispo, dro):
+for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro):
     register(_function)
 
 

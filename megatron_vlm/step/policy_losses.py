@@ -59,6 +59,28 @@ def gspo(
     return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
 
 
+def gspo_token(
+    log_probs_N: Tensor,
+    advantages_N: Tensor,
+    old_log_probs_N: Tensor,
+    sequences_N: Tensor,
+    sequence_mask_N: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Losses:
+    """GSPO-token of the same paper: each token's gradient is that of its own log-prob, so that the
+    tokens of a sequence may differ in their advantages. The mean of a sequence is over the tokens
+    whose `sequence_mask` is not 0; a sequence without any has the ratio 1."""
+    _check_clips("gspo_token", clip_low, clip_high)
+    log_ratio_N = (log_probs_N - old_log_probs_N).detach()
+    mask_N = (sequence_mask_N != 0).to(log_ratio_N.dtype)
+    whole_N = _means_of_sequences(log_ratio_N, sequences_N, mask_N).exp()
+    ratio_N = whole_N * (log_probs_N - log_probs_N.detach()).exp()
+    loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
+    return loss_N, clipped | _drift(log_probs_N, old_log_probs_N)
+
+
 def cispo(
     log_probs_N: Tensor,
     advantages_N: Tensor,
@@ -113,15 +135,19 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: 
     return -torch.minimum(plain_N, clipped_N), report
 
 
-def _means_of_sequences(values_N: Tensor, sequences_N: Tensor) -> Tensor:
-    """For each token the mean over its sequence. There are N sums, since how many sequences there
-    are is known on the device alone, and the host must not wait for it."""
+def _means_of_sequences(
+    values_N: Tensor, sequences_N: Tensor, mask_N: Tensor | None = None
+) -> Tensor:
+    """For each token the mean over its sequence, or over those of its tokens whose mask is 1. There
+    are N sums, since how many sequences there are is known on the device alone, and the host must
+    not wait for it."""
     starts_N = torch.zeros_like(sequences_N, dtype=torch.long)
     starts_N[1:] = sequences_N[1:] != sequences_N[:-1]
     place_N = starts_N.cumsum(0)
-    sums_N = torch.zeros_like(values_N).index_add(0, place_N, values_N)
-    lengths_N = torch.zeros_like(values_N).index_add(0, place_N, torch.ones_like(values_N))
-    return sums_N[place_N] / lengths_N[place_N]
+    counts_N = torch.ones_like(values_N) if mask_N is None else mask_N
+    sums_N = torch.zeros_like(values_N).index_add(0, place_N, values_N * counts_N)
+    lengths_N = torch.zeros_like(values_N).index_add(0, place_N, counts_N)
+    return sums_N[place_N] / lengths_N[place_N].clamp(min=1)
 
 
 def _drift(log_probs_N: Tensor, old_log_probs_N: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,244 @@
+"""Samples, and log-probs of prompts.
+
+Shapes: S tokens of a prompt, J targets of a place, k likeliest tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.encode.row import IGNORE, Row, continued
+from megatron_vlm.family.sizes import Tokens
+from megatron_vlm.service.front import forms
+from megatron_vlm.service.orders import ModelOrders
+from megatron_vlm.service.rows import RowReader
+from megatron_vlm.service.wire.answers import write_samples
+from megatron_vlm.service.wire.requests import read_prompt
+from megatron_vlm.service.wire.values import (
+    NO_LOG_PROB,
+    NO_TOKEN,
+    RequestError,
+    Sampled,
+    Samples,
+    TopK,
+)
+from megatron_vlm.step.completions import Completion, SamplingSettings
+
+
+@dataclass(frozen=True, eq=False)
+class SampleAsk:
+    """An asample that was read."""
+
+    prompt: Row
+    settings: SamplingSettings
+    n: int
+    seed: int
+    prompt_log_probs: bool
+    last_n: int | None
+    top_prompt: int
+    top_sample: int
+    targets_SJ: Tensor | None  # what log-probs are wanted of, at the place that predicts it
+    # Where no log-prob is given: at the first token, at those of pictures, which are not predicted,
+    # and before the last ones where only these are asked for.
+    hidden_S: np.ndarray
+
+    @property
+    def alike(self) -> tuple[SamplingSettings, int]:
+        """What requests that are drawn together have in common."""
+        return self.settings, self.n
+
+
+@dataclass(frozen=True)
+class StopWords:
+    """What ends an answer: where the client says nothing, and which texts are tokens."""
+
+    ends: tuple[int, ...]
+    special: Callable[[str], int | None]  # the id of a special token
+
+    def of(self, stop: str | list[str] | list[int] | None) -> tuple[list[int], list[str]]:
+        """Ids and texts. A special token is decoded to nothing: its text is looked for as it."""
+        if stop is None:
+            return list(self.ends), []
+        given = [stop] if isinstance(stop, str) else stop
+        ids = [each for each in given if isinstance(each, int)]
+        texts = [each for each in given if isinstance(each, str)]
+        special = {text: self.special(text) for text in texts}
+        ids += [id for id in special.values() if id is not None]
+        return ids, [text for text in texts if special[text] is None]
+
+
+def read_ask(
+    body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, most_tokens: int
+) -> SampleAsk:
+    """The request; what is wrong in it is said by field. `drawn_seed` is its own where it gives
+    none."""
+    form = forms.Sample.model_validate_json(body)
+    prompt = reader.prompt(read_prompt(json.loads(body)["prompt"], "prompt"), "prompt")
+    params, length = form.sampling_params, len(prompt.ids_S)
+    room = reader.longest - length
+    if room < 1:
+        raise RequestError(
+            f"prompt: {length} tokens, and the model takes {reader.longest} with the answer"
+        )
+    ids, texts = stops.of(params.stop)
+    settings = SamplingSettings(
+        min(params.max_tokens or most_tokens, room),
+        params.temperature,
+        max(params.top_k, 0),
+        params.top_p,
+        tuple(sorted(ids)),
+        tuple(sorted(texts)),
+        tempered=True,
+    )
+    if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
+        raise RequestError("prompt_logprobs_last_n needs prompt_logprobs")
+    return SampleAsk(
+        prompt,
+        settings,
+        form.num_samples,
+        _spread(drawn_seed if params.seed is None else params.seed),
+        bool(form.prompt_logprobs),
+        form.prompt_logprobs_last_n,
+        form.topk_prompt_logprobs,
+        form.topk_sample_logprobs,
+        _targets(form.target_prompt_logprobs, length),
+        _hidden(prompt, form.prompt_logprobs_last_n, reader.tokens),
+    )
+
+
+def draw(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
+    """Answers to requests that are alike, by the ranks' model or weights of this name."""
+    settings, n = asks[0].alike
+    prompts = [ask.prompt for ask in asks]
+    found = orders.sample(weights, prompts, settings, n, [ask.seed for ask in asks])
+    scored = _scored(orders, weights, asks)
+    return [
+        write_samples(_samples(orders, weights, ask, answers, log_probs))
+        for ask, answers, log_probs in zip(asks, found, scored, strict=True)
+    ]
+
+
+def _scored(
+    orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]
+) -> list[dict[str, np.ndarray]]:
+    """Log-probs of the prompts of those that want some, in one pass."""
+    rows: list[Row] = []
+    names: list[tuple[int, str]] = []
+    for place, ask in enumerate(asks):
+        if ask.prompt_log_probs and len(ask.prompt.ids_S) > 1:
+            rows.append(replace(ask.prompt, targets=_next_tokens(ask.prompt)[:, None]))
+            names.append((place, "prompt"))
+        if ask.targets_SJ is not None:
+            rows.append(replace(ask.prompt, targets=ask.targets_SJ))
+            names.append((place, "targets"))
+    scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
+    if rows:
+        for (place, name), found in zip(names, orders.forward(weights, rows), strict=True):
+            scored[place][name] = found.numpy()
+    return scored
+
+
+def _samples(
+    orders: ModelOrders,
+    weights: str,
+    ask: SampleAsk,
+    answers: Sequence[Completion],
+    scored: dict[str, np.ndarray],
+) -> Samples:
+    prompt_log_probs = top_prompt = targets = None
+    hidden_S = ask.hidden_S
+    if ask.prompt_log_probs:
+        prompt_log_probs = np.full(len(hidden_S), np.nan, dtype=np.float32)
+        if "prompt" in scored:
+            prompt_log_probs[1:] = scored["prompt"][:-1, 0]
+        prompt_log_probs[hidden_S] = np.nan
+    if ask.top_prompt:
+        row = replace(ask.prompt, targets=torch.zeros_like(ask.prompt.ids_S)[:, None])
+        found = orders.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
+        top_prompt = _top(np.concatenate([found[:1], found[:-1]]))
+        top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
+    if ask.targets_SJ is not None:
+        targets = scored["targets"][:-1].astype(np.float32)
+    tops = _tops(orders, weights, ask, answers)
+    return Samples(
+        tuple(
+            Sampled(
+                np.array(answer.ids, dtype=np.int32),
+                np.array(answer.log_probs, dtype=np.float32),
+                answer.ended == "stop",
+                top,
+            )
+            for answer, top in zip(answers, tops, strict=True)
+        ),
+        prompt_log_probs,
+        top_prompt,
+        targets,
+    )
+
+
+def _tops(
+    orders: ModelOrders, weights: str, ask: SampleAsk, answers: Sequence[Completion]
+) -> list[TopK | None]:
+    """The likeliest tokens at each of the answers' own."""
+    if not ask.top_sample:
+        return [None] * len(answers)
+    length, rows = len(ask.prompt.ids_S), []
+    for answer in answers:
+        row = continued(ask.prompt, answer.ids)
+        targets_S = torch.full_like(row.ids_S, IGNORE)
+        targets_S[length - 1 : -1] = 0
+        labels_S = torch.full_like(row.ids_S, IGNORE)
+        rows.append(replace(row, labels_S=labels_S, values_S={}, targets=targets_S[:, None]))
+    temperature = ask.settings.temperature or 1.0
+    found = orders.likeliest(weights, rows, ask.top_sample, temperature)
+    return [_top(each[length - 1 : -1].numpy()) for each in found]
+
+
+def _top(found_Sk2: np.ndarray) -> TopK:
+    return TopK(found_Sk2[..., 0].astype(np.int32), found_Sk2[..., 1].astype(np.float32))
+
+
+def _next_tokens(prompt: Row) -> Tensor:
+    """What each place is followed by; the last by nothing."""
+    return torch.cat([prompt.ids_S[1:], torch.full((1,), IGNORE)])
+
+
+def _hidden(prompt: Row, last_n: int | None, tokens: Tokens) -> np.ndarray:
+    ids_S = prompt.ids_S.numpy()
+    hidden_S = np.isin(ids_S, (tokens.image_id, tokens.video_id))
+    hidden_S[0] = True
+    if last_n is not None:
+        hidden_S[: max(len(ids_S) - last_n, 1)] = True
+    return hidden_S
+
+
+def _targets(said: dict[str, object] | None, length: int) -> Tensor | None:
+    if said is None:
+        return None
+    where = "target_prompt_logprobs"
+    if said.get("sparse_crow_indices") is not None or said.get("sparse_col_indices") is not None:
+        raise RequestError(f"{where}: sparse tensors are not supported here; send it dense")
+    try:
+        values = np.array(said["data"], dtype=np.int64)
+        values = values.reshape([int(size) for size in said["shape"]])  # type: ignore[attr-defined]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"{where}: give data, whole numbers, and their shape") from error
+    if values.ndim != 2 or len(values) != length - 1 or not values.size:
+        raise RequestError(
+            f"{where}: shape {list(values.shape)}, and the prompt has {length} tokens; give "
+            f"[{length - 1}, K]"
+        )
+    targets_SJ = np.full((length, values.shape[1]), IGNORE)
+    targets_SJ[:-1] = np.where(values == -1, IGNORE, values)
+    return torch.from_numpy(targets_SJ)
+
+
+def _spread(seed: int) -> int:
+    """A number far from those of neighbouring seeds: answer k of a request has this one + k."""
+    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2

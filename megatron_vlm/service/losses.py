@@ -1,0 +1,68 @@
+"""The losses that clients ask for by name, in terms of ours: which inputs each reads, and its
+options with the defaults of the public service. All are sums over the targets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_vlm.service.wire.values import RequestError
+
+# Inputs by the names that clients and our losses give them.
+_SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """One of them. `clips` are the thresholds of the ratio where the client sets none."""
+
+    ours: str
+    inputs: Mapping[str, str]
+    clips: tuple[float, float] | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+FORMS = {
+    "cross_entropy": LossForm("weighted_cross_entropy", {"weights": "weights"}),
+    "importance_sampling": LossForm("importance_sampling", _SAMPLED),
+    "ppo": LossForm("ppo", _SAMPLED, clips=(0.8, 1.2)),
+    "cispo": LossForm("cispo", _SAMPLED, clips=(0.0, 4.0)),
+    "dro": LossForm("dro", _SAMPLED, options={"beta": 0.05}),
+    "gspo": LossForm(
+        "gspo_token", _SAMPLED | {"sequence_ratio_mask": "sequence_mask"}, clips=(0.8, 1.2)
+    ),
+}
+OPTIONAL = {"weights": 1.0}  # inputs that may be missing, and what they are then
+_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
+
+
+def form_of(name: str) -> LossForm:
+    """The loss of this name; RequestError where there is none."""
+    if name not in FORMS:
+        raise RequestError(
+            f"loss_fn: {name!r} is not supported; there are {', '.join(FORMS)}, and a loss of your "
+            "own is computed by the client (forward_backward_custom)"
+        )
+    return FORMS[name]
+
+
+def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+    """The options of our loss from those of the client's."""
+    form = form_of(name)
+    known = {**form.options} | (dict(zip((_LOW, _HIGH), form.clips, strict=True)) if form.clips else {})
+    for key, value in given.items():
+        if key not in known:
+            raise RequestError(
+                f"loss_fn_config: {key!r} is not an option of {name}; "
+                + (f"there are {', '.join(known)}" if known else "it has none")
+            )
+        if isinstance(value, str):
+            raise RequestError(f"loss_fn_config: {key}={value!r} is a text; give a number")
+        known[key] = value
+    if form.clips is None:
+        return known
+    low, high = known.pop(_LOW), known.pop(_HIGH)
+    if not 0 <= low < 1 < high:
+        raise RequestError(
+            f"loss_fn_config: {_LOW}={low}, {_HIGH}={high}: the ratio is clipped to what is between "
+            "them; give at least 0 and below 1, and above 1"
+        )
+    return known | {"clip_low": 1 - low, "clip_high": high - 1}

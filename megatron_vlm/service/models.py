@@ -1,0 +1,118 @@
+"""The models of a service on one rank: the base model, those that are trained, and weights that
+were kept to sample from. Every rank has the same ones and makes the same calls.
+
+Models with adapters share the base model's weights; one that is trained as a whole has its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.checkpoint import state
+from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.group import WorkerGroup, local_group
+from megatron_vlm.group.parts import BatchLike
+from megatron_vlm.step.completions import Completion, SamplingSettings
+from megatron_vlm.step.optimizer import AdamStep
+from megatron_vlm.worker import MegatronWorker, StepMetrics
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """What a model is made as. Rank 0 trains all weights."""
+
+    rank: int
+    seed: int
+    targets: tuple[str, ...] = ("attention", "mlp")
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> "ModelForm":
+        """From JSON."""
+        return ModelForm(said["rank"], said["seed"], tuple(said["targets"]))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def config(self, cfg: Config) -> Config:
+        """The configuration of its workers."""
+        lora = LoraConfig()
+        if self.rank:
+            lora = LoraConfig(self.rank, cfg.serve.lora_alpha, targets=self.targets)
+        return replace(cfg, lora=lora, train=replace(cfg.train, seed=self.seed))
+
+
+class Models:
+    """By name. What a call of a worker refuses, it refuses on every rank alike."""
+
+    def __init__(self, cfg: Config, watchdog: Watchdog):
+        self.cfg, self.watchdog = cfg, watchdog
+        self.base = MegatronWorker(ModelForm(0, cfg.train.seed).config(cfg), False, watchdog)
+        self.workers = {BASE: self.base}
+        self.groups: dict[str, WorkerGroup] = {BASE: local_group(self.base)}
+
+    def make(
+        self,
+        name: str,
+        form: ModelForm,
+        training: bool,
+        folder: str | None = None,
+        moments: bool = True,
+    ) -> None:
+        """A model as it begins, or with the weights in a folder, and its optimizer's `moments`."""
+        base = self.base if form.rank else None
+        worker = MegatronWorker(form.config(self.cfg), training, self.watchdog, base)
+        self.workers[name], self.groups[name] = worker, local_group(worker)
+        if folder is not None:
+            try:
+                self.load(name, folder, moments)
+            except Exception:
+                self.drop(name)
+                raise
+
+    def drop(self, name: str) -> None:
+        """Let go of its memory."""
+        self.workers.pop(name, None)
+        self.groups.pop(name, None)
+
+    def save(self, name: str, folder: str, moments: bool) -> None:
+        """Its weights, and the optimizer's `moments`."""
+        state.save(self.workers[name], Path(folder), {}, moments=moments)
+
+    def load(self, name: str, folder: str, moments: bool) -> None:
+        """The reverse."""
+        state.load(self.workers[name], Path(folder), moments=moments)
+
+    def forward_backward(
+        self, name: str, batch: BatchLike, loss: str, options: Mapping[str, float]
+    ) -> StepMetrics:
+        """Gradients of the summed loss, added to those since the last step; and log-probs."""
+        asked = dict(loss=loss, divisor=1.0, accumulate=True, return_per_token_outputs=True)
+        return self.groups[name].forward_backward(batch, **asked, **options).result()  # type: ignore[arg-type]
+
+    def forward(self, name: str, batch: BatchLike) -> list[Any]:
+        """Log-probs of the targets of each row."""
+        return self.groups[name].forward(batch).result()
+
+    def likeliest(self, name: str, batch: BatchLike, count: int, temperature: float) -> list[Any]:
+        """The likeliest tokens where a row has targets."""
+        return self.groups[name].likeliest(batch, count, temperature).result()
+
+    def optim_step(self, name: str, lr: float, adam: AdamStep) -> tuple[float, float]:
+        """Apply the gradients, or a step without any."""
+        return self.groups[name].optim_step(lr, adam).result()
+
+    def sample(
+        self, name: str, prompts: BatchLike, settings: SamplingSettings, n: int, seeds: list[int]
+    ) -> list[list[Completion]]:
+        """`n` answers to each prompt, from its own seed on."""
+        rows = self.cfg.serve.sampler_rows
+        return self.groups[name].sample(prompts, settings, n, seeds, rows).result()
+
+    def step_of(self, name: str) -> int:
+        """The optimizer's steps so far."""
+        return self.workers[name].steps

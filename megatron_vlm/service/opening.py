@@ -1,0 +1,82 @@
+"""What rank 0 of a service opens: the journal, the reader of requests, and the front."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm import __version__
+from megatron_vlm.chat.conversation import END
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.encode.tokenizer import read_tokenizer
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.service.drawing import StopWords
+from megatron_vlm.service.front.app import make_app
+from megatron_vlm.service.front.desk import ServerFacts
+from megatron_vlm.service.front.keys import Keys
+from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.server import FrontServer
+from megatron_vlm.service.journal.accept import Bounds
+from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.orders import ModelOrders
+from megatron_vlm.service.rows import RowReader
+from megatron_vlm.service.service import Service
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A service that answers at this address."""
+
+    service: Service
+    front: FrontServer
+    address: str
+
+
+def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
+    """Open everything; `opened` closes the journal."""
+    limits = limits_of(cfg.serve.limits)
+    keys = None if cfg.serve.keys is None else Keys(Path(cfg.serve.keys))
+    base = orders.models.base
+    journal = Journal(Path(cfg.run), Bounds(limits.open_calls, limits.open_bytes, limits.models))
+    opened.callback(journal.close)
+    reader = RowReader(cfg, str(base.source.path), base.source.sizes)
+    service = Service(cfg, orders, journal, reader, _stop_words(cfg), limits)
+    service.residents.remove_strangers()
+    app = make_app(journal, limits, keys, _facts(cfg, orders), service.gauges)
+    front = FrontServer(app, cfg.serve.host, cfg.serve.port)
+    port = front.start()
+    host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host
+    return Opened(service, front, cfg.serve.url or f"http://{host}:{port}")
+
+
+def limits_of(given: Mapping[str, Any]) -> Limits:
+    """The limits with what serve.limits changes."""
+    usual = Limits()
+    known = {each.name: type(getattr(usual, each.name)) for each in fields(usual)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"serve.limits: {name!r} is none; there are {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"serve.limits: {name}={value!r}; give a number above 0")
+    return replace(usual, **{name: known[name](value) for name, value in given.items()})
+
+
+def _stop_words(cfg: Config) -> StopWords:
+    tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
+    special = {str(token): int(id) for id, token in tokenizer.added_tokens_decoder.items()}
+    return StopWords((special[END],) if END in special else (), special.get)
+
+
+def _facts(cfg: Config, orders: ModelOrders) -> ServerFacts:
+    sizes, dims = orders.models.base.source.sizes, orders.models.base.dims
+    names = dict.fromkeys([cfg.serve.name or cfg.model.path, cfg.model.path])
+    return ServerFacts(
+        tuple(names),
+        sizes.text.max_positions,
+        cfg.model.path,
+        "qwen3_vl",
+        __version__,
+        cfg.serve.url,
+        f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
+    )

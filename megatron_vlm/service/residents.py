@@ -1,0 +1,164 @@
+"""Which models are in memory: those that were used last. The others wait on disk, and come back as
+they were; after a crash so do all.
+
+On disk a model is a checkpoint that holds its calls up to some number; the calls after that are
+done once more, in their order, from the journal.
+"""
+
+import gc
+import shutil
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vlm.config.schema import ServeConfig
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.journal.values import Call, Model, Sampler
+from megatron_vlm.service.models import BASE, ModelForm
+from megatron_vlm.service.orders import ModelOrders
+
+Redo = Callable[["Resident", Call], None]
+
+
+@dataclass
+class Resident:
+    """A model in memory."""
+
+    id: str
+    form: ModelForm
+    applied: int  # the last call that its weights hold
+    saved: int  # the last that its durable state holds
+    version: int = 0  # of its weights, counted while it is in memory
+    unsaved_s: float = 0.0  # of work that is not in its durable state
+
+    def changed(self, seq: int) -> None:
+        """Its weights are others since this call."""
+        self.applied, self.version = seq, self.version + 1
+
+
+class Residents:
+    """On rank 0. `redo` does a call of a model again, without an answer."""
+
+    def __init__(self, serve: ServeConfig, orders: ModelOrders, journal: Journal, redo: Redo):
+        self.serve, self.orders, self.journal, self.redo = serve, orders, journal, redo
+        self.models: OrderedDict[str, Resident] = OrderedDict()
+        self.snapshots: OrderedDict[str, ModelForm] = OrderedDict()
+        self.fresh: dict[str, tuple[str, int]] = {}  # folder: a model that has these weights
+
+    def new_folder(self, kind: str) -> Path:
+        """For a checkpoint; names are never used twice."""
+        folder = self.journal.run / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / uuid.uuid4().hex
+
+    def create(
+        self, id: str, form: ModelForm, source: Path | None = None, moments: bool = True
+    ) -> None:
+        """Make a model as it begins, or as a checkpoint has it."""
+        self._check(form)
+        self._make_room(form)
+        folder = None if source is None else str(source)
+        self.orders.make(id, form, True, folder, moments)
+        self.models[id] = Resident(id, form, 0, 0)
+
+    def _check(self, form: ModelForm) -> None:
+        if form.rank > self.serve.max_rank:
+            raise ConfigError(
+                f"lora_config.rank={form.rank}, and this service has serve.max_rank="
+                f"{self.serve.max_rank}; give at most that"
+            )
+        if not form.rank and not self.serve.full_models:
+            raise ConfigError(
+                "lora_config.rank=0 trains all weights, and this service has serve.full_models=0; "
+                "give a rank above 0"
+            )
+
+    def model(self, id: str) -> Resident:
+        """The model, brought back into memory if need be."""
+        if id not in self.models:
+            self._restore(id)
+        self.models.move_to_end(id)
+        return self.models[id]
+
+    def _restore(self, id: str) -> None:
+        found = self.journal.model(id)
+        assert found is not None and found.state == "ready", f"{id} is not there"
+        form = ModelForm.of(found.facts["form"])
+        source, moments = (found.folder, True) if found.folder else _beginning(found)
+        self.create(id, form, source, moments)
+        resident = self.models[id]
+        resident.applied = resident.saved = found.saved
+        for call in self.journal.replay(id):
+            self.redo(resident, call)
+
+    def _make_room(self, form: ModelForm) -> None:
+        most = self.serve.adapters if form.rank else self.serve.full_models
+        alike = [each.id for each in self.models.values() if bool(each.form.rank) == bool(form.rank)]
+        for id in alike[: max(0, len(alike) - most + 1)]:
+            self.put_away(id)
+
+    def put_away(self, id: str) -> None:
+        """To disk, and out of memory."""
+        self.keep(self.models[id])
+        self.forget(id)
+
+    def forget(self, id: str) -> None:
+        """Out of memory, whatever is on disk."""
+        if self.models.pop(id, None) is not None:
+            self.fresh = {f: which for f, which in self.fresh.items() if which[0] != id}
+            self.orders.drop(id)
+            gc.collect()  # hooks and modules refer to each other
+
+    def keep(self, resident: Resident) -> None:
+        """Make its state durable, unless it is. What its gradients hold stays in the journal."""
+        if resident.applied > resident.saved:
+            folder = self.new_folder("states")
+            self.orders.save(resident.id, str(folder), True)
+            self.journal.saved(resident.id, resident.applied, folder)
+            resident.saved = resident.applied
+        resident.unsaved_s = 0.0
+
+    def keep_all(self) -> None:
+        """The service stops in good order."""
+        for resident in self.models.values():
+            self.keep(resident)
+
+    def weights(self, sampler: Sampler) -> str:
+        """By which name the ranks have what this session samples from."""
+        if sampler.folder is None:
+            return BASE
+        folder = str(sampler.folder)
+        id, version = self.fresh.get(folder, ("", 0))
+        if id in self.models and self.models[id].version == version:
+            return id
+        if folder not in self.snapshots:
+            form = ModelForm.of(sampler.facts["form"])
+            most = self.serve.snapshots if form.rank else self.serve.full_snapshots
+            kinds = [name for name, of in self.snapshots.items() if bool(of.rank) == bool(form.rank)]
+            for name in kinds[: max(0, len(kinds) - most + 1)]:
+                self.snapshots.pop(name)
+                self.orders.drop(name)
+                gc.collect()
+            self.orders.make(folder, form, False, folder, False)
+            self.snapshots[folder] = form
+        self.snapshots.move_to_end(folder)
+        return folder
+
+    def remove_strangers(self) -> None:
+        """Folders that the journal knows nothing of: a process died before it had written it."""
+        known = {each.folder for each in self.journal.models()}
+        known |= {each.source for each in self.journal.models()}
+        known |= {each.folder for each in self.journal.checkpoints()}
+        known |= {each.folder for each in self.journal.samplers()}
+        for kind in ("states", "weights"):
+            for folder in (self.journal.run / kind).glob("*"):
+                if folder not in known:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _beginning(model: Model) -> tuple[Path | None, bool]:
+    """What a model without durable state begins with, and whether with the optimizer's moments."""
+    return model.source, bool(model.facts.get("moments", True))

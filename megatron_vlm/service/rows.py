@@ -1,0 +1,120 @@
+"""What clients send, as rows of the model: chunks of text and pictures, and what a loss takes.
+
+Shapes: S tokens of a row, J targets of a place, P patches, C values of a patch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.encode.row import IGNORE, Row, check_ids, place_row
+from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.media import MediaPolicy, read_image
+from megatron_vlm.data.read.records import Image
+from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.service.losses import OPTIONAL, LossForm
+from megatron_vlm.service.wire.values import Chunk, Datum, Picture, RequestError
+
+SEQUENCES = "sequences"  # the value that says which datum a token belongs to
+
+
+class RowReader:
+    """Reads requests for one model. Pictures are taken as they are sent: turned by nothing, resized
+    as the checkpoint's image processor does."""
+
+    def __init__(self, cfg: Config, folder: str, sizes: ModelSizes):
+        self.settings = ImageSettings.from_checkpoint(
+            folder, cfg.data.min_pixels, cfg.data.max_pixels
+        )
+        self.policy = MediaPolicy(None, exif_orientation=False)
+        self.tokens, self.longest = sizes.tokens, sizes.text.max_positions
+
+    def prompt(self, chunks: Sequence[Chunk], where: str) -> Row:
+        """Chunks, one after the other, without anything to learn."""
+        ids, patches, grids = [], [], []
+        for number, chunk in enumerate(chunks):
+            at = f"{where}.chunks[{number}]"
+            if isinstance(chunk, Picture):
+                picture_PC, grid = self._picture(chunk, at)
+                count = grid[0] * grid[1] * grid[2] // self.tokens.merge**2
+                if chunk.expected_tokens not in (None, count):
+                    raise RequestError(
+                        f"{at}: Expected {chunk.expected_tokens} tokens, got {count} from image; "
+                        "count them with the image processor of the checkpoint, on the picture as "
+                        "it is sent"
+                    )
+                ids.append(np.full(count, self.tokens.image_id))
+                patches.append(picture_PC)
+                grids.append(grid)
+            else:
+                check_ids(chunk.tokens, self.tokens, f"{at}: token")
+                ids.append(chunk.tokens)
+        ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        if len(ids_S) > self.longest:
+            raise RequestError(
+                f"{where}: {len(ids_S)} tokens with those of its pictures, and the model takes "
+                f"{self.longest}; shorten it"
+            )
+        row = Row(ids_S, torch.full_like(ids_S, IGNORE))
+        if not patches:
+            return row
+        pixels_PC = torch.from_numpy(np.concatenate(patches))
+        return replace(row, pixel_values_PC=pixels_PC, image_grid_I3=torch.tensor(grids))
+
+    def _picture(self, picture: Picture, where: str) -> tuple[np.ndarray, tuple[int, int, int]]:
+        if picture.size is not None:
+            raise RequestError(
+                f"{where}: override_dimensions is not supported; resize the picture before it is "
+                "sent"
+            )
+        opened = read_image(Image(picture.data), self.policy, where)
+        return image_patches(opened, self.settings), self.settings.grid(opened.height, opened.width)
+
+    def datum(self, datum: Datum, number: int, form: LossForm) -> Row:
+        """What the model sees of a datum, its targets [S, J], and the values that the loss reads.
+        `number` is its place in the request."""
+        where = f"data[{number}]"
+        row = self.prompt(datum.chunks, f"{where}.model_input")
+        length = len(row.ids_S)
+        targets_SJ = _per_place(datum.inputs["target_tokens"], "target_tokens", length, where)
+        values = {SEQUENCES: torch.full(targets_SJ.shape, float(number))}
+        for theirs, ours in form.inputs.items():
+            if theirs in datum.inputs:
+                given = datum.inputs[theirs]
+            elif theirs in OPTIONAL:
+                given = np.full(datum.inputs["target_tokens"].shape, OPTIONAL[theirs])
+            else:
+                raise RequestError(
+                    f"{where}.loss_fn_inputs: {theirs!r} is missing; the loss reads "
+                    f"{', '.join(('target_tokens', *form.inputs))}"
+                )
+            values[ours] = _per_place(given, theirs, length, where).float()
+        _check_inputs(datum.inputs, form, where)
+        row = replace(row, targets=targets_SJ, values_S=values)
+        place_row(row, self.tokens, where, tuple(values))  # so that errors name the datum
+        return row
+
+
+def _per_place(given: np.ndarray, name: str, length: int, where: str) -> Tensor:
+    """[S, J] of [S] or [S, J]."""
+    if len(given) != length:
+        raise RequestError(
+            f'{where}.loss_fn_inputs["{name}"] has {len(given)} entries, and model_input '
+            f"{length} tokens; give one for each, also for those of pictures"
+        )
+    return torch.from_numpy(given.reshape(length, -1))
+
+
+def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) -> None:
+    """Refuse inputs that another loss would read: somebody expects them to count."""
+    known = ("target_tokens", *form.inputs)
+    for name in inputs:
+        if name not in known:
+            raise RequestError(
+                f"{where}.loss_fn_inputs: {name!r} is not read by this loss, which reads "
+                f"{', '.join(known)}; leave it out"
+            )

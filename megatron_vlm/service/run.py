@@ -1,0 +1,82 @@
+"""The service on every rank: `torchrun ... -m megatron_vlm.service.run key=value ...`.
+
+Rank 0 answers clients, and all ranks compute. Nothing heavy is imported before the configuration
+has been checked.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from megatron_vlm import __version__
+from megatron_vlm.config import load_config
+from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.serve import check_serve
+from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process, say
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.early import check_run
+from megatron_vlm.run.folder import held_folder
+from megatron_vlm.run.model import with_model
+
+if TYPE_CHECKING:
+    from megatron_vlm.distributed.agree import Signals
+    from megatron_vlm.service.orders import ModelOrders
+
+
+def serve(cfg: Config, signals: "Signals | None" = None) -> int:
+    """Serve until a signal; the exit status of this rank."""
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        from megatron_vlm.distributed.agree import Signals
+        from megatron_vlm.service.models import Models
+        from megatron_vlm.service.orders import ModelOrders
+
+        signals = signals or Signals()
+        with ExitStack() as opened:
+            opened.callback(signals.restore)
+            if rank_of_process() == 0:  # before anything that takes long
+                opened.enter_context(held_folder(cfg))
+            orders = ModelOrders(Models(cfg, watchdog), signals)
+            signals.can_save = True
+            if rank_of_process() == 0:
+                _lead(cfg, orders, opened)
+            else:
+                orders.follow()
+    return PREEMPTED
+
+
+def _lead(cfg: Config, orders: "ModelOrders", opened: ExitStack) -> None:
+    """On rank 0, until a signal."""
+    from megatron_vlm.distributed.agree import Stopped
+    from megatron_vlm.service.opening import open_service
+
+    found = open_service(cfg, orders, opened)
+    dims = orders.models.base.dims
+    say(
+        f"{__version__} serves {cfg.model.path} at {found.address} (tp={dims.tp} pp={dims.pp} "
+        f"dp={dims.dp}). Clients set TINKER_BASE_URL={found.address}"
+    )
+    try:
+        found.service.run()
+    except Stopped:
+        say("stopping: what is in memory is kept, and what waits is done when it starts again")
+        found.front.stop()
+        found.service.close()
+        orders.end()
+
+
+def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
+    """Compose the configuration and serve, on one rank; its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_vlm.service.run")
+    add_overrides(parser)
+    args = parse(parser, arguments)
+    cfg = load_config(args.overrides, configured(args)[0])
+    check_serve(cfg)
+    check_run(cfg)
+    return serve(with_model(cfg), signals)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(run_serve, sys.argv[1:]))

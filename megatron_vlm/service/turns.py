@@ -1,0 +1,57 @@
+"""Whose turn it is: each key gets the same share of the ranks' time, and of a key each model and
+each set of weights that is sampled from."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_vlm.service.journal.values import Call
+
+IDLE_S = 1.0  # who asks for nothing this long has no claim to make up for
+FORGOTTEN_S = 600.0
+
+
+class Turns:
+    """Counts the seconds that were worked for each key and each of its tenants; who has had the
+    least comes next. Who comes back after a pause begins at what the one who was served last had
+    had: nobody saves up turns by keeping still."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.had: dict[str, float] = {}
+        self.seen: dict[str, float] = {}
+        self.floor: dict[str, float] = {}  # of the keys (""), and of the tenants of a key
+
+    def next(self, calls: Sequence[Call], tenant_of: Callable[[Call], str]) -> Call:
+        """The call to do next; of those of one tenant the first."""
+        keys = list(dict.fromkeys(call.key for call in calls))
+        key = keys[self._least("", keys)]
+        first: dict[str, Call] = {}
+        for call in calls:
+            if call.key == key:
+                first.setdefault(f"{key}/{tenant_of(call)}", call)
+        tenants = list(first)
+        return first[tenants[self._least(key, tenants)]]
+
+    def worked(self, call: Call, tenant: str, seconds: float) -> None:
+        """A call was done, or its part of the work that was done for several."""
+        for name in (f"/{call.key}", f"{call.key}/{tenant}"):
+            self.had[name] = self.had.get(name, 0.0) + seconds
+
+    def _least(self, group: str, members: Sequence[str]) -> int:
+        now = self.clock()
+        names = [member if group else f"/{member}" for member in members]
+        for name in names:
+            if now - self.seen.get(name, -FORGOTTEN_S) > IDLE_S:
+                self.had[name] = max(self.had.get(name, 0.0), self.floor.get(group, 0.0))
+            self.seen[name] = now
+        chosen = min(range(len(names)), key=lambda place: self.had[names[place]])
+        self.floor[group] = self.had[names[chosen]]
+        self._forget(now)
+        return chosen
+
+    def _forget(self, now: float) -> None:
+        if len(self.seen) < 1000:
+            return
+        for name in [name for name, seen in self.seen.items() if now - seen > FORGOTTEN_S]:
+            self.seen.pop(name)
+            self.had.pop(name, None)
