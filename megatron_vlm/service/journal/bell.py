@@ -3,7 +3,9 @@
 import threading
 from collections.abc import Callable, Sequence
 
-Listener = Callable[[Sequence[str]], None]
+from megatron_vlm.service.journal.values import Kept
+
+Listener = Callable[[Sequence[Kept]], None]
 
 
 class Bell:
@@ -28,14 +30,16 @@ class Bell:
             return rung
 
     def listen(self, listener: Listener) -> None:
-        """Have `listener` called with the ids of promises that were just kept, in the thread that
-        kept them. It must be quick and not raise."""
+        """Have `listener` called with the promises that were just kept, in the thread that kept
+        them. It must be quick and not raise."""
         with self._condition:
             self._listeners.append(listener)
 
-    def kept(self, request_ids: Sequence[str]) -> None:
+    def kept(self, promises: Sequence[Kept]) -> None:
         """These promises were kept."""
+        if not promises:
+            return
         with self._condition:
             listeners = tuple(self._listeners)
         for listener in listeners:
-            listener(request_ids)
+            listener(promises)

@@ -13,6 +13,7 @@ from megatron_vlm.service.journal.values import (
     Call,
     Failure,
     Finished,
+    Kept,
     ModelChange,
     Outcome,
     Result,
@@ -35,13 +36,15 @@ def next_calls(db: sqlite3.Connection, ahead: int, most: int) -> list[Call]:
         " AND seq < next_seq + ?)) ORDER BY number",
         (ahead,),
     ).fetchall()
-    come = {(row["owner"], row["seq"]) for row in rows}
+    number = {(row["owner"], row["seq"]): row["number"] for row in rows}
     found = []
     for row in rows:
         first = row["seq"] if row["next_seq"] is None else row["next_seq"]
-        if all((row["owner"], seq) in come for seq in range(first, row["seq"])):
-            found.append(_call(row))
-    return found[:most]
+        if all((row["owner"], seq) in number for seq in range(first, row["seq"])):
+            found.append((number[row["owner"], first], _call(row)))
+    # Of a model, the later calls follow the first one, whatever order they arrived in.
+    found.sort(key=lambda one: (one[0], one[1].seq))
+    return [call for _, call in found[:most]]
 
 
 def waiting(db: sqlite3.Connection) -> list[Call]:
@@ -124,6 +127,18 @@ def finish(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str
 def model_id(session: str, seq: int) -> str:
     """The id of a session's model, as the client works it out for itself."""
     return f"{session}:train:{seq}"
+
+
+def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[Kept]:
+    """What is told of calls that were just done."""
+    found = []
+    for request_id in request_ids:
+        row = db.execute(
+            "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?",
+            (request_id,),
+        ).fetchone()
+        found.append(Kept(request_id, row["kind"], bool(row["succeeded"]), row["seconds"]))
+    return found
 
 
 def poisoned(db: sqlite3.Connection) -> list[str]:

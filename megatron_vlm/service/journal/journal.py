@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_vlm.service.journal import calls, tables
 from megatron_vlm.service.journal.accept import Bounds, accept
-from megatron_vlm.service.journal.bell import Bell
+from megatron_vlm.service.journal.bell import Bell, Listener
 from megatron_vlm.service.journal.changes import put_sampler, release, save
 from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.sweep import Keep, sweep
@@ -76,6 +76,13 @@ class Journal:
         """Several in one transaction, which costs the disk as much as one."""
         with self._store.write() as db:
             found = [accept(self._store, db, call, self._bounds) for call in new]
+            refused = [
+                promise.request_id
+                for call, (promise, _) in zip(new, found, strict=True)
+                if call.failure is not None and isinstance(promise, Accepted) and promise.new
+            ]
+            kept = calls.kept(db, refused)
+        self._bell.kept(kept)
         self.contradictions += sum(other for _, other in found)
         self._bell.ring()
         return [promise for promise, _ in found]
@@ -88,8 +95,8 @@ class Journal:
         """Its result has been sent: it is kept some minutes more."""
         self._touched.call(request_id)
 
-    def listen(self, listener: Callable[[Sequence[str]], None]) -> None:
-        """Have `listener(request_ids)` called when results are there."""
+    def listen(self, listener: Listener) -> None:
+        """Have `listener` called when results are there, in the thread that finished them."""
         self._bell.listen(listener)
 
     def cancel(self, request_id: str, key: str) -> bool:
@@ -102,7 +109,8 @@ class Journal:
             ).fetchone()
             failure = Failure("the client cancelled it", "user")
             done = calls.finish(self._store, db, Finished(request_id, failure)) if row else []
-        self._bell.kept(done)
+            kept = calls.kept(db, done)
+        self._bell.kept(kept)
         return bool(done)
 
     # -- the engine: calls
@@ -155,7 +163,8 @@ class Journal:
             return []
         with self._store.write() as db:
             done = [calls.finish(self._store, db, one) for one in finished]
-        self._bell.kept([request_id for ids in done for request_id in ids])
+            kept = calls.kept(db, [request_id for ids in done for request_id in ids])
+        self._bell.kept(kept)
         self._bell.ring()
         return [bool(ids) for ids in done]
 
@@ -220,6 +229,16 @@ class Journal:
         """One of them."""
         with self._store.read() as db:
             return _only(tables.sessions(db, "id = ?", (session,)))
+
+    def active_sessions(self, key: str | None, seconds: float) -> int:
+        """Sessions that were not finished and were heard of within so many seconds."""
+        with self._store.read() as db:
+            (count,) = db.execute(
+                "SELECT count(*) FROM sessions WHERE coalesce(key = ?, 1) AND finished IS NULL"
+                " AND heard > ?",
+                (key, time.time() - seconds),
+            ).fetchone()
+        return count
 
     # -- the front: everything else
 

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 
 from megatron_vlm.service.journal.accept import fail
+from megatron_vlm.service.journal.calls import kept
 from megatron_vlm.service.journal.changes import release
 from megatron_vlm.service.journal.store import Store
-from megatron_vlm.service.journal.values import SAMPLE, Failure
+from megatron_vlm.service.journal.values import SAMPLE, Failure, Kept
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,13 @@ class Keep:
     released: float = 60.0  # a folder that nothing refers to
 
 
-def sweep(store: Store, keep: Keep) -> list[str]:
+def sweep(store: Store, keep: Keep) -> list[Kept]:
     """Returns the calls that fail because nobody will send what they wait for."""
     now = time.time()
     with store.write() as db:
         _drop_results(db, keep, now)
         _expire(db, now)
-        ended = _end_sessions(db, keep, now)
+        ended = kept(db, _end_sessions(db, keep, now))
         db.execute("PRAGMA incremental_vacuum(2000)").fetchall()
     _remove_released(store, now - keep.released)
     return ended

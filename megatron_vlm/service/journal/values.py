@@ -184,6 +184,16 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A promise that was just kept, and the seconds it took."""
+
+    request_id: str
+    kind: str
+    succeeded: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Result:
     """What is known of a promise: `outcome` is None while it is waiting, and `dropped` where it
     was there but is no longer kept."""

@@ -1,0 +1,132 @@
+"""The body of a request, within its limits."""
+
+import asyncio
+
+import zstandard
+from starlette.requests import ClientDisconnect, Request
+
+from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.refusals import Refused
+from megatron_vlm.service.wire.compression import MOST_WINDOW, unpacked
+from megatron_vlm.service.wire.values import RequestError
+
+_HEAD = 4096
+_BACKGROUND = 2**18  # bytes from which a body is unpacked beside the loop
+
+
+class TooLarge(Exception):  # noqa: N818
+    """The body is above a limit. Its first bytes may say which call it would have been."""
+
+    def __init__(self, text: str, head: bytes) -> None:
+        super().__init__(text)
+        self.text, self.head = text, head
+
+
+class Bodies:
+    """Receives bodies, and knows how many bytes of them there are at the moment."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.held = 0
+        self.received = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The body as it was before it was packed."""
+        packed = request.headers.get("content-encoding", "identity").strip().lower()
+        if packed not in ("identity", "zstd"):
+            raise Refused(415, f"Content-Encoding {packed[:40]!r}: send zstd, or the body as it is")
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                await self._receive(request, body)
+        except TimeoutError as error:
+            seconds = self._limits.body_seconds
+            raise Refused(
+                408, f"the body was not there after {seconds:g} s, which is limit body_seconds"
+            ) from error
+        except ClientDisconnect as error:
+            raise Refused(400, "the connection ended within the body") from error
+        finally:
+            self.held -= len(body)
+        if len(body) > self._limits.body_bytes:
+            raise self._too_large(bytes(body), packed == "zstd")
+        return await self._unpacked(bytes(body), packed == "zstd")
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Up to the limit. As much again is read and forgotten: a client that is answered in the
+        middle of its body takes it for a lost connection, and sends it again."""
+        most, forgotten = self._limits.body_bytes, 0
+        announced = request.headers.get("content-length", "0")
+        hopeless = not announced.isascii() or len(announced) > 15 or int(announced) > 2 * most
+        async for chunk in request.stream():
+            self.received += len(chunk)
+            if len(body) <= most:
+                self._hold(len(chunk))
+                body += chunk
+            else:
+                forgotten += len(chunk)
+            if hopeless or forgotten > most:
+                packed = request.headers.get("content-encoding", "identity")
+                raise self._too_large(bytes(body), packed.strip().lower() == "zstd")
+
+    def _hold(self, size: int) -> None:
+        if self.held + size > self._limits.bodies_bytes:
+            raise Refused(
+                429,
+                f"{self.held} bytes are being received, and limit bodies_bytes is "
+                f"{self._limits.bodies_bytes}",
+            )
+        self.held += size
+
+    def _too_large(self, body: bytes, packed: bool) -> TooLarge:
+        return TooLarge(
+            f"the body has more than {self._limits.body_bytes} bytes, which is limit body_bytes; "
+            "send fewer datums in a request",
+            _head(body) if packed else body[:_HEAD],
+        )
+
+    async def _unpacked(self, body: bytes, packed: bool) -> bytes:
+        limits = self._limits
+        if not packed:
+            return body
+        try:
+            if len(body) < _BACKGROUND:
+                return unpacked(body, limits.unpacked_bytes)
+            return await asyncio.to_thread(unpacked, body, limits.unpacked_bytes)
+        except RequestError as error:
+            raise TooLarge(f"{error} (limit unpacked_bytes)", _head(body)) from error
+
+
+def _head(body: bytes) -> bytes:
+    """The first bytes of what is packed; none where they cannot be read."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
+    try:
+        return decompressor.stream_reader(body).read(_HEAD)
+    except zstandard.ZstdError:
+        return b""
+
+
+def place_of(head: bytes) -> tuple[str, int] | None:
+    """The model_id and seq_id at the beginning of a ForwardBackwardRequest, which may be cut off
+    or wrong after them: its calls would wait for ever for a number that never comes."""
+    if head[:1] != b"\x0a":
+        return None
+    size, at = _varint(head, 1)
+    name = head[at : at + size]
+    if len(name) != size or head[at + size : at + size + 1] != b"\x10":
+        return None
+    seq, end = _varint(head, at + size + 1)
+    try:
+        return (name.decode(), seq) if end and 0 < seq < 2**31 else None
+    except UnicodeDecodeError:
+        return None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number and the place after it; (0, 0) where there is none."""
+    value = 0
+    for i, byte in enumerate(data[at : at + 5]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value, at + i + 1
+    return 0, 0

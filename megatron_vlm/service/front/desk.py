@@ -1,0 +1,190 @@
+"""What all routes share."""
+
+import asyncio
+import json
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from megatron_vlm.service.front.bodies import Bodies, TooLarge
+from megatron_vlm.service.front.forms import Form
+from megatron_vlm.service.front.keys import Keys
+from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.metrics import Metrics
+from megatron_vlm.service.front.refusals import Refused
+from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.journal.values import Accepted, Full, Kept, NewCall
+
+_BATCH = 256
+T = TypeVar("T")
+AForm = TypeVar("AForm", bound=Form)
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What clients are told of this server. The first of `base_models` is its name; the others are
+    taken for it as well."""
+
+    base_models: tuple[str, ...]
+    max_context_length: int | None = None
+    tokenizer_id: str | None = None
+    arch: str | None = None
+    version: str = ""
+    public_url: str | None = None  # where clients reach it, if its own address is not that
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The journal, who may ask for how much, and who waits."""
+
+    journal: Journal
+    limits: Limits
+    keys: Keys | None
+    facts: ServerFacts
+    bodies: Bodies
+    metrics: Metrics
+    acceptor: "Acceptor"
+    waiters: "Waiters"
+    gauges: Mapping[str, float] = field(default_factory=dict)  # of the engine
+
+    async def form(self, request: Request, of: type[AForm]) -> AForm:
+        """The body as this form; 422 names the field that is not as it should be."""
+        return self.read(await self.body(request), of)
+
+    async def body(self, request: Request) -> bytes:
+        """The body; 413 where it is above a limit."""
+        try:
+            return await self.bodies.read(request)
+        except TooLarge as error:
+            raise Refused(413, error.text) from error
+
+    def read(self, body: bytes, of: type[AForm]) -> AForm:
+        """A body as a form."""
+        try:
+            return of.model_validate_json(body or b"{}")
+        except ValidationError as error:
+            raise Refused(422, complaints(error)) from error
+
+    async def write(self, function: Callable[..., T], *values: Any) -> T:
+        """Have the journal write beside the loop, which would wait for the disk."""
+        return await asyncio.to_thread(function, *values)
+
+    async def promise(self, new: NewCall) -> str:
+        """The id of the promise, which is on the disk; 429 where there is no room."""
+        given = await self.acceptor.accept(new)
+        if isinstance(given, Full):
+            raise Refused(429, given.text)
+        if given.new:
+            self.metrics.accepted(new.kind)
+        return given.request_id
+
+
+class Acceptor:
+    """Accepts calls that arrive together in one transaction: the disk is waited for once."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._waiting: list[tuple[NewCall, asyncio.Future[Accepted | Full]]] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def accept(self, new: NewCall) -> Accepted | Full:
+        """What the journal says, once it is on the disk."""
+        promise = asyncio.get_running_loop().create_future()
+        self._waiting.append((new, promise))
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+        return await promise
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
+            try:
+                given = await asyncio.to_thread(self._journal.accept_all, [new for new, _ in batch])
+            except (sqlite3.Error, OSError) as error:
+                for _, promise in batch:
+                    if not promise.done():
+                        promise.set_exception(error)
+                continue
+            for (_, promise), one in zip(batch, given, strict=True):
+                if not promise.done():
+                    promise.set_result(one)
+
+
+class Waiters:
+    """Polls that wait for a promise; woken from the engine's thread."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._closed = False
+        journal.listen(self._kept)
+
+    async def until(
+        self, request_id: str, there: Callable[[], T | None], seconds: float
+    ) -> T | None:
+        """What `there` returns, as soon as that is not None; None after so many seconds."""
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._of[request_id].add(woken)
+        try:
+            found = there()
+            if found is None and not self._closed:
+                await asyncio.wait([woken], timeout=seconds)
+                found = there()
+            return found
+        finally:
+            with self._lock:
+                self._of[request_id].discard(woken)
+                if not self._of[request_id]:
+                    del self._of[request_id]
+
+    def close(self) -> None:
+        """The server stops: nobody waits any longer."""
+        self._closed = True
+        with self._lock:
+            woken = [future for futures in self._of.values() for future in futures]
+        self._wake(woken)
+
+    def _kept(self, promises: Sequence[Kept]) -> None:
+        with self._lock:
+            woken = [f for kept in promises for f in self._of.get(kept.request_id, ())]
+        self._wake(woken)
+
+    def _wake(self, woken: list[asyncio.Future[None]]) -> None:
+        for future in woken:
+            loop = future.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, future)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def complaints(error: ValidationError) -> str:
+    """The fields that are wrong, and how."""
+    found = []
+    for one in error.errors(include_url=False, include_context=False)[:5]:
+        where = ".".join(str(part) for part in one["loc"]) or "the body"
+        given = repr(one["input"])
+        # A validator of ours names the field itself.
+        what = one["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
+        found.append(f"{where}: {what}" + (f" (given: {given})" if len(given) < 80 else ""))
+    return "; ".join(found)
+
+
+def parsed_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, or nothing where it is none."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,247 @@
+"""What requests hold, beside the protobuf of forward_backward.
+
+A field that is not here is ignored, since clients gain fields. Those that would change the result
+and that we do not do are here to be refused: another optimizer than AdamW, `optimizer_params`,
+`age_encryption_recipients`, `prompt_alt_tokens_k`, a model_path or base_model in asample.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from megatron_vlm.errors import DataError
+from megatron_vlm.service.journal.values import checked_name
+
+Id = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+Seq = Annotated[int, Field(ge=1, lt=2**62)]
+FromZero = Annotated[int, Field(ge=0, lt=2**62)]
+Text = Annotated[str, StringConstraints(max_length=4096)]
+Metadata = Annotated[dict[Text, Any], Field(max_length=256)]
+Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 86400)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Form(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
+
+
+class CreateSession(Form):
+    """create_session"""
+
+    tags: Annotated[list[Text], Field(max_length=256)] = []
+    user_metadata: Metadata | None = None
+    display_name: Text | None = None
+
+
+class OfSession(Form):
+    """session_heartbeat"""
+
+    session_id: Id
+
+
+class OfModel(Form):
+    """get_info, unload_model"""
+
+    model_id: Id
+
+
+class OfPath(Form):
+    """weights_info"""
+
+    tinker_path: Text
+
+
+class OfRequest(Form):
+    """retrieve_future, cancel_future"""
+
+    request_id: Id
+
+
+class OfSampler(Form):
+    """join_sampling_session"""
+
+    sampling_session_id: Id
+
+
+class Ttl(Form):
+    """checkpoints/{id}/ttl"""
+
+    ttl_seconds: Seconds | None = None
+
+
+class Finish(Form):
+    """sessions/{id}/finish"""
+
+    reason: dict[str, Any] = {}
+    detail: Text | None = None
+
+
+class LoraConfig(Form):
+    """Rank 0 trains all weights."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)]
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Form):
+    """Which optimizer a model has."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Form):
+    """create_model"""
+
+    session_id: Id
+    model_seq_id: FromZero
+    base_model: Text
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    user_metadata: Metadata | None = None
+
+
+class LoadModel(Form):
+    """load_weights that makes a model"""
+
+    session_id: Id
+    model_seq_id: FromZero
+    path: Text
+    optimizer: bool
+    base_model: Text | None = None
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: Metadata | None = None
+
+
+class Training(Form):
+    """A call that takes its turn among those of a model."""
+
+    model_id: Id
+    seq_id: Seq
+
+
+class LoadWeights(Training):
+    """load_weights into a model that is there"""
+
+    path: Text
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+
+
+class AdamParams(Form):
+    """AdamW in this step. A clip of 0 is none."""
+
+    learning_rate: Positive = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-12
+    weight_decay: Positive = 0.0
+    grad_clip_norm: Finite = 0.0
+
+
+class OptimStep(Training):
+    """optim_step"""
+
+    adam_params: AdamParams = AdamParams()
+    optimizer_params: None = None  # of other optimizers
+
+
+class Named(Training):
+    """A checkpoint with a name and an end."""
+
+    path: str
+    ttl_seconds: Seconds | None = None
+    user_metadata: Annotated[dict[Text, Text], Field(max_length=256)] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        try:
+            return checked_name(value)
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+
+class SaveWeights(Named):
+    """save_weights"""
+
+    overwrite: bool = False
+
+
+class SaveWeightsExternal(Named):
+    """save_weights_external"""
+
+    age_encryption_recipients: Annotated[list[Text], Field(max_length=0)] | None = None
+
+
+class SaveWeightsForSampler(Training):
+    """save_weights_for_sampler: kept as `path`, or for one sampling session.
+
+    `kind` inflight would let sessions that are there follow the newest weights; a snapshot keeps
+    what it promises, that weights are those of its creation or newer.
+    """
+
+    path: str | None = None
+    sampling_session_seq_id: FromZero | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Seconds | None = None
+    user_metadata: Annotated[dict[Text, Text], Field(max_length=256)] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _name(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else checked_name(value)
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+
+class CreateSamplingSession(Form):
+    """create_sampling_session"""
+
+    session_id: Id
+    sampling_session_seq_id: FromZero
+    base_model: Text | None = None
+    model_path: Text | None = None
+
+
+class SamplingParams(Form):
+    """How to sample. `stop` None is the end of the answer, [] is nothing."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | list[Text] | list[FromZero] | None = None
+    temperature: Positive = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Prompt(Form):
+    """Chunks as JSON; what is in them, wire.requests.read_prompt says."""
+
+    chunks: list[dict[str, Any]]
+
+
+class Sample(Form):
+    """asample"""
+
+    sampling_session_id: Id
+    seq_id: FromZero
+    prompt: Prompt
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    sampling_params: SamplingParams = SamplingParams()
+    base_model: None = None
+    model_path: None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: bool | None = None  # for a loss that is refused by its name

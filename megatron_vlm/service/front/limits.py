@@ -1,0 +1,59 @@
+"""How much a client may ask for."""
+
+from dataclasses import dataclass
+
+from megatron_vlm.service.wire.values import Datum, Picture, RequestError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is above is refused with the name of the limit and its value."""
+
+    # of a request
+    body_bytes: int = 256 * 2**20
+    unpacked_bytes: int = 512 * 2**20
+    body_seconds: float = 120.0  # from its first to its last byte
+    headers_seconds: float = 20.0
+    header_bytes: int = 64 * 2**10
+    data: int = 4096
+    chunks: int = 1024  # of a datum or a prompt
+    pictures: int = 64
+    tokens: int = 2**20  # of a datum or a prompt, without its pictures
+    # of a sample
+    max_tokens: int = 2**16
+    num_samples: int = 256
+    top_k: int = 1024
+    stop: int = 64
+    # of a key, at a time
+    open_calls: int = 4096
+    open_bytes: int = 4 * 2**30
+    sessions: int = 256
+    models: int = 64
+    # of the server
+    connections: int = 4096
+    bodies_bytes: int = 2 * 2**30  # being received, together
+    # of what is answered
+    poll_seconds: float = 40.0
+    url_seconds: float = 3600.0
+    client_samples: int = 512  # that one client has in flight
+
+
+def check_data(data: tuple[Datum, ...], limits: Limits) -> None:
+    """Refuse a forward_backward that is too large, naming the datum."""
+    if len(data) > limits.data:
+        raise RequestError(f"data: {len(data)} datums, and limit data is {limits.data}")
+    for i, datum in enumerate(data):
+        pictures = sum(isinstance(chunk, Picture) for chunk in datum.chunks)
+        tokens = sum(len(c.tokens) for c in datum.chunks if not isinstance(c, Picture))
+        check_chunks(f"data[{i}].model_input", len(datum.chunks), pictures, tokens, limits)
+
+
+def check_chunks(where: str, chunks: int, pictures: int, tokens: int, limits: Limits) -> None:
+    """Refuse too many chunks, pictures or tokens."""
+    for name, found, most in (
+        ("chunks", chunks, limits.chunks),
+        ("pictures", pictures, limits.pictures),
+        ("tokens", tokens, limits.tokens),
+    ):
+        if found > most:
+            raise RequestError(f"{where}: {found} {name}, and limit {name} is {most}")

@@ -1,0 +1,82 @@
+"""What the files of routes begin with: whose request it is, and what is theirs."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from megatron_vlm.service.front.desk import Desk
+from megatron_vlm.service.front.keys import key_of
+from megatron_vlm.service.front.refusals import Refused
+from megatron_vlm.service.journal.values import Checkpoint, Model, Sampler, Session
+
+
+def _desk(request: Request) -> Desk:
+    return request.app.state.desk
+
+
+def _key(request: Request) -> str:
+    return key_of(request, request.app.state.desk.keys)
+
+
+AtDesk = Annotated[Desk, Depends(_desk)]
+Key = Annotated[str, Depends(_key)]
+Answer = dict[str, Any]
+
+
+def own_session(desk: Desk, key: str, session: str) -> Session:
+    """The session; 404 where it is another's, as where there is none."""
+    found = desk.journal.session(session)
+    if found is None or found.key != key:
+        raise Refused(404, f"session_id: there is no session {session!r}; make a new client")
+    return found
+
+
+def open_session(desk: Desk, key: str, session: str) -> Session:
+    """A session that was not finished."""
+    found = own_session(desk, key, session)
+    if found.finished is not None:
+        raise Refused(410, f"session_id: session {session} was finished; make a new client")
+    return found
+
+
+def own_model(desk: Desk, key: str, model: str, usable: bool = False) -> Model:
+    """The model; 404 where it is another's, as where there is none."""
+    found = desk.journal.model(model)
+    if found is None or found.key != key:
+        raise Refused(404, f"there is no model {model!r}")
+    if usable and found.state in ("failed", "unloaded"):
+        what = "could not be made" if found.state == "failed" else "was unloaded"
+        raise Refused(
+            404, f"model {model} {what}; make another, from a checkpoint of it if need be"
+        )
+    return found
+
+
+def own_sampler(desk: Desk, key: str, sampler: str) -> Sampler:
+    """The sampling session; 404 where it is another's, as where there is none."""
+    found = desk.journal.sampler(sampler)
+    if found is None or found.key != key:
+        raise Refused(
+            404,
+            f"there is no sampling session {sampler!r}, or its session has ended; make it again",
+        )
+    return found
+
+
+def own_checkpoint(desk: Desk, key: str, path: str) -> Checkpoint:
+    """The checkpoint; 404 where it is another's, as where there is none."""
+    found = desk.journal.checkpoint(path)
+    if found is None or found.key != key:
+        raise Refused(404, f"there is no checkpoint {path!r}, or it has expired")
+    return found
+
+
+def moment(seconds: float) -> str:
+    """A time as clients read it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def texts(metadata: Any) -> dict[str, str]:
+    """Metadata as clients read it: they refuse anything but text."""
+    return {str(name): v if isinstance(v, str) else str(v) for name, v in metadata.items()}

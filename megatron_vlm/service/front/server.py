@@ -1,0 +1,141 @@
+"""uvicorn in a thread of its own: signals stay with the main thread."""
+
+import asyncio
+import ipaddress
+import resource
+import socket
+import threading
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.service.front.desk import Desk
+
+_STOP_SECONDS = 5
+_OTHER_FILES = 256  # left to checkpoints and to whatever else the process opens
+
+
+class FrontServer:
+    """The application on a port."""
+
+    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._desk: Desk = app.state.desk
+        if self._desk.keys is None and not _is_loopback(host):
+            raise ConfigError(
+                f"serve.host={host}: without keys everybody who reaches it may do everything; set "
+                "serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve on 127.0.0.1"
+            )
+        self._host, self._port = host, port
+        limits = self._desk.limits
+        config = uvicorn.Config(
+            app,
+            http=_protocol(limits.headers_seconds),
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_connections(limits.connections),
+            h11_max_incomplete_event_size=limits.header_bytes,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=_STOP_SECONDS,
+            backlog=1024,
+        )
+        self._server = uvicorn.Server(config)
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """The port that it is on."""
+        assert self._thread is None, "a server is started once"
+        self._socket = _bound(self._host, self._port)
+        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
+        started = threading.Event()
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise ConfigError(f"serve.port={self._port}: the server could not be started")
+            started.wait(0.01)
+        return self._socket.getsockname()[1]
+
+    def stop(self) -> None:
+        """Answer who waits, and end. What was promised stays in the journal."""
+        if self._thread is not None:
+            self._desk.waiters.close()
+            self._server.should_exit = True
+            self._thread.join(_STOP_SECONDS + 10)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _run(self) -> None:
+        # Without `serve`, which would take over the signals of the main thread where it could.
+        asyncio.run(self._server._serve([self._socket] if self._socket else None))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"serve.host={host} serve.port={port}: {error.strerror}; give another, or 0 for a port "
+            "that is free"
+        ) from error
+    return made
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _connections(wanted: int) -> int:
+    """As many as there may be, or as the process may open files for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(16, min(wanted, soft - _OTHER_FILES))
+
+
+def _protocol(seconds: float) -> type[H11Protocol]:
+    """uvicorn's HTTP, whose connections must say what they want within so many seconds."""
+
+    class Timed(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._late = self.loop.call_later(seconds, self._check)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._late.cancel()
+            self._late = self.loop.call_later(seconds, self._check)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if not self._between():
+                self._late.cancel()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._late.cancel()
+            super().connection_lost(exc)
+
+        def _between(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _check(self) -> None:
+            # An idle connection ends after timeout_keep_alive; one that has begun a request, here.
+            if self._between() and (self.cycle is None or self.conn.trailing_data[0]):
+                self.transport.close()
+
+    return Timed
