@@ -527,6 +527,7 @@ REFUSED_PROMPTS = {
     ),
     "large": (of_text([2**31]), "prompt.chunks[0].tokens[0] is 2147483648; give whole"),
     "no base64": (of_image(data="A&=="), "prompt.chunks[0].data is no base64 ("),
+    "no letter of base64": (of_image(data="AA*AA"), "prompt.chunks[0].data is no base64 ("),
     "no ASCII": (of_image(data="ää"), "prompt.chunks[0].data is no base64 ("),
     "no text": (of_image(data=5), "prompt.chunks[0].data is 5; give the image file in base64"),
     "no data": (of_image(data=""), "prompt.chunks[0].data has 0 bytes; give"),

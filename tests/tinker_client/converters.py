@@ -1,8 +1,8 @@
 """The client's own converters on the other side of the service's: what it writes is read as it was
 meant, and it reads what is written here.
 
-Runs in the environment of `make tinker-env`, which has nothing of ours: tests/test_tinker_converters.py
-starts it.
+Runs in the environment of `make tinker-env`, where nothing that our package needs is installed:
+tests/test_tinker_converters.py starts it.
 """
 
 import json
