@@ -11,15 +11,16 @@ from megatron_vlm.service.wire.compression import MOST_WINDOW, unpacked
 from megatron_vlm.service.wire.values import RequestError
 
 _HEAD = 4096
-_BACKGROUND = 2**18  # bytes from which a body is unpacked beside the loop
+BACKGROUND = 2**18  # bytes from which a body is unpacked and read beside the loop
 
 
-class TooLarge(Exception):  # noqa: N818
-    """The body is above a limit. Its first bytes may say which call it would have been."""
+class Unreadable(Exception):  # noqa: N818
+    """The body is above a limit, or not what its headers say. Its first bytes may tell which call
+    it would have been."""
 
-    def __init__(self, text: str, head: bytes) -> None:
+    def __init__(self, status: int, text: str, head: bytes) -> None:
         super().__init__(text)
-        self.text, self.head = text, head
+        self.status, self.text, self.head = status, text, head
 
 
 class Bodies:
@@ -30,15 +31,16 @@ class Bodies:
         self.held = 0
         self.received = 0
 
-    async def read(self, request: Request) -> bytes:
-        """The body as it was before it was packed."""
+    async def read(self, request: Request, limit: str) -> bytes:
+        """The body as it was before it was packed; `limit` is the one of its bytes."""
+        most = getattr(self._limits, limit)
         packed = request.headers.get("content-encoding", "identity").strip().lower()
         if packed not in ("identity", "zstd"):
             raise Refused(415, f"Content-Encoding {packed[:40]!r}: send zstd, or the body as it is")
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                await self._receive(request, body)
+                whole = await self._receive(request, body, most)
         except TimeoutError as error:
             seconds = self._limits.body_seconds
             raise Refused(
@@ -48,14 +50,25 @@ class Bodies:
             raise Refused(400, "the connection ended within the body") from error
         finally:
             self.held -= len(body)
-        if len(body) > self._limits.body_bytes:
-            raise self._too_large(bytes(body), packed == "zstd")
-        return await self._unpacked(bytes(body), packed == "zstd")
+        if not whole:
+            raise Unreadable(
+                413,
+                f"the body has more than {most} bytes, which is limit {limit}; send less in a "
+                "request",
+                _head(body) if packed == "zstd" else bytes(body[:_HEAD]),
+            )
+        if packed == "identity":
+            return bytes(body)
+        # Packed or not, of most requests as much is read; data of a batch packs well.
+        return await self._unpacked(
+            bytes(body), self._limits.unpacked_bytes if limit == "body_bytes" else most
+        )
 
-    async def _receive(self, request: Request, body: bytearray) -> None:
-        """Up to the limit. As much again is read and forgotten: a client that is answered in the
-        middle of its body takes it for a lost connection, and sends it again."""
-        most, forgotten = self._limits.body_bytes, 0
+    async def _receive(self, request: Request, body: bytearray, most: int) -> bool:
+        """Up to the limit, and whether that was all. As much again is read and forgotten: a client
+        that is answered in the middle of its body takes it for a lost connection, and sends it
+        again."""
+        forgotten = 0
         announced = request.headers.get("content-length", "0")
         hopeless = not announced.isascii() or len(announced) > 15 or int(announced) > 2 * most
         async for chunk in request.stream():
@@ -65,9 +78,9 @@ class Bodies:
                 body += chunk
             else:
                 forgotten += len(chunk)
-            if hopeless or forgotten > most:
-                packed = request.headers.get("content-encoding", "identity")
-                raise self._too_large(bytes(body), packed.strip().lower() == "zstd")
+            if forgotten > most or (hopeless and len(body) >= min(_HEAD, most)):
+                return False
+        return len(body) <= most
 
     def _hold(self, size: int) -> None:
         if self.held + size > self._limits.bodies_bytes:
@@ -78,26 +91,16 @@ class Bodies:
             )
         self.held += size
 
-    def _too_large(self, body: bytes, packed: bool) -> TooLarge:
-        return TooLarge(
-            f"the body has more than {self._limits.body_bytes} bytes, which is limit body_bytes; "
-            "send fewer datums in a request",
-            _head(body) if packed else body[:_HEAD],
-        )
-
-    async def _unpacked(self, body: bytes, packed: bool) -> bytes:
-        limits = self._limits
-        if not packed:
-            return body
+    async def _unpacked(self, body: bytes, most: int) -> bytes:
         try:
-            if len(body) < _BACKGROUND:
-                return unpacked(body, limits.unpacked_bytes)
-            return await asyncio.to_thread(unpacked, body, limits.unpacked_bytes)
+            if len(body) < BACKGROUND:
+                return unpacked(body, most)
+            return await asyncio.to_thread(unpacked, body, most)
         except RequestError as error:
-            raise TooLarge(f"{error} (limit unpacked_bytes)", _head(body)) from error
+            raise Unreadable(422, str(error), _head(body)) from error
 
 
-def _head(body: bytes) -> bytes:
+def _head(body: bytes | bytearray) -> bytes:
     """The first bytes of what is packed; none where they cannot be read."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
     try:

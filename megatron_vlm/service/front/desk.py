@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from megatron_vlm.service.front.bodies import Bodies, TooLarge
+from megatron_vlm.service.front.bodies import Bodies, Unreadable
 from megatron_vlm.service.front.forms import Form
 from megatron_vlm.service.front.keys import Keys
 from megatron_vlm.service.front.limits import Limits
@@ -58,12 +58,12 @@ class Desk:
         """The body as this form; 422 names the field that is not as it should be."""
         return self.read(await self.body(request), of)
 
-    async def body(self, request: Request) -> bytes:
+    async def body(self, request: Request, limit: str = "form_bytes") -> bytes:
         """The body; 413 where it is above a limit."""
         try:
-            return await self.bodies.read(request)
-        except TooLarge as error:
-            raise Refused(413, error.text) from error
+            return await self.bodies.read(request, limit)
+        except Unreadable as error:
+            raise Refused(error.status, error.text) from error
 
     def read(self, body: bytes, of: type[AForm]) -> AForm:
         """A body as a form."""
@@ -174,10 +174,9 @@ def complaints(error: ValidationError) -> str:
     found = []
     for one in error.errors(include_url=False, include_context=False)[:5]:
         where = ".".join(str(part) for part in one["loc"]) or "the body"
-        given = repr(one["input"])
         # A validator of ours names the field itself.
         what = one["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
-        found.append(f"{where}: {what}" + (f" (given: {given})" if len(given) < 80 else ""))
+        found.append(f"{where}: {what}{_given(one['input'])}")
     return "; ".join(found)
 
 
@@ -188,3 +187,10 @@ def parsed_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _given(value: Any) -> str:
+    small = isinstance(value, float | None) or (isinstance(value, int) and abs(value) < 2**64)
+    if small or (isinstance(value, str) and len(value) <= 80):
+        return f" (given: {value!r})"
+    return ""

@@ -7,7 +7,7 @@ and that we do not do are here to be refused: another optimizer than AdamW, `opt
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, field_validator
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.service.journal.values import checked_name
@@ -16,6 +16,8 @@ Id = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 Seq = Annotated[int, Field(ge=1, lt=2**62)]
 FromZero = Annotated[int, Field(ge=0, lt=2**62)]
 Text = Annotated[str, StringConstraints(max_length=4096)]
+Texts = Annotated[list[Text], Field(max_length=4096)]
+Numbers = Annotated[list[FromZero], Field(max_length=4096)]
 Metadata = Annotated[dict[Text, Any], Field(max_length=256)]
 Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 86400)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -216,7 +218,7 @@ class SamplingParams(Form):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | list[Text] | list[FromZero] | None = None
+    stop: Text | Texts | Numbers | None = None
     temperature: Positive = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -225,7 +227,7 @@ class SamplingParams(Form):
 class Prompt(Form):
     """Chunks as JSON; what is in them, wire.requests.read_prompt says."""
 
-    chunks: list[dict[str, Any]]
+    chunks: Annotated[list[dict[str, Any]], FailFast()]
 
 
 class Sample(Form):

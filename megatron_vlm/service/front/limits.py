@@ -10,8 +10,10 @@ class Limits:
     """What is above is refused with the name of the limit and its value."""
 
     # of a request
-    body_bytes: int = 256 * 2**20
+    body_bytes: int = 256 * 2**20  # of a forward_backward
     unpacked_bytes: int = 512 * 2**20
+    sample_bytes: int = 64 * 2**20  # of an asample
+    form_bytes: int = 4 * 2**20  # of anything else
     body_seconds: float = 120.0  # from its first to its last byte
     headers_seconds: float = 20.0
     header_bytes: int = 64 * 2**10
@@ -33,6 +35,7 @@ class Limits:
     connections: int = 4096
     bodies_bytes: int = 2 * 2**30  # being received, together
     # of what is answered
+    answer_seconds: float = 120.0  # that a client may take to read a part of it
     poll_seconds: float = 40.0
     url_seconds: float = 3600.0
     client_samples: int = 512  # that one client has in flight

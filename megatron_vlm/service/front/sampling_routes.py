@@ -1,5 +1,6 @@
 """Sampling sessions, samples, and the promises of all calls."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from megatron_vlm.service.front import forms
+from megatron_vlm.service.front.bodies import BACKGROUND
 from megatron_vlm.service.front.desk import Desk
 from megatron_vlm.service.front.limits import Limits, check_chunks
 from megatron_vlm.service.front.refusals import Refused, refusal
@@ -76,8 +78,11 @@ async def join(request: Request, desk: AtDesk, key: Key) -> Answer:
 @router.post("/asample")
 async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
     """Samples of one prompt, in any order with others."""
-    body = await desk.body(request)
-    form = desk.read(body, forms.Sample)
+    body = await desk.body(request, "sample_bytes")
+    if len(body) > BACKGROUND:
+        form = await asyncio.to_thread(desk.read, body, forms.Sample)
+    else:
+        form = desk.read(body, forms.Sample)
     try:
         _check(form, desk.limits)
     except RequestError as error:

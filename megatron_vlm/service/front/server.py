@@ -5,13 +5,12 @@ import ipaddress
 import resource
 import socket
 import threading
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.service.front.connection import Connection
 from megatron_vlm.service.front.desk import Desk
 
 _STOP_SECONDS = 5
@@ -32,7 +31,7 @@ class FrontServer:
         limits = self._desk.limits
         config = uvicorn.Config(
             app,
-            http=_protocol(limits.headers_seconds),
+            http=Connection,
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -106,36 +105,3 @@ def _connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY:
         return wanted
     return max(16, min(wanted, soft - _OTHER_FILES))
-
-
-def _protocol(seconds: float) -> type[H11Protocol]:
-    """uvicorn's HTTP, whose connections must say what they want within so many seconds."""
-
-    class Timed(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._late = self.loop.call_later(seconds, self._check)
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._late.cancel()
-            self._late = self.loop.call_later(seconds, self._check)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if not self._between():
-                self._late.cancel()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._late.cancel()
-            super().connection_lost(exc)
-
-        def _between(self) -> bool:
-            return self.cycle is None or self.cycle.response_complete
-
-        def _check(self) -> None:
-            # An idle connection ends after timeout_keep_alive; one that has begun a request, here.
-            if self._between() and (self.cycle is None or self.conn.trailing_data[0]):
-                self.transport.close()
-
-    return Timed

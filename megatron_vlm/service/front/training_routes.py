@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from megatron_vlm.service.front import forms
-from megatron_vlm.service.front.bodies import TooLarge, place_of
+from megatron_vlm.service.front.bodies import BACKGROUND, Unreadable, place_of
 from megatron_vlm.service.front.desk import Desk, complaints, parsed_object
 from megatron_vlm.service.front.limits import check_data
 from megatron_vlm.service.front.refusals import Refused
@@ -25,7 +25,6 @@ from megatron_vlm.service.wire.requests import read_forward_backward
 from megatron_vlm.service.wire.values import RequestError
 
 router = APIRouter(prefix="/api/v1")
-_BACKGROUND = 2**18  # bytes from which a request is read beside the loop
 
 
 @router.post("/create_model")
@@ -68,16 +67,16 @@ async def load_weights(request: Request, desk: AtDesk, key: Key) -> Answer:
 async def forward_backward(request: Request, desk: AtDesk, key: Key) -> Answer:
     """A part of a batch, as protobuf. One that is wrong takes its turn all the same, and fails."""
     try:
-        body = await desk.bodies.read(request)
-        read = asyncio.to_thread(_read, desk, body) if len(body) > _BACKGROUND else None
-        model, seq, forward_only = await read if read else _read(desk, body)
-    except (TooLarge, RequestError) as error:
-        head = error.head if isinstance(error, TooLarge) else body[:4096]
-        place = place_of(head)
+        body = await desk.bodies.read(request, "body_bytes")
+        beside = len(body) > BACKGROUND
+        read = await asyncio.to_thread(_read, desk, body) if beside else _read(desk, body)
+        model, seq, forward_only = read
+    except Unreadable as error:
+        place = place_of(error.head)
         if place is None:
-            raise Refused(413 if isinstance(error, TooLarge) else 422, str(error)) from error
+            raise Refused(error.status, error.text) from error
         own_model(desk, key, place[0], usable=True)
-        failure = Failure(str(error), "user")
+        failure = Failure(error.text, "user")
         return await _promise(desk, NewCall("forward_backward", *place, key, b"", failure=failure))
     own_model(desk, key, model, usable=True)
     return await _promise(
@@ -145,8 +144,11 @@ async def get_info(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 def _read(desk: Desk, body: bytes) -> tuple[str, int, bool]:
-    request = read_forward_backward(body)
-    check_data(request.data, desk.limits)
+    try:
+        request = read_forward_backward(body)
+        check_data(request.data, desk.limits)
+    except RequestError as error:
+        raise Unreadable(422, str(error), body[:4096]) from error
     return request.model_id, request.seq_id, request.forward_only
 
 

@@ -87,8 +87,9 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
             *(len(new.body), digest, new.changes_state, seed, now),
         ),
     )
-    if new.failure is not None:
-        fail(db, request_id, new.failure, now)
+    failure = new.failure or _ended(db, new)
+    if failure is not None:
+        fail(db, request_id, failure, now)
         if new.kind in TRAINING:
             advance(db, new.owner)
         return request_id
@@ -96,6 +97,21 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
     if new.model is not None:
         _insert_model(store, db, new, new.model, seed, now)
     return request_id
+
+
+def _ended(db: sqlite3.Connection, new: NewCall) -> Failure | None:
+    """Why nothing can be done with the model any longer."""
+    if new.kind not in TRAINING:
+        return None
+    row = db.execute("SELECT state FROM models WHERE id = ?", (new.owner,)).fetchone()
+    assert row is not None, f"model {new.owner} is not in the journal"
+    return ended(new.owner, row["state"])
+
+
+def ended(model: str, state: str) -> Failure | None:
+    """What is said to calls of a model in this state; None where they are done."""
+    what = {"failed": "could not be made", "unloaded": "was unloaded"}.get(state)
+    return None if what is None else Failure(f"model {model} {what}", "user")
 
 
 def _insert_model(

@@ -32,7 +32,7 @@ def next_calls(db: sqlite3.Connection, ahead: int, most: int) -> list[Call]:
         # A call of a model waits for the model and for the calls before it, anything else for
         # nobody. Of `ahead` calls of a model, those after a gap wait.
         f"SELECT {_CALL}, next_seq FROM calls LEFT JOIN models ON calls.model = models.id"
-        " WHERE done IS NULL AND (calls.model IS NULL OR (state != 'creating'"
+        " WHERE done IS NULL AND (calls.model IS NULL OR (state = 'ready'"
         " AND seq < next_seq + ?)) ORDER BY number",
         (ahead,),
     ).fetchall()
@@ -130,14 +130,16 @@ def model_id(session: str, seq: int) -> str:
 
 
 def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[Kept]:
-    """What is told of calls that were just done."""
+    """What is told of those of these calls that are done."""
     found = []
     for request_id in request_ids:
         row = db.execute(
-            "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?",
+            "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?"
+            " AND done IS NOT NULL",
             (request_id,),
         ).fetchone()
-        found.append(Kept(request_id, row["kind"], bool(row["succeeded"]), row["seconds"]))
+        if row is not None:
+            found.append(Kept(request_id, row["kind"], bool(row["succeeded"]), row["seconds"]))
     return found
 
 

@@ -3,11 +3,10 @@
 import json
 import sqlite3
 
-from megatron_vlm.service.journal.accept import fail
+from megatron_vlm.service.journal.accept import ended, fail
 from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.values import (
     Changes,
-    Failure,
     ModelChange,
     NewCheckpoint,
     NewSampler,
@@ -36,8 +35,8 @@ def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
     """Nothing more is done with a model whose state says so: calls that wait for it fail, and what
     it would need to go on is let go of."""
     row = db.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
-    what = "could not be made" if row["state"] == "failed" else "was unloaded"
-    failure = Failure(f"model {model} {what}", "user")
+    failure = ended(model, row["state"])
+    assert failure is not None, f"model {model} is {row['state']}"
     waiting = [
         row["request_id"]
         for row in db.execute(

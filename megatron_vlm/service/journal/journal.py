@@ -76,12 +76,8 @@ class Journal:
         """Several in one transaction, which costs the disk as much as one."""
         with self._store.write() as db:
             found = [accept(self._store, db, call, self._bounds) for call in new]
-            refused = [
-                promise.request_id
-                for call, (promise, _) in zip(new, found, strict=True)
-                if call.failure is not None and isinstance(promise, Accepted) and promise.new
-            ]
-            kept = calls.kept(db, refused)
+            new_ids = [p.request_id for p, _ in found if isinstance(p, Accepted) and p.new]
+            kept = calls.kept(db, new_ids)
         self._bell.kept(kept)
         self.contradictions += sum(other for _, other in found)
         self._bell.ring()

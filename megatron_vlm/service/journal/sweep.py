@@ -4,6 +4,7 @@ import shutil
 import sqlite3
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_vlm.service.journal.accept import fail
 from megatron_vlm.service.journal.calls import kept
@@ -81,18 +82,20 @@ def _end_sessions(db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
 
 
 def _remove_released(store: Store, before: float) -> None:
-    """Remove folders that nothing refers to. The row goes after the folder: a crash in between
-    removes what is left the next time."""
+    """Remove folders that nothing refers to, nor to one inside them. The row goes after the folder:
+    a crash in between removes what is left the next time."""
     with store.write() as db:
         used = (
             "SELECT folder FROM checkpoints UNION ALL SELECT folder FROM models WHERE folder"
             " IS NOT NULL UNION ALL SELECT source FROM models WHERE source IS NOT NULL UNION ALL"
             " SELECT folder FROM samplers WHERE ended IS NULL AND folder IS NOT NULL"
         )
-        db.execute(f"DELETE FROM released WHERE folder IN ({used})")
+        needed = [Path(row["folder"]) for row in db.execute(used)]
         rows = db.execute("SELECT folder FROM released WHERE since < ?", (before,)).fetchall()
     for row in rows:
         folder = store.run / row["folder"]
+        if any(other.is_relative_to(row["folder"]) for other in needed):
+            continue
         # A link that somebody put there leads out of the run: it is left alone.
         if folder.resolve() != folder or not folder.is_relative_to(store.run):
             continue
