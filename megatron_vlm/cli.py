@@ -20,6 +20,12 @@ from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.command import add_rl_arguments, rl
 from megatron_vlm.run.model import with_commit, with_model
+from megatron_vlm.service.command import (
+    add_serve_arguments,
+    add_serve_key_arguments,
+    serve,
+    serve_key,
+)
 from megatron_vlm.tools.agreement.start import add_agree_arguments, agree
 from megatron_vlm.tools.planning.arguments import add_plan_arguments
 
@@ -57,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
     with_defaults = argparse.ArgumentDefaultsHelpFormatter
     _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
     add_rl_arguments(_command(commands, rl))
+    add_serve_arguments(_command(commands, serve))
+    add_serve_key_arguments(_command(commands, serve_key))
     add_arguments(_command(commands, _eval))
     _export_arguments(_command(commands, _export))
     _push_arguments(_command(commands, _push))
@@ -78,7 +86,7 @@ def _command(
     line in the list of commands, the description, and the text below the options."""
     line, description, *rest = (run.__doc__ or "\n\n").split("\n\n")
     texts = {"help": line, "description": description, "epilog": rest[0] if rest else None}
-    parser = commands.add_parser(run.__name__.strip("_"), **texts, **more)
+    parser = commands.add_parser(run.__name__.strip("_").replace("_", "-"), **texts, **more)
     parser.set_defaults(run=run)
     return parser
 

@@ -4,7 +4,6 @@ The model is that of training and evaluation, in one process. Each question is e
 that went before, as a record would be.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +13,13 @@ from megatron_vlm.chat.start import Settings
 from megatron_vlm.config.schema import CheckpointConfig, Config, LoraConfig, ModelConfig
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.encode.tokenizer import stop_ids
 from megatron_vlm.data.media.media import image_size
 from megatron_vlm.data.media.video_file import probe_video
 from megatron_vlm.data.read.records import Image
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.adapter_files import lora_of
 from megatron_vlm.hub import folder_of
-from megatron_vlm.outside import Outside
 from megatron_vlm.paths import require_file
 from megatron_vlm.step.decode import generate
 from megatron_vlm.worker import MegatronWorker
@@ -39,7 +37,7 @@ class Conversation:
         # Users may open any file of theirs; what they type is text, whatever it spells.
         self.rows = RowMaker(folder, image_root="/", max_tokens=longest, special_tokens="escape")
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
-        self.stop_ids = _stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
+        self.stop_ids = stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
         self.settings = settings
         lora = LoraConfig() if adapter is None else lora_of(adapter)
         cfg = Config(
@@ -100,16 +98,3 @@ class Conversation:
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def _stop_ids(folder: Path, end: int) -> tuple[int, ...]:
-    """The tokens that end an answer: <|im_end|>, and those that transformers stops at."""
-    path = folder / "generation_config.json"
-    if not os.path.lexists(path):
-        return (end,)
-    file = Outside(str(path), ConfigError, "give the file as the checkpoint has it, or none")
-    found = file.json(2**20).get("eos_token_id")
-    if found is None:
-        return (end,)
-    listed = found.items() if isinstance(found.value, list) else [found]
-    return (end, *(each.whole() for each in listed))

@@ -34,7 +34,7 @@ def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) ->
     command = getattr(importlib.import_module(module), function)
     if under_launcher():
         return run_process(command, arguments)
-    if cfg.launch.backend == "ray" and function in ("run_train", "run_rl"):
+    if cfg.launch.backend == "ray" and function in ("run_train", "run_rl", "run_serve"):
         check_ray()
         address = ray_address(cfg)
         from megatron_vlm.launch.ray_job import run_ray_job

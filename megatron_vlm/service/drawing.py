@@ -225,7 +225,7 @@ def _targets(said: dict[str, object] | None, length: int) -> Tensor | None:
         raise RequestError(f"{where}: sparse tensors are not supported here; send it dense")
     try:
         values = np.array(said["data"], dtype=np.int64)
-        values = values.reshape([int(size) for size in said["shape"]])  # type: ignore[attr-defined]
+        values = values.reshape(np.array(said["shape"], dtype=np.int64))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"{where}: give data, whole numbers, and their shape") from error
     if values.ndim != 2 or len(values) != length - 1 or not values.size:
@@ -233,7 +233,7 @@ def _targets(said: dict[str, object] | None, length: int) -> Tensor | None:
             f"{where}: shape {list(values.shape)}, and the prompt has {length} tokens; give "
             f"[{length - 1}, K]"
         )
-    targets_SJ = np.full((length, values.shape[1]), IGNORE)
+    targets_SJ = np.full((length, values.size // len(values)), IGNORE)
     targets_SJ[:-1] = np.where(values == -1, IGNORE, values)
     return torch.from_numpy(targets_SJ)
 

@@ -47,7 +47,9 @@ def form_of(name: str) -> LossForm:
 def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     """The options of our loss from those of the client's."""
     form = form_of(name)
-    known = {**form.options} | (dict(zip((_LOW, _HIGH), form.clips, strict=True)) if form.clips else {})
+    known = dict(form.options)
+    if form.clips is not None:
+        known |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
     for key, value in given.items():
         if key not in known:
             raise RequestError(
@@ -62,7 +64,7 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     low, high = known.pop(_LOW), known.pop(_HIGH)
     if not 0 <= low < 1 < high:
         raise RequestError(
-            f"loss_fn_config: {_LOW}={low}, {_HIGH}={high}: the ratio is clipped to what is between "
-            "them; give at least 0 and below 1, and above 1"
+            f"loss_fn_config: {_LOW}={low}, {_HIGH}={high}: the ratio is clipped to what is "
+            "between them; give at least 0 and below 1, and above 1"
         )
     return known | {"clip_low": 1 - low, "clip_high": high - 1}

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
-from megatron_vlm.chat.conversation import END
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.encode.tokenizer import read_tokenizer
+from megatron_vlm.data.encode.chat import END
+from megatron_vlm.data.encode.tokenizer import read_tokenizer, stop_ids
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.hub import folder_of
 from megatron_vlm.service.drawing import StopWords
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.desk import ServerFacts
@@ -65,7 +66,8 @@ def limits_of(given: Mapping[str, Any]) -> Limits:
 def _stop_words(cfg: Config) -> StopWords:
     tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
     special = {str(token): int(id) for id, token in tokenizer.added_tokens_decoder.items()}
-    return StopWords((special[END],) if END in special else (), special.get)
+    ends = stop_ids(folder_of(cfg.model.path), int(tokenizer.convert_tokens_to_ids(END)))
+    return StopWords(ends, special.get)
 
 
 def _facts(cfg: Config, orders: ModelOrders) -> ServerFacts:

@@ -9,7 +9,7 @@ import gc
 import shutil
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,8 +96,8 @@ class Residents:
 
     def _make_room(self, form: ModelForm) -> None:
         most = self.serve.adapters if form.rank else self.serve.full_models
-        alike = [each.id for each in self.models.values() if bool(each.form.rank) == bool(form.rank)]
-        for id in alike[: max(0, len(alike) - most + 1)]:
+        forms = {id: each.form for id, each in self.models.items()}
+        for id in _oldest(forms, form, most):
             self.put_away(id)
 
     def put_away(self, id: str) -> None:
@@ -137,8 +137,7 @@ class Residents:
         if folder not in self.snapshots:
             form = ModelForm.of(sampler.facts["form"])
             most = self.serve.snapshots if form.rank else self.serve.full_snapshots
-            kinds = [name for name, of in self.snapshots.items() if bool(of.rank) == bool(form.rank)]
-            for name in kinds[: max(0, len(kinds) - most + 1)]:
+            for name in _oldest(self.snapshots, form, most):
                 self.snapshots.pop(name)
                 self.orders.drop(name)
                 gc.collect()
@@ -162,3 +161,9 @@ class Residents:
 def _beginning(model: Model) -> tuple[Path | None, bool]:
     """What a model without durable state begins with, and whether with the optimizer's moments."""
     return model.source, bool(model.facts.get("moments", True))
+
+
+def _oldest(forms: Mapping[str, ModelForm], new: ModelForm, most: int) -> list[str]:
+    """Those that have to go before there is room for a new one of its kind; the oldest first."""
+    alike = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
+    return alike[: max(0, len(alike) - most + 1)]

@@ -1,7 +1,7 @@
 """The service on rank 0: calls from the journal, one turn after the other.
 
-    the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
-                                    journal  <-  answers
+the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
+                                journal  <-  answers
 """
 
 import time

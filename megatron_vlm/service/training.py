@@ -118,9 +118,9 @@ class Training:
         resident = self.residents.model(call.owner)
         if made.rank != resident.form.rank or made.targets != resident.form.targets:
             raise RequestError(
-                f"path: {form.path} is of a model with rank {made.rank} of {made.targets}, and this "
-                f"one has rank {resident.form.rank} of {resident.form.targets}; load it as a new "
-                "model"
+                f"path: {form.path} is of a model with rank {made.rank} of {made.targets}, and "
+                f"this one has rank {resident.form.rank} of {resident.form.targets}; load it as a "
+                "new model"
             )
         self.orders.load(resident.id, str(folder), form.optimizer)
         resident.changed(call.seq)
@@ -222,7 +222,7 @@ class Training:
     def save_weights_external(self, call: Call, body: bytes) -> Done:
         form = forms.SaveWeightsExternal.model_validate_json(body)
         resident = self.residents.model(call.owner)
-        folder, made = self._written(resident, "external", form, moments=False)
+        _, made = self._written(resident, "external", form, moments=False)
         path = tinker_path(call.owner, "external", form.path)
         return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -31,3 +32,16 @@ def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTraine
         )
     add_to(tokenizer, add_tokens)
     return tokenizer
+
+
+def stop_ids(folder: Path, end: int) -> tuple[int, ...]:
+    """The tokens that end an answer: <|im_end|>, and those that transformers stops at."""
+    path = folder / "generation_config.json"
+    if not os.path.lexists(path):
+        return (end,)
+    file = Outside(str(path), ConfigError, "give the file as the checkpoint has it, or none")
+    found = file.json(2**20).get("eos_token_id")
+    if found is None:
+        return (end,)
+    listed = found.items() if isinstance(found.value, list) else [found]
+    return (end, *(each.whole() for each in listed))
