@@ -152,7 +152,8 @@ def _typed(composed: Any) -> Config:
     data["add_tokens"] = _names(data["add_tokens"])
     rl = values["rl"]
     rl["engine_gpus"] = _names(rl["engine_gpus"])
-    for group, name in ((data, "template_kwargs"), (rl, "engine_options")):
+    dicts = ((data, "template_kwargs"), (rl, "engine_options"), (values["serve"], "limits"))
+    for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}
     values |= {name: cls(**values[name]) for name, cls in groups.items()}
