@@ -57,6 +57,13 @@ class Batch:
     def tokens(self) -> int:
         return sum(len(row.ids_S) for row in self.rows)
 
+    def in_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
+        """Of the datums in their order, in the shapes of their targets; given in that of rows."""
+        found: list[np.ndarray] = [np.empty(0)] * len(self.order)
+        for place, each in zip(self.order, log_probs, strict=True):
+            found[place] = each.float().reshape(self.shapes[place]).numpy()
+        return found
+
 
 def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
     """What is to be done of the request; what is wrong in it is said by field."""
@@ -134,13 +141,11 @@ class Training:
         resident = self.residents.model(call.owner)
         if batch.forward_only:
             log_probs = self.orders.forward(resident.id, batch.rows)
-            metrics = _metrics_of(batch, log_probs)
+            metrics = metrics_of(batch, log_probs)
         else:
             log_probs, metrics = self._gradients(resident, batch)
         self.gauges["trained_tokens_total"] += batch.tokens
-        outputs: list[dict[str, np.ndarray]] = [{} for _ in batch.order]
-        for place, found in zip(batch.order, log_probs, strict=True):
-            outputs[place] = {"logprobs": found.float().reshape(batch.shapes[place]).numpy()}
+        outputs = [{"logprobs": each} for each in batch.in_order(log_probs)]
         return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
 
     def _gradients(self, resident: Resident, batch: Batch) -> tuple[list[Tensor], dict[str, float]]:
@@ -254,7 +259,7 @@ def _json(answer: Mapping[str, Any]) -> Outcome:
     return Outcome(json.dumps(answer).encode())
 
 
-def _metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
+def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
     """What a backward pass would report, of log-probs alone."""
     objective = Objective.create(batch.loss, batch.options)
     taken = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
