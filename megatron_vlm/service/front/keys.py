@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.service.front.refusals import Refused
 
+_log = logging.getLogger(__name__)
 LOCAL = "local"  # who everybody is where no keys are asked for
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64}) +([0-9a-f]{64})")
 
@@ -85,7 +87,11 @@ def key_of(request: Request, keys: Keys | None) -> str:
     if keys is None:
         return LOCAL
     given = request.headers.get("x-api-key") or _authorization(request)
-    name = None if given is None else keys.name_of(given)
+    try:
+        name = None if given is None else keys.name_of(given)
+    except ConfigError as error:
+        _log.error("%s", error)
+        raise Refused(503, "the server's file of keys cannot be read at the moment") from error
     if name is None:
         raise Refused(
             401,

@@ -11,11 +11,11 @@ from megatron_vlm.service.front.refusals import Refused
 from megatron_vlm.service.journal.values import Checkpoint, Model, Sampler, Session
 
 
-def _desk(request: Request) -> Desk:
+async def _desk(request: Request) -> Desk:
     return request.app.state.desk
 
 
-def _key(request: Request) -> str:
+async def _key(request: Request) -> str:
     return key_of(request, request.app.state.desk.keys)
 
 
