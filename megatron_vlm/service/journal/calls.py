@@ -28,18 +28,21 @@ _CALL = (
 
 def next_calls(db: sqlite3.Connection, ahead: int, most: int) -> list[Call]:
     """What may be done now, in the order of acceptance."""
-    rows = db.execute(
-        # A call of a model waits for the model and for the calls before it, anything else for
-        # nobody. Of `ahead` calls of a model, those after a gap wait.
-        f"SELECT {_CALL}, next_seq FROM calls LEFT JOIN models ON calls.model = models.id"
-        " WHERE done IS NULL AND (calls.model IS NULL OR (state = 'ready'"
-        " AND seq < next_seq + ?)) ORDER BY number",
-        (ahead,),
+    # A call of a model waits for the model and for the calls before it, anything else for nobody.
+    free = db.execute(
+        f"SELECT {_CALL} FROM calls WHERE done IS NULL AND model IS NULL ORDER BY number LIMIT ?",
+        (most,),
+    )
+    found = [(row["number"], _call(row)) for row in free]
+    ordered = db.execute(
+        f"SELECT {_CALL}, next_seq FROM models JOIN calls ON calls.owner = models.id"
+        " AND seq BETWEEN next_seq AND next_seq + ? WHERE state = 'ready' AND done IS NULL",
+        (ahead - 1,),
     ).fetchall()
-    number = {(row["owner"], row["seq"]): row["number"] for row in rows}
-    found = []
-    for row in rows:
-        first = row["seq"] if row["next_seq"] is None else row["next_seq"]
+    number = {(row["owner"], row["seq"]): row["number"] for row in ordered}
+    for row in ordered:
+        first = row["next_seq"]
+        # Those after a gap wait.
         if all((row["owner"], seq) in number for seq in range(first, row["seq"])):
             found.append((number[row["owner"], first], _call(row)))
     # Of a model, the later calls follow the first one, whatever order they arrived in.

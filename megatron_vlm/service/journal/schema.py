@@ -30,9 +30,10 @@ CREATE TABLE calls (
   content_type TEXT, error TEXT, category TEXT,
   UNIQUE (owner, seq)
 ) STRICT;
-CREATE INDEX calls_waiting ON calls (key, number) WHERE done IS NULL;
+CREATE INDEX calls_waiting ON calls (key, size) WHERE done IS NULL;
 CREATE INDEX calls_open ON calls (number) WHERE done IS NULL;
 CREATE INDEX calls_kept ON calls (done) WHERE done IS NOT NULL AND dropped = 0;
+CREATE INDEX samples_dropped ON calls (done) WHERE dropped = 1 AND kind = 'asample';
 CREATE INDEX calls_to_replay ON calls (model, seq) WHERE changes_state = 1 AND succeeded = 1;
 
 -- Large values by themselves: a row of calls is read without them.

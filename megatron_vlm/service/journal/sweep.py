@@ -48,7 +48,8 @@ def _drop_results(db: sqlite3.Connection, keep: Keep, now: float) -> None:
     db.execute(f"UPDATE calls SET dropped = 1, error = NULL WHERE {old[0]}", old[1])
     # A model's rows stay: its order is counted by them, and they are small.
     db.execute(
-        "DELETE FROM calls WHERE kind = ? AND dropped = 1 AND done < ?", (SAMPLE, now - keep.rows)
+        f"DELETE FROM calls WHERE dropped = 1 AND kind = '{SAMPLE}' AND done < ?",
+        (now - keep.rows,),
     )
 
 
