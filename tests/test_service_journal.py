@@ -127,6 +127,15 @@ def test_a_call_that_failed_or_was_refused_counts_as_done(tmp_path):
         assert journal.result(first.request_id).outcome == Failure("no memory", "server")
 
 
+def test_a_refused_call_lets_the_next_one_go_on_at_once(tmp_path):
+    with opened(tmp_path) as journal:
+        _, model = a_model(journal)
+        journal.accept(a_step(model, 2))
+        assert journal.next_calls() == []
+        journal.accept(a_step(model, 1, failure=Failure("wrong", "user")))
+        assert seqs(journal.next_calls()) == [("optim_step", 2)]
+
+
 def test_eight_threads_in_any_order_with_duplicates_are_done_once_and_in_order(tmp_path):
     chance = random.Random(5)
     with opened(tmp_path) as journal:
@@ -240,7 +249,7 @@ def test_bodies_go_when_nothing_needs_them(tmp_path):
         assert _bodies(tmp_path) == [b"k"]
         assert journal.body(kept) == b"k"
         journal.accept(a_step(model, 4, b"waits"))
-        journal.saved(model, 3, folder(journal, "state"))
+        journal.saved(model, 4, folder(journal, "state"))  # too early
         assert _bodies(tmp_path) == [b"waits"]
 
 
@@ -386,8 +395,8 @@ def test_checkpoints_expire(tmp_path):
 
 def test_nothing_outside_the_run_is_removed(tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
-    outside.mkdir()
-    (outside / "file").write_text("x")
+    (outside / "sub").mkdir(parents=True)
+    (outside / "sub" / "file").write_text("x")
     with opened(run, keep=AT_ONCE) as journal:
         _, model = a_model(journal)
         for wrong in (outside, run, run / "a/../..", Path("../outside")):
@@ -397,10 +406,11 @@ def test_nothing_outside_the_run_is_removed(tmp_path):
         link.symlink_to(outside)
         inner = folder(journal, "a/b")
         journal.saved(model, 0, link)
+        journal.saved(model, 0, link / "sub")
         journal.saved(model, 0, run / "a")
         journal.saved(model, 0, inner)
         journal.sweep()
-        assert (outside / "file").exists() and link.is_symlink()
+        assert (outside / "sub" / "file").exists() and link.is_symlink()
         assert inner.exists()  # it is inside of a folder that was let go of
 
 
