@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -19,6 +19,7 @@ import httpx
 import numpy as np
 
 from megatron_vlm.service.wire.schema import message
+from tests.ports import descendants
 from tests.service_requests import Chunks, Picture, request
 
 START_S = 120.0
@@ -42,7 +43,9 @@ class Running:
 
     def kill(self) -> None:
         """As a machine that fails: all of its processes at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(60)
 
 
@@ -83,6 +86,7 @@ class Client:
     url: str
     model_name: str
     session: str = ""
+    patience_s: float = 0.0  # how long a service may be gone
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=100))
     numbers: Any = field(default_factory=count)
 
@@ -100,7 +104,7 @@ class Client:
 
     def send(self, path: str, body: bytes, kind: str) -> httpx.Response:
         headers = {"Content-Type": kind}
-        answer = self.http.post(f"{self.url}/api/v1/{path}", content=body, headers=headers)
+        answer = self._sent(path, content=body, headers=headers)
         if answer.status_code != 200:
             raise FailedError(f"{answer.status_code}: {answer.text}")
         return answer
@@ -110,9 +114,7 @@ class Client:
         headers = {"Accept": "application/x-protobuf, application/json"}
         while True:
             asked = {"request_id": promise}
-            answer = self.http.post(
-                f"{self.url}/api/v1/retrieve_future", json=asked, headers=headers
-            )
+            answer = self._sent("retrieve_future", json=asked, headers=headers)
             if answer.status_code == 408:
                 continue
             if answer.status_code != 200:
@@ -123,6 +125,17 @@ class Client:
             if "error" in found:
                 raise FailedError(f"{found['category']}: {found['error']}")
             return found
+
+    def _sent(self, path: str, **content: Any) -> httpx.Response:
+        """Sent again, the same, while the service is gone, as the public client does."""
+        ends = time.monotonic() + self.patience_s
+        while True:
+            try:
+                return self.http.post(f"{self.url}/api/v1/{path}", **content)
+            except httpx.TransportError:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(0.05)
 
     def do(self, what: str, /, **fields: Any) -> Any:
         return self.result(self.post(what, **fields)["request_id"])

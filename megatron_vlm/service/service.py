@@ -13,12 +13,13 @@ from pydantic import ValidationError
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Stopped
+from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.drawing import SampleAsk, StopWords, draw, read_ask
 from megatron_vlm.service.front.limits import Limits
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import SAMPLE, Call, Failure, Finished, Outcome
+from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Failure, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
 from megatron_vlm.service.residents import Resident, Residents
 from megatron_vlm.service.rows import RowReader
@@ -72,39 +73,70 @@ class Service:
         together = [call]
         if call.kind == SAMPLE and not call.attempts:
             together = self._alike(call, ready)
-        still = set(self.journal.begun(*(each.request_id for each in together)))
-        together = [each for each in together if each.request_id in still]
         started = time.monotonic()
-        try:
-            if together:
-                self._do(together)
-        except Stopped:
-            self.journal.given_back(*still)
-            raise
+        together = self._do(together)
         share = (time.monotonic() - started) / max(len(together), 1)
         for each in together:
             self.read.pop(each.request_id, None)
             self.turns.worked(each, self._tenant(each), share)
         self._count()
-        resident = self.residents.models.get(call.owner)
-        if resident is not None and call.changes_state:
-            resident.unsaved_s += share
-            if resident.unsaved_s > self.cfg.serve.save_seconds:
-                self.residents.keep(resident)
+        if call.changes_state:
+            self._keep_if_due(call.owner, share)
 
-    def _do(self, together: Sequence[Call]) -> None:
-        call = together[0]
+    def _keep_if_due(self, model: str, seconds: float) -> None:
+        """A service that is killed does little work twice."""
+        resident = self.residents.models.get(model)
+        if resident is None:
+            return
+        resident.unsaved_s += seconds
+        if resident.unsaved_s > self.cfg.serve.save_seconds:
+            try:
+                self.residents.keep(resident)
+            except BrokenError:
+                raise
+            except MegatronVLMError as error:  # nobody has asked for it, and nothing is lost
+                resident.unsaved_s = 0.0
+                say(f"the state of {model} could not be kept, and the journal grows: {error}")
+
+    def _do(self, together: Sequence[Call]) -> list[Call]:
+        """Those that were done, with or without success."""
         try:
-            if call.kind == SAMPLE:
+            # Before they are begun: a model may take long to come back, and whoever ends the
+            # service meanwhile has not shown that there is anything wrong with the calls.
+            self._bring(together[0])
+        except BrokenError:
+            raise
+        except MegatronVLMError as error:
+            self._fail(together, error)
+            return list(together)
+        still = set(self.journal.begun(*(each.request_id for each in together)))
+        together = [each for each in together if each.request_id in still]
+        call = together[0] if together else None
+        try:
+            if call is not None and call.kind == SAMPLE:
                 self._draw(together)
-                return
-            outcome, changes = self._done(call)
+            elif call is not None:
+                outcome, changes = self._done(call)
+                self.journal.finish(call.request_id, outcome, changes)
         except BrokenError:
             raise  # the other ranks may be anywhere: only a new process can go on
+        except Stopped:
+            self.journal.given_back(*still)
+            raise
         except (MegatronVLMError, ValidationError) as error:
-            self.journal.finish_all([Finished(e.request_id, _failure(error)) for e in together])
-            return
-        self.journal.finish(call.request_id, outcome, changes)
+            self._fail(together, error)
+        return together
+
+    def _bring(self, call: Call) -> None:
+        """Into memory what the call is about."""
+        if call.kind == SAMPLE:
+            if (sampler := self.journal.sampler(call.owner)) is not None:
+                self.residents.weights(sampler)
+        elif call.kind in TRAINING:
+            self.residents.model(call.owner)
+
+    def _fail(self, together: Sequence[Call], error: Exception) -> None:
+        self.journal.finish_all([Finished(e.request_id, _failure(error)) for e in together])
 
     def _done(self, call: Call) -> Any:
         if call.kind == "forward_backward":
