@@ -2,6 +2,7 @@
 """The HTTP of a service, against a journal and an engine without a model: what is answered, who may
 ask, how much, and that nothing that a client sends keeps it from answering the next one."""
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -23,7 +24,7 @@ import zstandard
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.bodies import place_of
-from megatron_vlm.service.front.desk import ServerFacts
+from megatron_vlm.service.front.desk import ServerFacts, Waiters
 from megatron_vlm.service.front.keys import Keys, add_key
 from megatron_vlm.service.front.limits import Limits
 from megatron_vlm.service.front.server import FrontServer
@@ -443,6 +444,15 @@ def test_a_server_that_stops_lets_go_of_who_waits(tmp_path):
             stack.close()
             assert poll.result(20).status_code == 408
         assert time.monotonic() - started < 10
+
+
+def test_who_asks_while_it_stops_does_not_wait(tmp_path):
+    with opened(tmp_path) as journal:
+        waiters = Waiters(journal)
+        waiters.close()
+        started = time.monotonic()
+        assert asyncio.run(waiters.until("x", lambda: None, 30)) is None
+        assert time.monotonic() - started < 5
 
 
 # -- who may ask
