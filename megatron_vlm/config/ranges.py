@@ -42,7 +42,7 @@ _KEYS = {
     _COUNT: """
         lora.rank parallel.layers_per_stage data.max_errors data.num_workers optim.warmup_steps
         train.max_nonfinite eval.examples log.profile_steps log.profile_ranks launch.max_restarts
-        rl.top_k rl.shown rl.engine_videos
+        rl.top_k rl.shown rl.engine_videos serve.full_models
     """,
     _POSITIVE: """
         parallel.tp parallel.pp parallel.ep parallel.cp parallel.virtual_stages
@@ -53,8 +53,10 @@ _KEYS = {
         eval.max_new_tokens checkpoint.every checkpoint.keep_last checkpoint.keep_every log.every
         launch.processes rl.turns rl.processes rl.samples rl.max_new_tokens rl.max_tokens
         rl.max_rounds rl.updates rl.sampler_rows rl.engine_max_len rl.engine_pictures
+        serve.max_rank serve.adapters serve.snapshots serve.full_snapshots serve.sampler_rows
     """,
     Range(0, 2**32 - 1): "data.seed train.seed",
+    Range(0, 65535): "serve.port",
     _RATE: """
         optim.lr optim.vision_lr optim.merger_lr optim.weight_decay optim.vision_weight_decay
         optim.merger_weight_decay optim.clip_grad launch.cpus_per_rank
@@ -64,7 +66,7 @@ _KEYS = {
     _SHARE: "optim.min_lr_ratio optim.decay_ratio rl.off_policy_steps",
     _DECAY: "optim.beta1 optim.beta2 lora.dropout",
     Range(0, math.inf, open_least=True, open_most=True): """
-        lora.alpha rl.timeout rl.clip_high rl.max_weight
+        lora.alpha rl.timeout rl.clip_high rl.max_weight serve.lora_alpha serve.save_seconds
     """,
     Range(-1e6, 1e6): "rl.failed_reward",
     Range(0, 1, open_least=True): "optim.eps rl.clip_low rl.top_p",

@@ -18,22 +18,6 @@ def check_serve(cfg: Config) -> None:
     for name in ("train", "eval"):
         if getattr(cfg.data, name):
             raise ConfigError(f"data.{name} is set, and clients send the data; leave it out")
-    for name, least in (
-        ("port", 0),
-        ("max_rank", 1),
-        ("adapters", 1),
-        ("full_models", 0),
-        ("snapshots", 1),
-        ("full_snapshots", 1),
-        ("sampler_rows", 1),
-        ("save_seconds", 1),
-    ):
-        if (value := getattr(serve, name)) < least:
-            raise ConfigError(f"serve.{name}={value} must be at least {least}")
-    if serve.port > 65535:
-        raise ConfigError(f"serve.port={serve.port} must be at most 65535")
-    if serve.lora_alpha <= 0:
-        raise ConfigError(f"serve.lora_alpha={serve.lora_alpha} must be above 0")
     if serve.keys is not None and not Path(serve.keys).is_file():
         raise ConfigError(
             f"serve.keys={serve.keys}: there is no such file; make it with megatron-vlm serve-key "

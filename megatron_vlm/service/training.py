@@ -99,17 +99,22 @@ class Training:
         made = ModelForm(lora.rank, seed % 2**31, targets if lora.rank else ())
         id = model_id(call.owner, form.model_seq_id)
         self.residents.create(id, made)
-        return self._created(id, "create_model", {"form": made.plain()})
+        return self._created(id, "create_model", made)
 
     def load_model(self, call: Call, body: bytes) -> Done:
         form = forms.LoadModel.model_validate_json(body)
         id = model_id(call.owner, form.model_seq_id)
         made, folder = self._stored(form.path)
         self.residents.create(id, made, folder, form.optimizer)
-        facts = {"form": made.plain(), "moments": form.optimizer}
-        return self._created(id, "load_weights", facts, path=form.path)
+        return self._created(id, "load_weights", made, form.optimizer, path=form.path)
 
-    def _created(self, id: str, kind: str, facts: Mapping[str, Any], **more: str) -> Done:
+    def _created(
+        self, id: str, kind: str, made: ModelForm, moments: bool = True, **more: str
+    ) -> Done:
+        facts: dict[str, Any] = {"form": made.plain(), "moments": moments}
+        if made.rank:  # what weights_info tells
+            facts |= {"train_attn": "attention" in made.targets, "train_mlp": "mlp" in made.targets}
+            facts["train_unembed"] = False
         change = ModelChange(id, state="ready", facts=facts)
         return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
 
