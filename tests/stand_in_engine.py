@@ -127,7 +127,7 @@ class StandIn:
         return answer({"sampling_session_id": name}), Changes(samplers=(new,))
 
     def _asample(self, call, body):
-        form = forms.Sample.model_validate_json(body)
+        form = forms.SampleForm.model_validate_json(body)
         length = sum(len(c.get("tokens", ())) for c in form.prompt.chunks)
         tokens = np.arange(1, 4, dtype=np.int32)
         one = Sampled(tokens, np.full(3, -0.25, np.float32), stopped=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.desk import ServerFacts
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
 from tests.stand_in_engine import StandIn, opened
 
@@ -14,7 +14,7 @@ if __name__ == "__main__":
     run, port = sys.argv[1:]
     with opened(Path(run)) as journal, StandIn(journal):
         server = FrontServer(
-            make_app(journal, Limits(), None, ServerFacts(("tiny/model",))), port=int(port)
+            make_app(journal, RequestLimits(), None, ServerFacts(("tiny/model",))), port=int(port)
         )
         print("started", server.start(), flush=True)
         while True:

@@ -25,8 +25,8 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.bodies import place_of
 from megatron_vlm.service.front.desk import ServerFacts, Waiters
-from megatron_vlm.service.front.keys import Keys, add_key
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.keys import ApiKeys, add_key
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
 from megatron_vlm.service.journal.accept import Bounds
 from megatron_vlm.service.journal.journal import Journal
@@ -38,7 +38,7 @@ from tests.stand_in_engine import StandIn, opened
 
 FACTS = ServerFacts(("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1")
 PROTOBUF = {"Accept": "application/x-protobuf"}
-QUICK = Limits(poll_seconds=5)
+QUICK = RequestLimits(poll_seconds=5)
 
 
 @dataclass
@@ -462,7 +462,7 @@ def test_who_asks_while_it_stops_does_not_wait(tmp_path):
 def keyed(tmp_path):
     path = tmp_path / "keys"
     keys = {name: add_key(name, path) for name in ("alice", "bob")}
-    with served(tmp_path / "run", keys=Keys(path)) as service:
+    with served(tmp_path / "run", keys=ApiKeys(path)) as service:
         yield service, keys, path
 
 
@@ -565,7 +565,7 @@ def test_files_of_keys_that_are_refused(tmp_path, text):
     path = tmp_path / "keys"
     path.write_text(f"# keys\n\n{text}\n")
     with pytest.raises(ConfigError, match="expected NAME SHA256"):
-        Keys(path)
+        ApiKeys(path)
     with pytest.raises(ConfigError, match="expected NAME SHA256"):
         add_key("b", path)
     assert path.read_text() == f"# keys\n\n{text}\n"
@@ -573,7 +573,7 @@ def test_files_of_keys_that_are_refused(tmp_path, text):
 
 def test_keys_need_a_file_and_a_name(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
-        Keys(tmp_path / "none")
+        ApiKeys(tmp_path / "none")
     for name in ("", "a b", "local", "a" * 65, "a\n"):
         with pytest.raises(ConfigError, match="give 1 to 64 letters"):
             add_key(name, tmp_path / "keys")
@@ -586,7 +586,7 @@ def test_without_keys_a_server_stays_on_loopback(tmp_path):
         for host in ("0.0.0.0", "::", "example.org", "10.0.0.1"):
             with pytest.raises(ConfigError, match="without keys everybody"):
                 FrontServer(make_app(journal, QUICK, None, FACTS), host)
-            FrontServer(make_app(journal, QUICK, Keys(path), FACTS), host)
+            FrontServer(make_app(journal, QUICK, ApiKeys(path), FACTS), host)
         FrontServer(make_app(journal, QUICK, None, FACTS), "127.0.0.2")
 
 
@@ -617,7 +617,7 @@ def test_a_port_that_is_taken_is_said(tmp_path):
 # -- how much
 
 
-SMALL = Limits(
+SMALL = RequestLimits(
     body_bytes=4000, unpacked_bytes=8000, sample_bytes=3000, form_bytes=2000, body_seconds=1.0,
     headers_seconds=1.0, data=3, chunks=4, pictures=2, tokens=50, max_tokens=10, num_samples=4,
     top_k=5, stop=2, open_calls=4, sessions=3, models=2, poll_seconds=0.2, header_bytes=8000,

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.desk import ServerFacts
-from megatron_vlm.service.front.keys import Keys, add_key
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.keys import ApiKeys, add_key
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
 from tests.stand_in_engine import StandIn, opened
 
@@ -48,7 +48,7 @@ def seen(tmp_path_factory):
     key = add_key("laptop", root / "keys")
     with opened(root / "run") as journal, StandIn(journal) as engine:
         facts = ServerFacts(("tiny/model",), 512)
-        server = FrontServer(make_app(journal, Limits(), Keys(root / "keys"), facts))
+        server = FrontServer(make_app(journal, RequestLimits(), ApiKeys(root / "keys"), facts))
         try:
             found = run_client(server.start(), key)
         finally:

@@ -77,7 +77,7 @@ def read_ask(
 ) -> SampleAsk:
     """The request; what is wrong in it is said by field. `drawn_seed` is its own where it gives
     none."""
-    form = forms.Sample.model_validate_json(body)
+    form = forms.SampleForm.model_validate_json(body)
     prompt = reader.prompt(read_prompt(json.loads(body)["prompt"], "prompt"), "prompt")
     params, length = form.sampling_params, len(prompt.ids_S)
     room = reader.longest - length

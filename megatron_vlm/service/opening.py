@@ -15,8 +15,8 @@ from megatron_vlm.hub import folder_of
 from megatron_vlm.service.drawing import StopWords
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.desk import ServerFacts
-from megatron_vlm.service.front.keys import Keys
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.keys import ApiKeys
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
 from megatron_vlm.service.journal.accept import Bounds
 from megatron_vlm.service.journal.journal import Journal
@@ -37,7 +37,7 @@ class Opened:
 def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
     """Open everything; `opened` closes the journal."""
     limits = limits_of(cfg.serve.limits)
-    keys = None if cfg.serve.keys is None else Keys(Path(cfg.serve.keys))
+    keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
     base = orders.models.base
     journal = Journal(Path(cfg.run), Bounds(limits.open_calls, limits.open_bytes, limits.models))
     opened.callback(journal.close)
@@ -51,9 +51,9 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
     return Opened(service, front, cfg.serve.url or f"http://{host}:{port}")
 
 
-def limits_of(given: Mapping[str, Any]) -> Limits:
+def limits_of(given: Mapping[str, Any]) -> RequestLimits:
     """The limits with what serve.limits changes."""
-    usual = Limits()
+    usual = RequestLimits()
     known = {each.name: type(getattr(usual, each.name)) for each in fields(usual)}
     for name, value in given.items():
         if name not in known:

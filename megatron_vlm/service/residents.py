@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import Call, Model, Sampler
+from megatron_vlm.service.journal.values import Call, Model, SamplingSession
 from megatron_vlm.service.models import BASE, ModelForm
 from megatron_vlm.service.orders import ModelOrders
 
@@ -126,7 +126,7 @@ class Residents:
         for resident in self.models.values():
             self.keep(resident)
 
-    def weights(self, sampler: Sampler) -> str:
+    def weights(self, sampler: SamplingSession) -> str:
         """By which name the ranks have what this session samples from."""
         if sampler.folder is None:
             return BASE

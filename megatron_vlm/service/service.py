@@ -17,13 +17,13 @@ from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.drawing import SampleAsk, StopWords, draw, read_ask
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Failure, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
 from megatron_vlm.service.residents import Resident, Residents
 from megatron_vlm.service.rows import RowReader
-from megatron_vlm.service.training import Batch, Training, read_batch
+from megatron_vlm.service.training import Batch, ModelCalls, read_batch
 from megatron_vlm.service.turns import Turns
 from megatron_vlm.service.wire.values import RequestError
 
@@ -44,12 +44,12 @@ class Service:
         journal: Journal,
         reader: RowReader,
         stops: StopWords,
-        limits: Limits,
+        limits: RequestLimits,
     ):
         self.cfg, self.orders, self.journal = cfg, orders, journal
         self.reader, self.stops, self.limits = reader, stops, limits
         self.residents = Residents(cfg.serve, orders, journal, self._redo)
-        self.training = Training(orders, self.residents, journal)
+        self.training = ModelCalls(orders, self.residents, journal)
         self.turns = Turns()
         self.pool = ThreadPoolExecutor(1, "read")  # pictures are decoded beside the ranks' work
         self.read: dict[str, Future[Any]] = {}

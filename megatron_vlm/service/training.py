@@ -79,7 +79,7 @@ def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
     return Batch(ordered, order, shapes, form.ours, options, request.forward_only)
 
 
-class Training:
+class ModelCalls:
     """On rank 0. Each method does a call, and returns its answer and what else has changed."""
 
     def __init__(self, orders: ModelOrders, residents: Residents, journal: Journal):
@@ -88,7 +88,7 @@ class Training:
 
     def create_model(self, call: Call, body: bytes) -> Done:
         form = forms.CreateModel.model_validate_json(body)
-        lora = form.lora_config or forms.LoraConfig(rank=0)
+        lora = form.lora_config or forms.LoraForm(rank=0)
         targets = ("attention",) * lora.train_attn + ("mlp",) * lora.train_mlp
         if lora.rank and not targets:
             raise RequestError(

@@ -19,9 +19,9 @@ from megatron_vlm.service.front import (
     training_routes,
 )
 from megatron_vlm.service.front.bodies import Bodies
-from megatron_vlm.service.front.desk import Acceptor, Desk, ServerFacts, Waiters
-from megatron_vlm.service.front.keys import Keys
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.desk import Acceptor, FrontDesk, ServerFacts, Waiters
+from megatron_vlm.service.front.keys import ApiKeys
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.metrics import Metrics
 from megatron_vlm.service.front.page import service_page
 from megatron_vlm.service.front.refusals import add_handlers, refusal
@@ -35,8 +35,8 @@ _pages = APIRouter()
 
 def make_app(
     journal: Journal,
-    limits: Limits,
-    keys: Keys | None,
+    limits: RequestLimits,
+    keys: ApiKeys | None,
     facts: ServerFacts,
     gauges: Mapping[str, float] | None = None,
 ) -> FastAPI:
@@ -45,7 +45,7 @@ def make_app(
     metrics = Metrics()
     journal.listen(metrics.kept)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.desk = Desk(
+    app.state.desk = FrontDesk(
         *(journal, limits, keys, facts, Bodies(limits), metrics),
         *(Acceptor(journal), Waiters(journal), {} if gauges is None else gauges),
     )
@@ -122,7 +122,7 @@ async def page(desk: AtDesk, key: Key) -> HTMLResponse:
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    desk: Desk = app.state.desk
+    desk: FrontDesk = app.state.desk
     task = asyncio.create_task(_sweep(desk.journal))
     try:
         yield

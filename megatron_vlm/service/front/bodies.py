@@ -5,7 +5,7 @@ import asyncio
 import zstandard
 from starlette.requests import ClientDisconnect, Request
 
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.refusals import Refused
 from megatron_vlm.service.wire.compression import MOST_WINDOW, unpacked
 from megatron_vlm.service.wire.values import RequestError
@@ -26,7 +26,7 @@ class Unreadable(Exception):  # noqa: N818
 class Bodies:
     """Receives bodies, and knows how many bytes of them there are at the moment."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self.held = 0
         self.received = 0

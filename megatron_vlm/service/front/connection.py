@@ -5,7 +5,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.limits import RequestLimits
 
 
 class Connection(H11Protocol):
@@ -42,7 +42,7 @@ class Connection(H11Protocol):
         _cancel(self._unread)
 
     @property
-    def _limits(self) -> Limits:
+    def _limits(self) -> RequestLimits:
         app: Any = self.config.app
         return app.state.desk.limits
 

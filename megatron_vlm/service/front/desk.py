@@ -13,17 +13,17 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from megatron_vlm.service.front.bodies import Bodies, Unreadable
-from megatron_vlm.service.front.forms import Form
-from megatron_vlm.service.front.keys import Keys
-from megatron_vlm.service.front.limits import Limits
+from megatron_vlm.service.front.forms import JsonForm
+from megatron_vlm.service.front.keys import ApiKeys
+from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.metrics import Metrics
 from megatron_vlm.service.front.refusals import Refused
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import Accepted, Full, Kept, NewCall
+from megatron_vlm.service.journal.values import Accepted, Full, KeptPromise, NewCall
 
 _BATCH = 256
 T = TypeVar("T")
-AForm = TypeVar("AForm", bound=Form)
+AForm = TypeVar("AForm", bound=JsonForm)
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class ServerFacts:
 
 
 @dataclass(frozen=True)
-class Desk:
+class FrontDesk:
     """The journal, who may ask for how much, and who waits."""
 
     journal: Journal
-    limits: Limits
-    keys: Keys | None
+    limits: RequestLimits
+    keys: ApiKeys | None
     facts: ServerFacts
     bodies: Bodies
     metrics: Metrics
@@ -152,7 +152,7 @@ class Waiters:
             woken = [future for futures in self._of.values() for future in futures]
         self._wake(woken)
 
-    def _kept(self, promises: Sequence[Kept]) -> None:
+    def _kept(self, promises: Sequence[KeptPromise]) -> None:
         with self._lock:
             woken = [f for kept in promises for f in self._of.get(kept.request_id, ())]
         self._wake(woken)

@@ -25,13 +25,13 @@ Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Form(BaseModel):
+class JsonForm(BaseModel):
     """The body of a request."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
 
 
-class CreateSession(Form):
+class CreateSession(JsonForm):
     """create_session"""
 
     tags: Annotated[list[Text], Field(max_length=256)] = []
@@ -39,50 +39,50 @@ class CreateSession(Form):
     display_name: Text | None = None
 
 
-class OfSession(Form):
+class OfSession(JsonForm):
     """session_heartbeat"""
 
     session_id: Id
 
 
-class OfModel(Form):
+class OfModel(JsonForm):
     """get_info, unload_model"""
 
     model_id: Id
 
 
-class OfPath(Form):
+class OfPath(JsonForm):
     """weights_info"""
 
     tinker_path: Text
 
 
-class OfRequest(Form):
+class OfRequest(JsonForm):
     """retrieve_future, cancel_future"""
 
     request_id: Id
 
 
-class OfSampler(Form):
+class OfSampler(JsonForm):
     """join_sampling_session"""
 
     sampling_session_id: Id
 
 
-class Ttl(Form):
+class Ttl(JsonForm):
     """checkpoints/{id}/ttl"""
 
     ttl_seconds: Seconds | None = None
 
 
-class Finish(Form):
+class Finish(JsonForm):
     """sessions/{id}/finish"""
 
     reason: dict[str, Any] = {}
     detail: Text | None = None
 
 
-class LoraConfig(Form):
+class LoraForm(JsonForm):
     """Rank 0 trains all weights."""
 
     rank: Annotated[int, Field(ge=0, le=4096)]
@@ -92,24 +92,24 @@ class LoraConfig(Form):
     train_attn: bool = True
 
 
-class OptimizerConfig(Form):
+class OptimizerConfig(JsonForm):
     """Which optimizer a model has."""
 
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(Form):
+class CreateModel(JsonForm):
     """create_model"""
 
     session_id: Id
     model_seq_id: FromZero
     base_model: Text
-    lora_config: LoraConfig | None = None
+    lora_config: LoraForm | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: Metadata | None = None
 
 
-class LoadModel(Form):
+class LoadModel(JsonForm):
     """load_weights that makes a model"""
 
     session_id: Id
@@ -121,14 +121,14 @@ class LoadModel(Form):
     user_metadata: Metadata | None = None
 
 
-class Training(Form):
+class OrderedForm(JsonForm):
     """A call that takes its turn among those of a model."""
 
     model_id: Id
     seq_id: Seq
 
 
-class LoadWeights(Training):
+class LoadWeights(OrderedForm):
     """load_weights into a model that is there"""
 
     path: Text
@@ -136,7 +136,7 @@ class LoadWeights(Training):
     optimizer_config: OptimizerConfig | None = None
 
 
-class AdamParams(Form):
+class AdamParams(JsonForm):
     """AdamW in this step. A clip of 0 is none."""
 
     learning_rate: Positive = 1e-4
@@ -147,14 +147,14 @@ class AdamParams(Form):
     grad_clip_norm: Finite = 0.0
 
 
-class OptimStep(Training):
+class OptimStep(OrderedForm):
     """optim_step"""
 
     adam_params: AdamParams = AdamParams()
     optimizer_params: None = None  # of other optimizers
 
 
-class Named(Training):
+class Named(OrderedForm):
     """A checkpoint with a name and an end."""
 
     path: str
@@ -182,7 +182,7 @@ class SaveWeightsExternal(Named):
     age_encryption_recipients: Annotated[list[Text], Field(max_length=0)] | None = None
 
 
-class SaveWeightsForSampler(Training):
+class SaveWeightsForSampler(OrderedForm):
     """save_weights_for_sampler: kept as `path`, or for one sampling session.
 
     `kind` inflight would let sessions that are there follow the newest weights; a snapshot keeps
@@ -204,7 +204,7 @@ class SaveWeightsForSampler(Training):
             raise ValueError(str(error)) from error
 
 
-class CreateSamplingSession(Form):
+class CreateSamplingSession(JsonForm):
     """create_sampling_session"""
 
     session_id: Id
@@ -213,7 +213,7 @@ class CreateSamplingSession(Form):
     model_path: Text | None = None
 
 
-class SamplingParams(Form):
+class SamplingParams(JsonForm):
     """How to sample. `stop` None is the end of the answer, [] is nothing."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -224,18 +224,18 @@ class SamplingParams(Form):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Prompt(Form):
+class PromptForm(JsonForm):
     """Chunks as JSON; what is in them, wire.requests.read_prompt says."""
 
     chunks: Annotated[list[dict[str, Any]], FailFast()]
 
 
-class Sample(Form):
+class SampleForm(JsonForm):
     """asample"""
 
     sampling_session_id: Id
     seq_id: FromZero
-    prompt: Prompt
+    prompt: PromptForm
     num_samples: Annotated[int, Field(ge=1)] = 1
     sampling_params: SamplingParams = SamplingParams()
     base_model: None = None

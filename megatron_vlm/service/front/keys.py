@@ -21,7 +21,7 @@ LOCAL = "local"  # who everybody is where no keys are asked for
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64}) +([0-9a-f]{64})")
 
 
-class Keys:
+class ApiKeys:
     """The keys of a file, read again when it changes."""
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +82,7 @@ def add_key(name: str, path: Path) -> str:
     return key
 
 
-def key_of(request: Request, keys: Keys | None) -> str:
+def key_of(request: Request, keys: ApiKeys | None) -> str:
     """Whose request it is, by X-API-Key or the password of basic authentication."""
     if keys is None:
         return LOCAL

@@ -6,7 +6,7 @@ from megatron_vlm.service.wire.values import Datum, Picture, RequestError
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What is above is refused with the name of the limit and its value."""
 
     # of a request
@@ -41,7 +41,7 @@ class Limits:
     client_samples: int = 512  # that one client has in flight
 
 
-def check_data(data: tuple[Datum, ...], limits: Limits) -> None:
+def check_data(data: tuple[Datum, ...], limits: RequestLimits) -> None:
     """Refuse a forward_backward that is too large, naming the datum."""
     if len(data) > limits.data:
         raise RequestError(f"data: {len(data)} datums, and limit data is {limits.data}")
@@ -51,7 +51,9 @@ def check_data(data: tuple[Datum, ...], limits: Limits) -> None:
         check_chunks(f"data[{i}].model_input", len(datum.chunks), pictures, tokens, limits)
 
 
-def check_chunks(where: str, chunks: int, pictures: int, tokens: int, limits: Limits) -> None:
+def check_chunks(
+    where: str, chunks: int, pictures: int, tokens: int, limits: RequestLimits
+) -> None:
     """Refuse too many chunks, pictures or tokens."""
     for name, found, most in (
         ("chunks", chunks, limits.chunks),

@@ -8,7 +8,7 @@ from megatron_vlm.display.html import Html, contents, document, table, tag, tile
 from megatron_vlm.display.numbers import number, time_spent
 from megatron_vlm.service.front.desk import ServerFacts
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import Call, Checkpoint, Model
+from megatron_vlm.service.journal.values import Call, Model, NamedCheckpoint
 
 _MOST = 200  # rows of a table
 _FIGURES = 4
@@ -58,7 +58,7 @@ def _runs(models: list[Model]) -> Iterator[Html]:
     yield table(header, rows, _rest(len(models), "There is none yet."))
 
 
-def _checkpoints(checkpoints: list[Checkpoint]) -> Iterator[Html]:
+def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Html]:
     yield tag("h2", "Checkpoints", id="checkpoints")
     rows = [
         (c.path, c.kind, _size(c.size), _ago(c.created), _expiry(c.expires))

@@ -5,13 +5,13 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from megatron_vlm.service.front.desk import Desk
+from megatron_vlm.service.front.desk import FrontDesk
 from megatron_vlm.service.front.keys import key_of
 from megatron_vlm.service.front.refusals import Refused
-from megatron_vlm.service.journal.values import Checkpoint, Model, Sampler, Session
+from megatron_vlm.service.journal.values import Model, NamedCheckpoint, SamplingSession, Session
 
 
-async def _desk(request: Request) -> Desk:
+async def _desk(request: Request) -> FrontDesk:
     return request.app.state.desk
 
 
@@ -19,12 +19,12 @@ async def _key(request: Request) -> str:
     return key_of(request, request.app.state.desk.keys)
 
 
-AtDesk = Annotated[Desk, Depends(_desk)]
+AtDesk = Annotated[FrontDesk, Depends(_desk)]
 Key = Annotated[str, Depends(_key)]
 Answer = dict[str, Any]
 
 
-def own_session(desk: Desk, key: str, session: str) -> Session:
+def own_session(desk: FrontDesk, key: str, session: str) -> Session:
     """The session; 404 where it is another's, as where there is none."""
     found = desk.journal.session(session)
     if found is None or found.key != key:
@@ -32,7 +32,7 @@ def own_session(desk: Desk, key: str, session: str) -> Session:
     return found
 
 
-def open_session(desk: Desk, key: str, session: str) -> Session:
+def open_session(desk: FrontDesk, key: str, session: str) -> Session:
     """A session that was not finished."""
     found = own_session(desk, key, session)
     if found.finished is not None:
@@ -40,7 +40,7 @@ def open_session(desk: Desk, key: str, session: str) -> Session:
     return found
 
 
-def own_model(desk: Desk, key: str, model: str, usable: bool = False) -> Model:
+def own_model(desk: FrontDesk, key: str, model: str, usable: bool = False) -> Model:
     """The model; 404 where it is another's, as where there is none."""
     found = desk.journal.model(model)
     if found is None or found.key != key:
@@ -53,7 +53,7 @@ def own_model(desk: Desk, key: str, model: str, usable: bool = False) -> Model:
     return found
 
 
-def own_sampler(desk: Desk, key: str, sampler: str) -> Sampler:
+def own_sampler(desk: FrontDesk, key: str, sampler: str) -> SamplingSession:
     """The sampling session; 404 where it is another's, as where there is none."""
     found = desk.journal.sampler(sampler)
     if found is None or found.key != key:
@@ -64,7 +64,7 @@ def own_sampler(desk: Desk, key: str, sampler: str) -> Sampler:
     return found
 
 
-def own_checkpoint(desk: Desk, key: str, path: str) -> Checkpoint:
+def own_checkpoint(desk: FrontDesk, key: str, path: str) -> NamedCheckpoint:
     """The checkpoint; 404 where it is another's, as where there is none."""
     found = desk.journal.checkpoint(path)
     if found is None or found.key != key:

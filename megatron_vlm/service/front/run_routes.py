@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
 from megatron_vlm.service.front import forms
-from megatron_vlm.service.front.desk import Desk
+from megatron_vlm.service.front.desk import FrontDesk
 from megatron_vlm.service.front.refusals import Refused
 from megatron_vlm.service.front.routes import (
     Answer,
@@ -22,7 +22,7 @@ from megatron_vlm.service.front.routes import (
     texts,
 )
 from megatron_vlm.service.front.service_routes import page
-from megatron_vlm.service.journal.values import Checkpoint, Model
+from megatron_vlm.service.journal.values import Model, NamedCheckpoint
 
 router = APIRouter(prefix="/api/v1")
 downloads = APIRouter()
@@ -164,11 +164,11 @@ class Tickets:
         return known[0] / file
 
 
-def _checkpoint(desk: Desk, key: str, run: str, kind: str, name: str) -> Checkpoint:
+def _checkpoint(desk: FrontDesk, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
     return own_checkpoint(desk, key, f"tinker://{run}/{kind}/{name}")
 
 
-def _run(desk: Desk, model: Model) -> Answer:
+def _run(desk: FrontDesk, model: Model) -> Answer:
     found = desk.journal.checkpoints(model.key, model.id)
     last = {kind: next((_shown(c) for c in found if c.kind == kind), None) for kind in _KINDS}
     return {
@@ -188,7 +188,7 @@ def _run(desk: Desk, model: Model) -> Answer:
 _KINDS = ("training", "sampler")
 
 
-def _shown(checkpoint: Checkpoint) -> Answer:
+def _shown(checkpoint: NamedCheckpoint) -> Answer:
     return {
         "checkpoint_id": checkpoint.id,
         "checkpoint_type": checkpoint.kind,

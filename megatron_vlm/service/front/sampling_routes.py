@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse, Response
 
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.front.bodies import BACKGROUND
-from megatron_vlm.service.front.desk import Desk
-from megatron_vlm.service.front.limits import Limits, check_chunks
+from megatron_vlm.service.front.desk import FrontDesk
+from megatron_vlm.service.front.limits import RequestLimits, check_chunks
 from megatron_vlm.service.front.refusals import Refused, refusal
 from megatron_vlm.service.front.routes import (
     Answer,
@@ -80,9 +80,9 @@ async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
     """Samples of one prompt, in any order with others."""
     body = await desk.body(request, "sample_bytes")
     if len(body) > BACKGROUND:
-        form = await asyncio.to_thread(desk.read, body, forms.Sample)
+        form = await asyncio.to_thread(desk.read, body, forms.SampleForm)
     else:
-        form = desk.read(body, forms.Sample)
+        form = desk.read(body, forms.SampleForm)
     try:
         _check(form, desk.limits)
     except RequestError as error:
@@ -124,7 +124,7 @@ async def retrieve(request: Request, desk: AtDesk, key: Key) -> Response:
     return _answer(desk, request, result)
 
 
-def _answer(desk: Desk, request: Request, result: Result) -> Response:
+def _answer(desk: FrontDesk, request: Request, result: Result) -> Response:
     outcome = result.outcome
     assert outcome is not None
     if isinstance(outcome, Failure):
@@ -147,7 +147,7 @@ def _unknown(name: str) -> Response:
     )
 
 
-def _check(form: forms.Sample, limits: Limits) -> None:
+def _check(form: forms.SampleForm, limits: RequestLimits) -> None:
     params = form.sampling_params
     stop = params.stop if isinstance(params.stop, list) else [params.stop]
     for name, found, most, limit in (

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.front.bodies import BACKGROUND, Unreadable, place_of
-from megatron_vlm.service.front.desk import Desk, complaints, parsed_object
+from megatron_vlm.service.front.desk import FrontDesk, complaints, parsed_object
 from megatron_vlm.service.front.limits import check_data
 from megatron_vlm.service.front.refusals import Refused
 from megatron_vlm.service.front.routes import (
@@ -20,7 +20,7 @@ from megatron_vlm.service.front.routes import (
     own_model,
 )
 from megatron_vlm.service.journal.calls import model_id
-from megatron_vlm.service.journal.values import Checkpoint, Failure, NewCall, NewModel
+from megatron_vlm.service.journal.values import Failure, NamedCheckpoint, NewCall, NewModel
 from megatron_vlm.service.wire.requests import read_forward_backward
 from megatron_vlm.service.wire.values import RequestError
 
@@ -143,7 +143,7 @@ async def get_info(request: Request, desk: AtDesk, key: Key) -> Answer:
     }
 
 
-def _read(desk: Desk, body: bytes) -> tuple[str, int, bool]:
+def _read(desk: FrontDesk, body: bytes) -> tuple[str, int, bool]:
     try:
         request = read_forward_backward(body)
         check_data(request.data, desk.limits)
@@ -153,10 +153,10 @@ def _read(desk: Desk, body: bytes) -> tuple[str, int, bool]:
 
 
 async def _training(
-    desk: Desk,
+    desk: FrontDesk,
     key: str,
     kind: str,
-    of: type[forms.Training],
+    of: type[forms.OrderedForm],
     body: bytes,
     changes_state: bool = False,
 ) -> Answer:
@@ -187,7 +187,7 @@ def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     return None
 
 
-def _refusal(desk: Desk, key: str, path: str) -> Failure | None:
+def _refusal(desk: FrontDesk, key: str, path: str) -> Failure | None:
     try:
         _training_checkpoint(desk, key, path)
     except Refused as error:
@@ -195,7 +195,7 @@ def _refusal(desk: Desk, key: str, path: str) -> Failure | None:
     return None
 
 
-def _training_checkpoint(desk: Desk, key: str, path: str) -> Checkpoint:
+def _training_checkpoint(desk: FrontDesk, key: str, path: str) -> NamedCheckpoint:
     checkpoint = own_checkpoint(desk, key, path)
     if checkpoint.kind != "training":
         raise Refused(
@@ -206,7 +206,7 @@ def _training_checkpoint(desk: Desk, key: str, path: str) -> Checkpoint:
     return checkpoint
 
 
-def _check_base(desk: Desk, name: str) -> None:
+def _check_base(desk: FrontDesk, name: str) -> None:
     if name not in desk.facts.base_models:
         raise Refused(
             422,
@@ -215,11 +215,11 @@ def _check_base(desk: Desk, name: str) -> None:
 
 
 async def _create(
-    desk: Desk, key: str, kind: str, seq: int, body: bytes, model: NewModel
+    desk: FrontDesk, key: str, kind: str, seq: int, body: bytes, model: NewModel
 ) -> Answer:
     new = NewCall(kind, model.session, seq, key, body, model=model)
     return {"request_id": await desk.promise(new), "model_id": model.id}
 
 
-async def _promise(desk: Desk, new: NewCall) -> Answer:
+async def _promise(desk: FrontDesk, new: NewCall) -> Answer:
     return {"request_id": await desk.promise(new), "model_id": new.owner.removesuffix(":unload")}

@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from megatron_vlm.service.journal.values import Kept
+from megatron_vlm.service.journal.values import KeptPromise
 
-Listener = Callable[[Sequence[Kept]], None]
+Listener = Callable[[Sequence[KeptPromise]], None]
 
 
 class Bell:
@@ -35,7 +35,7 @@ class Bell:
         with self._condition:
             self._listeners.append(listener)
 
-    def kept(self, promises: Sequence[Kept]) -> None:
+    def kept(self, promises: Sequence[KeptPromise]) -> None:
         """These promises were kept."""
         if not promises:
             return

@@ -13,7 +13,7 @@ from megatron_vlm.service.journal.values import (
     Call,
     Failure,
     Finished,
-    Kept,
+    KeptPromise,
     ModelChange,
     Outcome,
     Result,
@@ -132,7 +132,7 @@ def model_id(session: str, seq: int) -> str:
     return f"{session}:train:{seq}"
 
 
-def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[Kept]:
+def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[KeptPromise]:
     """What is told of those of these calls that are done."""
     found = []
     for request_id in request_ids:
@@ -142,7 +142,9 @@ def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[Kept]:
             (request_id,),
         ).fetchone()
         if row is not None:
-            found.append(Kept(request_id, row["kind"], bool(row["succeeded"]), row["seconds"]))
+            found.append(
+                KeptPromise(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
+            )
     return found
 
 

@@ -30,16 +30,16 @@ from megatron_vlm.service.journal.values import (
     Accepted,
     Call,
     Changes,
-    Checkpoint,
     Failure,
     Finished,
     Full,
     Model,
+    NamedCheckpoint,
     NewCall,
     NewSampler,
     Outcome,
     Result,
-    Sampler,
+    SamplingSession,
     Saved,
     Session,
 )
@@ -189,17 +189,19 @@ class Journal:
         with self._store.read() as db:
             return _only(tables.models(self._store, db, "id = ?", (model,)))
 
-    def samplers(self, key: str | None = None) -> list[Sampler]:
+    def samplers(self, key: str | None = None) -> list[SamplingSession]:
         """All sampling sessions that have not ended; newest first."""
         with self._store.read() as db:
             return tables.samplers(self._store, db, "coalesce(key = ?, 1)", (key,))
 
-    def sampler(self, sampler: str) -> Sampler | None:
+    def sampler(self, sampler: str) -> SamplingSession | None:
         """One of them."""
         with self._store.read() as db:
             return _only(tables.samplers(self._store, db, "id = ?", (sampler,)))
 
-    def checkpoints(self, key: str | None = None, model: str | None = None) -> list[Checkpoint]:
+    def checkpoints(
+        self, key: str | None = None, model: str | None = None
+    ) -> list[NamedCheckpoint]:
         """Checkpoints that are there, of a key, of a model; newest first."""
         now = time.time()
         with self._store.read() as db:
@@ -210,7 +212,7 @@ class Journal:
                 (key, model, now),
             )
 
-    def checkpoint(self, path: str) -> Checkpoint | None:
+    def checkpoint(self, path: str) -> NamedCheckpoint | None:
         """The checkpoint with this tinker path."""
         with self._store.read() as db:
             where = "path = ? AND coalesce(expires > ?, 1)"

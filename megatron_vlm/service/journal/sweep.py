@@ -10,7 +10,7 @@ from megatron_vlm.service.journal.accept import fail
 from megatron_vlm.service.journal.calls import kept
 from megatron_vlm.service.journal.changes import release
 from megatron_vlm.service.journal.store import Store
-from megatron_vlm.service.journal.values import SAMPLE, Failure, Kept
+from megatron_vlm.service.journal.values import SAMPLE, Failure, KeptPromise
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Keep:
     released: float = 60.0  # a folder that nothing refers to
 
 
-def sweep(store: Store, keep: Keep) -> list[Kept]:
+def sweep(store: Store, keep: Keep) -> list[KeptPromise]:
     """Returns the calls that fail because nobody will send what they wait for."""
     now = time.time()
     with store.write() as db:

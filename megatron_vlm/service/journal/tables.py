@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_vlm.service.journal.store import Store
-from megatron_vlm.service.journal.values import Checkpoint, Model, Sampler, Session
+from megatron_vlm.service.journal.values import Model, NamedCheckpoint, SamplingSession, Session
 
 
 def sessions(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Session]:
@@ -23,18 +23,22 @@ def models(store: Store, db: sqlite3.Connection, where: str, values: Sequence[An
 
 def samplers(
     store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]
-) -> list[Sampler]:
+) -> list[SamplingSession]:
     """Sampling sessions that have not ended, newest first."""
     rows = _rows(db, "samplers", f"ended IS NULL AND {where}", values)
-    return [Sampler(**_placed(store, _fields(Sampler, row), "folder")) for row in rows]
+    return [
+        SamplingSession(**_placed(store, _fields(SamplingSession, row), "folder")) for row in rows
+    ]
 
 
 def checkpoints(
     store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]
-) -> list[Checkpoint]:
+) -> list[NamedCheckpoint]:
     """Checkpoints, newest first."""
     rows = _rows(db, "checkpoints", where, values)
-    return [Checkpoint(**_placed(store, _fields(Checkpoint, row), "folder")) for row in rows]
+    return [
+        NamedCheckpoint(**_placed(store, _fields(NamedCheckpoint, row), "folder")) for row in rows
+    ]
 
 
 def _rows(

@@ -184,7 +184,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPromise:
     """A promise that was just kept, and the seconds it took."""
 
     request_id: str
@@ -244,7 +244,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplingSession:
     """A sampling session: of a checkpoint (`path`), of a model's weights as they were, or of the
     base model (`folder` and `model` are None)."""
 
@@ -261,7 +261,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class NamedCheckpoint:
     """A checkpoint that clients know by its path."""
 
     path: str
