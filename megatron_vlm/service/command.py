@@ -11,7 +11,7 @@ from megatron_vlm.run.model import with_commit, with_model
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """ApiKeys and --config, as for training."""
+    """Keys and --config, as for training."""
     add_overrides(parser, "a value (serve.port=8000); docs/configuration.md has all keys")
 
 
