@@ -21,6 +21,7 @@ from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Failure, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
+from megatron_vlm.service.progress import ProgressLine
 from megatron_vlm.service.residents import Resident, Residents
 from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.training import Batch, ModelCalls, read_batch
@@ -50,7 +51,7 @@ class Service:
         self.reader, self.stops, self.limits = reader, stops, limits
         self.residents = Residents(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
-        self.turns = Turns()
+        self.turns, self.progress = Turns(), ProgressLine()
         self.pool = ThreadPoolExecutor(1, "read")  # pictures are decoded beside the ranks' work
         self.read: dict[str, Future[Any]] = {}
         self.replicas = orders.models.base.dims.dp
@@ -61,6 +62,7 @@ class Service:
         while True:
             self.orders.wait()
             calls = self.journal.next_calls(AHEAD)
+            self.progress.tell(self.gauges, len(calls))
             self._read_ahead(calls)
             ready = [call for call in calls if self._is_first(call, calls)]
             if not ready:
@@ -75,7 +77,9 @@ class Service:
             together = self._alike(call, ready)
         started = time.monotonic()
         together = self._do(together)
-        share = (time.monotonic() - started) / max(len(together), 1)
+        seconds = time.monotonic() - started
+        self.progress.worked(len(together), seconds)
+        share = seconds / max(len(together), 1)
         for each in together:
             self.read.pop(each.request_id, None)
             self.turns.worked(each, self._tenant(each), share)

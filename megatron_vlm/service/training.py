@@ -164,7 +164,8 @@ class ModelCalls:
         norm = self._step(resident, call.seq, forms.OptimStep.model_validate_json(body).adam_params)
         # A norm that is not finite is no number of JSON's.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
-        change = ModelChange(call.owner, figures={"steps": resident.version, **metrics})
+        steps = self.orders.models.step_of(resident.id)
+        change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         return _json({"metrics": metrics}), Changes(models=(change,))
 
     def _step(self, resident: Resident, seq: int, asked: forms.AdamParams) -> float:

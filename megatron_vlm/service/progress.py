@@ -1,0 +1,43 @@
+"""What whoever watches the terminal sees of a service."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from megatron_vlm.distributed.process import say
+
+EVERY_S = 10.0
+
+
+class ProgressLine:
+    """A line every few seconds in which something was done."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock, self.last = clock, clock()
+        self.calls, self.busy_s = 0, 0.0
+        self.before: dict[str, float] = {}
+
+    def worked(self, calls: int, seconds: float) -> None:
+        """So many calls were done."""
+        self.calls += calls
+        self.busy_s += seconds
+
+    def tell(self, gauges: Mapping[str, float], waiting: int) -> None:
+        """Often; says something where it is time."""
+        seconds = self.clock() - self.last
+        if seconds < EVERY_S:
+            return
+        if self.calls:
+            say(self._line(gauges, waiting, seconds))
+        self.last, self.calls, self.busy_s = self.clock(), 0, 0.0
+        self.before = dict(gauges)
+
+    def _line(self, gauges: Mapping[str, float], waiting: int, seconds: float) -> str:
+        def since(name: str) -> float:
+            return gauges.get(name, 0.0) - self.before.get(name, 0.0)
+
+        return (
+            f"{self.calls} calls in {seconds:.0f} s ({self.busy_s / seconds:.0%} busy): "
+            f"{since('trained_tokens_total') / seconds:,.0f} tokens/s through models, "
+            f"{since('optimizer_steps_total'):.0f} steps, {since('samples_total'):.0f} samples; "
+            f"{gauges.get('models_in_memory', 0):.0f} models in memory, {waiting} calls wait"
+        )
