@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.data.encode.row import IGNORE, Row, continued
-from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.rows import RowReader
@@ -43,8 +42,8 @@ class SampleAsk:
     top_prompt: int
     top_sample: int
     targets_SJ: Tensor | None  # what log-probs are wanted of, at the place that predicts it
-    # Where no log-prob is given: at the first token, at those of pictures, which are not predicted,
-    # and before the last ones where only these are asked for.
+    # Where no log-prob is given: at the first token, and before the last ones where only these are
+    # asked for. Those of pictures have some: clients multiply them by weights of 0.
     hidden_S: np.ndarray
 
     @property
@@ -107,7 +106,7 @@ def read_ask(
         form.topk_prompt_logprobs,
         form.topk_sample_logprobs,
         _targets(form.target_prompt_logprobs, length),
-        _hidden(prompt, form.prompt_logprobs_last_n, reader.tokens),
+        _hidden(length, form.prompt_logprobs_last_n),
     )
 
 
@@ -208,13 +207,8 @@ def _next_tokens(prompt: Row) -> Tensor:
     return torch.cat([prompt.ids_S[1:], torch.full((1,), IGNORE)])
 
 
-def _hidden(prompt: Row, last_n: int | None, tokens: Tokens) -> np.ndarray:
-    ids_S = prompt.ids_S.numpy()
-    hidden_S = np.isin(ids_S, (tokens.image_id, tokens.video_id))
-    hidden_S[0] = True
-    if last_n is not None:
-        hidden_S[: max(len(ids_S) - last_n, 1)] = True
-    return hidden_S
+def _hidden(length: int, last_n: int | None) -> np.ndarray:
+    return np.arange(length) < max(1, 0 if last_n is None else length - last_n)
 
 
 def _targets(said: dict[str, object] | None, length: int) -> Tensor | None:
