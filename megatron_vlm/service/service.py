@@ -30,6 +30,7 @@ from megatron_vlm.service.wire.values import RequestError
 
 AHEAD = 4  # calls of a model that are read while others are done
 READ_AHEAD = 256  # calls, of all
+READ_BYTES = 256 * 2**20  # of their bodies
 TOGETHER = 256  # samples that are drawn in one turn, at least one request
 
 USERS = (RequestError, DataError, ConfigError, ValidationError)
@@ -54,6 +55,7 @@ class Service:
         self.turns, self.progress = Turns(), ProgressLine()
         self.pool = ThreadPoolExecutor(1, "read")  # pictures are decoded beside the ranks' work
         self.read: dict[str, Future[Any]] = {}
+        self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
         self.replicas = orders.models.base.dims.dp
         self.gauges = {"samples_total": 0.0}  # for /metrics
 
@@ -203,8 +205,12 @@ class Service:
         """Whose work it is: a model's, or that of weights which are sampled from."""
         if call.kind != SAMPLE:
             return call.owner
-        sampler = self.journal.sampler(call.owner)
-        return "gone" if sampler is None else f"{sampler.folder}"
+        if call.owner not in self.tenants:
+            if len(self.tenants) > 10_000:
+                self.tenants.clear()
+            sampler = self.journal.sampler(call.owner)
+            self.tenants[call.owner] = "gone" if sampler is None else f"{sampler.folder}"
+        return self.tenants[call.owner]
 
     def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
         """Whether nothing of the same model has to be done before; `calls` are in their order."""
@@ -213,7 +219,14 @@ class Service:
         return next(each for each in calls if each.owner == call.owner) is call
 
     def _read_ahead(self, calls: Sequence[Call]) -> None:
+        if len(self.read) > 2 * READ_AHEAD:  # some were cancelled meanwhile
+            there = {call.request_id for call in calls}
+            self.read = {name: each for name, each in self.read.items() if name in there}
+        size = 0
         for call in calls[:READ_AHEAD]:
+            size += call.size
+            if size > READ_BYTES:
+                break
             if call.request_id not in self.read and call.kind in ("forward_backward", SAMPLE):
                 self.read[call.request_id] = self.pool.submit(self._parsed, call)
 
