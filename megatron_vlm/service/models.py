@@ -84,8 +84,11 @@ class Models:
         state.save(self.workers[name], Path(folder), {}, moments=moments)
 
     def load(self, name: str, folder: str, moments: bool) -> None:
-        """The reverse."""
-        state.load(self.workers[name], Path(folder), moments=moments)
+        """The reverse. Gradients of the former weights are dropped."""
+        worker = self.workers[name]
+        state.load(worker, Path(folder), moments=moments)
+        if worker.gradients is not None:
+            worker.gradients.forget()
 
     def forward_backward(
         self, name: str, batch: BatchLike, loss: str, options: Mapping[str, float]
