@@ -41,7 +41,8 @@ test: setup
 # and kills them runs alone.
 SIDE_BY_SIDE := $(addprefix tests/test_,agreement_vllm.py fuzz.py sequences.py chains.py what_fits.py lora.py \
 	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
-	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py sinks.py hostile.py)
+	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py sinks.py hostile.py \
+	targets.py likeliest.py shared_weights.py service_losses.py tinker_converters.py tinker_client.py)
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))

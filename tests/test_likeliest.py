@@ -53,7 +53,13 @@ def likeliest(worker: MegatronWorker, rows: list[Row], temperature: float, logit
         head.LOGITS_AT_ONCE = 2**26
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("tp2", "pp2") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 @pytest.mark.parametrize(("temperature", "logits"), [(1.0, 2**26), (0.7, 1000)])
 def test_the_likeliest_are_those_of_hugging_face(
     name, temperature, logits, pool, tiny, record_property
@@ -111,7 +117,14 @@ def tempered(worker: MegatronWorker, rows: list[Row]) -> Any:
     return [[(one.ids, one.log_probs) for one in each] for each in found], alone, same
 
 
-@pytest.mark.parametrize("name", ["1x1", "tp2", "dp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("1x1", marks=pytest.mark.slow),
+        "tp2",
+        pytest.param("dp2", marks=pytest.mark.slow),
+    ],
+)
 def test_samples_at_their_own_temperature(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     path, rows = tiny(vocab=VOCAB, **sizes), make_rows(MIXED, VOCAB)[:3]

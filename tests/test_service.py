@@ -364,6 +364,7 @@ def story(client: Client, path: str, between: Any = lambda: None) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_models_that_wait_on_disk_are_the_same(client, path, tmp_path):
     want = story(client, path)
     few = ("serve.adapters=1", "serve.full_models=1", "serve.snapshots=1")

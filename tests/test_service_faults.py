@@ -122,6 +122,7 @@ def test_a_service_that_is_killed_loses_nothing(layout, tiny, tmp_path, record_p
     assert worst <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_service_that_stops_goes_on_where_it_was(tiny, tmp_path):
     """Also with gradients that no step has used, and a promise that nobody has fetched."""
     path, port = tiny(vocab=VOCAB), free_port()

@@ -161,7 +161,13 @@ def of_request(worker: MegatronWorker, bodies: list[bytes]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("1x1", "pp2") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 def test_losses_are_the_official_ones(name, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]
     path = tiny(vocab=VOCAB, **sizes)

@@ -83,7 +83,13 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("tp2-tied", "pp2x2-dp2", "experts")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS],
+)
 def test_models_beside_one_base_are_what_they_are_alone(name, pool, tiny):
     case, sizes = LAYOUTS[name]
     kinds = [(EVERY if name == "experts" else LARGE, 1), (SMALL, 2), (SMALL, 3)]

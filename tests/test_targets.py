@@ -38,6 +38,15 @@ LAYOUTS = {
 }
 
 
+SLOW = pytest.mark.slow
+QUICK = {("1x1", False), ("tp2", True), ("pp2", True), ("experts", True)}
+PARAMS = [
+    pytest.param(name, several, marks=() if (name, several) in QUICK else SLOW)
+    for name in LAYOUTS
+    for several in (False, True)
+]
+
+
 def targeted(several: bool) -> list[Row]:
     """Rows whose targets are any ids, with weights of any sign and 0; an odd number of rows, of
     which one has one target a place and one has none at all."""
@@ -116,8 +125,7 @@ def log_probs_apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "several"), PARAMS)
 def test_targets_are_those_of_hugging_face(name, several, pool, tiny, record_property):
     case, sizes = LAYOUTS[name]
     path, rows = tiny(vocab=VOCAB, **sizes), targeted(several)
