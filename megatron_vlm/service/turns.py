@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 
 from megatron_vlm.service.journal.values import Call
 
-IDLE_S = 1.0  # who asks for nothing this long has no claim to make up for
 FORGOTTEN_S = 600.0
+MANY = 1000  # names, before any is forgotten
 
 
 class Turns:
     """Counts the seconds that were worked for each key and each of its tenants; who has had the
-    least comes next. Who comes back after a pause begins at what the one who was served last had
-    had: nobody saves up turns by keeping still."""
+    least comes next. Who was away for a turn goes on from what the one who was served last had had
+    by then, if that is more: it comes next at once, but nobody saves up turns by keeping still, or
+    by asking for little."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
@@ -36,13 +37,14 @@ class Turns:
         """A call was done, or its part of the work that was done for several."""
         for name in (f"/{call.key}", f"{call.key}/{tenant}"):
             self.had[name] = self.had.get(name, 0.0) + seconds
+            self.seen[name] = self.clock()
 
     def _least(self, group: str, members: Sequence[str]) -> int:
-        now = self.clock()
+        now, floor = self.clock(), self.floor.get(group, 0.0)
         names = [member if group else f"/{member}" for member in members]
         for name in names:
-            if now - self.seen.get(name, -FORGOTTEN_S) > IDLE_S:
-                self.had[name] = max(self.had.get(name, 0.0), self.floor.get(group, 0.0))
+            # Whoever asks all the time has had as much as the one who was served last, or more.
+            self.had[name] = max(self.had.get(name, 0.0), floor)
             self.seen[name] = now
         chosen = min(range(len(names)), key=lambda place: self.had[names[place]])
         self.floor[group] = self.had[names[chosen]]
@@ -50,8 +52,9 @@ class Turns:
         return chosen
 
     def _forget(self, now: float) -> None:
-        if len(self.seen) < 1000:
+        if len(self.seen) < MANY:
             return
         for name in [name for name, seen in self.seen.items() if now - seen > FORGOTTEN_S]:
-            self.seen.pop(name)
-            self.had.pop(name, None)
+            del self.seen[name], self.had[name]
+            if name.startswith("/"):  # a key, whose tenants were seen no later than itself
+                self.floor.pop(name[1:], None)
