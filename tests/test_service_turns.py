@@ -191,10 +191,8 @@ def test_memory_is_bounded_while_there_are_new_names():
 
 
 def test_who_asks_and_is_not_served_is_not_forgotten():
-    long = 2 * FORGOTTEN_S
-    ranks = Ranks(lambda asked: long if asked.key == "a" else 1.0)
-    for place in range(MANY):
-        ranks.turn([call(f"{place}")])
-    ranks.keys.clear()
-    ranks.work([call("a"), call("b")], 10 * FORGOTTEN_S)
+    long, a = 2 * FORGOTTEN_S, call("a")
+    ranks = Ranks(lambda asked: long if asked is a else FORGOTTEN_S / MANY / 2)
+    for place in range(20 * MANY):
+        ranks.turn([a, call("b", f"{place}")])
     assert abs(ranks.keys["a"] - ranks.keys["b"]) <= long + 1e-6
