@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup trl-env vllm-env tinker-env wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -123,6 +123,10 @@ TINKER := tests/tinker_client
 	.venv-tinker/bin/pip install --quiet --constraint $(TINKER)/requirements.txt torch==2.13.0
 	.venv-tinker/bin/pip install --quiet --no-deps --requirement $(TINKER)/requirements.txt
 	touch $@
+
+# The public client and the recipes of its cookbook against our service.
+tinker: setup tinker-env
+	$(BIN)/python -m pytest -m slow $(wildcard tests/test_tinker_*.py)
 
 # What is right on a GPU and how fast, in one call: see benchmarks/gpu/run.py. It installs nothing.
 PY ?= $(BIN)/python
