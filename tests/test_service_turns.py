@@ -196,3 +196,19 @@ def test_who_asks_and_is_not_served_is_not_forgotten():
     for place in range(20 * MANY):
         ranks.turn([a, call("b", f"{place}")])
     assert abs(ranks.keys["a"] - ranks.keys["b"]) <= long + 1e-6
+
+
+@pytest.mark.parametrize("keys", [("a", "a"), ("a", "b")])
+def test_who_has_to_be_brought_into_memory_waits_for_a_while(keys):
+    """Two models of which one fits: they are swapped rarely, and have the same share."""
+    there, swaps, had = "", 0, Counter[str]()
+    turns = Turns(lambda: 0.0)
+    calls = [call(key, owner) for key, owner in zip(keys, "xy", strict=True)]
+    for _ in range(1000):
+        chosen = turns.next(calls, owner_of, lambda asked: 0.0 if asked.owner == there else 4.0)
+        swaps += chosen.owner != there
+        there = chosen.owner
+        had[there] += 0.1
+        turns.worked(chosen, there, 0.1)
+    assert 20 <= swaps <= 26  # every 4 seconds of work, not every 0.1
+    assert abs(had["x"] - had["y"]) <= 4.2

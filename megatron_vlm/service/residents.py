@@ -7,6 +7,7 @@ done once more, in their order, from the journal.
 
 import gc
 import shutil
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -47,6 +48,17 @@ class Residents:
         self.models: OrderedDict[str, Resident] = OrderedDict()
         self.snapshots: OrderedDict[str, ModelForm] = OrderedDict()
         self.fresh: dict[str, tuple[str, int]] = {}  # folder: a model that has these weights
+        self.swap_s = 0.0  # that it took lately to bring something into memory
+
+    def has(self, name: str) -> bool:
+        """Whether a model, or weights in a folder, are in memory."""
+        id, version = self.fresh.get(name, (name, None))
+        if id in self.models and version in (None, self.models[id].version):
+            return True
+        return name in self.snapshots or name == "None"  # the base model
+
+    def _swapped(self, started: float) -> None:
+        self.swap_s += 0.3 * (time.monotonic() - started - self.swap_s)
 
     def new_folder(self, kind: str) -> Path:
         """For a checkpoint; names are never used twice."""
@@ -84,6 +96,7 @@ class Residents:
         return self.models[id]
 
     def _restore(self, id: str) -> None:
+        started = time.monotonic()
         found = self.journal.model(id)
         assert found is not None and found.state == "ready", f"{id} is not there"
         form = ModelForm.of(found.facts["form"])
@@ -93,6 +106,7 @@ class Residents:
         resident.applied = resident.saved = found.saved
         for call in self.journal.replay(id):
             self.redo(resident, call)
+        self._swapped(started)
 
     def _make_room(self, form: ModelForm) -> None:
         most = self.serve.adapters if form.rank else self.serve.full_models
@@ -135,6 +149,7 @@ class Residents:
         if id in self.models and self.models[id].version == version:
             return id
         if folder not in self.snapshots:
+            started = time.monotonic()
             form = ModelForm.of(sampler.facts["form"])
             most = self.serve.snapshots if form.rank else self.serve.full_snapshots
             for name in _oldest(self.snapshots, form, most):
@@ -143,6 +158,7 @@ class Residents:
                 gc.collect()
             self.orders.make(folder, form, False, folder, False)
             self.snapshots[folder] = form
+            self._swapped(started)
         self.snapshots.move_to_end(folder)
         return folder
 

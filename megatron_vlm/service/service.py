@@ -31,6 +31,7 @@ from megatron_vlm.service.wire.values import RequestError
 AHEAD = 4  # calls of a model that are read while others are done
 READ_AHEAD = 256  # calls, of all
 READ_BYTES = 256 * 2**20  # of their bodies
+PER_SWAP = 4  # seconds that go to others for each second in which a model is brought into memory
 TOGETHER = 256  # samples that are drawn in one turn, at least one request
 
 USERS = (RequestError, DataError, ConfigError, ValidationError)
@@ -70,7 +71,7 @@ class Service:
             if not ready:
                 self.journal.wait(EVERY_S / 2)
                 continue
-            self.turn(self.turns.next(ready, self._tenant), ready)
+            self.turn(self.turns.next(ready, self._tenant, self._delay), ready)
 
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
         """Do a call, and whatever is done best together with it."""
@@ -211,6 +212,11 @@ class Service:
             sampler = self.journal.sampler(call.owner)
             self.tenants[call.owner] = "gone" if sampler is None else f"{sampler.folder}"
         return self.tenants[call.owner]
+
+    def _delay(self, call: Call) -> float:
+        """What is in memory goes on for a while, so that most of the time is not spent swapping."""
+        there = call.kind not in (SAMPLE, *TRAINING) or self.residents.has(self._tenant(call))
+        return 0.0 if there else PER_SWAP * self.residents.swap_s
 
     def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
         """Whether nothing of the same model has to be done before; `calls` are in their order."""

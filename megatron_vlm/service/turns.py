@@ -2,7 +2,7 @@
 each set of weights that is sampled from."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_vlm.service.journal.values import Call
 
@@ -14,7 +14,9 @@ class Turns:
     """Counts the seconds that were worked for each key and each of its tenants; who has had the
     least comes next. Who was away for a turn goes on from what the one who was served last had had
     by then, if that is more: it comes next at once, but nobody saves up turns by keeping still, or
-    by asking for little."""
+    by asking for little. Who has to be brought into memory first waits until it has had some
+    seconds less than the others: else models that do not fit there together would be swapped at
+    every call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
@@ -22,16 +24,23 @@ class Turns:
         self.seen: dict[str, float] = {}
         self.floor: dict[str, float] = {}  # of the keys (""), and of the tenants of a key
 
-    def next(self, calls: Sequence[Call], tenant_of: Callable[[Call], str]) -> Call:
-        """The call to do next; of those of one tenant the first."""
-        keys = list(dict.fromkeys(call.key for call in calls))
-        key = keys[self._least("", keys)]
-        first: dict[str, Call] = {}
+    def next(
+        self,
+        calls: Sequence[Call],
+        tenant_of: Callable[[Call], str],
+        delay_of: Callable[[Call], float] = lambda call: 0.0,
+    ) -> Call:
+        """The call to do next; of those of one tenant the first. `delay_of` says how many seconds
+        less a call's tenant must have had before it comes next."""
+        first: dict[str, dict[str, Call]] = {}  # of each key, of each of its tenants
         for call in calls:
-            if call.key == key:
-                first.setdefault(f"{key}/{tenant_of(call)}", call)
-        tenants = list(first)
-        return first[tenants[self._least(key, tenants)]]
+            first.setdefault(call.key, {}).setdefault(f"{call.key}/{tenant_of(call)}", call)
+        delays = {
+            key: {name: delay_of(call) for name, call in mine.items()}
+            for key, mine in first.items()
+        }
+        key = self._least("", {f"/{key}": min(mine.values()) for key, mine in delays.items()})[1:]
+        return first[key][self._least(key, delays[key])]
 
     def worked(self, call: Call, tenant: str, seconds: float) -> None:
         """A call was done, or its part of the work that was done for several."""
@@ -39,15 +48,14 @@ class Turns:
             self.had[name] = self.had.get(name, 0.0) + seconds
             self.seen[name] = self.clock()
 
-    def _least(self, group: str, members: Sequence[str]) -> int:
+    def _least(self, group: str, delays: Mapping[str, float]) -> str:
         now, floor = self.clock(), self.floor.get(group, 0.0)
-        names = [member if group else f"/{member}" for member in members]
-        for name in names:
+        for name in delays:
             # Whoever asks all the time has had as much as the one who was served last, or more.
             self.had[name] = max(self.had.get(name, 0.0), floor)
             self.seen[name] = now
-        chosen = min(range(len(names)), key=lambda place: self.had[names[place]])
-        self.floor[group] = self.had[names[chosen]]
+        chosen = min(delays, key=lambda name: self.had[name] + delays[name])
+        self.floor[group] = min(self.had[name] for name in delays)
         self._forget(now)
         return chosen
 
