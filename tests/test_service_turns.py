@@ -205,10 +205,11 @@ def test_who_has_to_be_brought_into_memory_waits_for_a_while(keys):
     turns = Turns(lambda: 0.0)
     calls = [call(key, owner) for key, owner in zip(keys, "xy", strict=True)]
     for _ in range(1000):
-        chosen = turns.next(calls, owner_of, lambda asked: 0.0 if asked.owner == there else 4.0)
+        delays = {owner: 0.0 if owner == there else 4.0 for owner in "xy"}
+        chosen = turns.next(calls, owner_of, lambda asked, delays=delays: delays[asked.owner])
         swaps += chosen.owner != there
         there = chosen.owner
         had[there] += 0.1
         turns.worked(chosen, there, 0.1)
-    assert 20 <= swaps <= 26  # every 4 seconds of work, not every 0.1
-    assert abs(had["x"] - had["y"]) <= 4.2
+    assert 11 <= swaps <= 15  # from 4 seconds behind to 4 ahead, not at every call
+    assert abs(had["x"] - had["y"]) <= 8.2
