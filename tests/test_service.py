@@ -340,25 +340,20 @@ def test_mistakes_leave_a_model_usable(client, path):
     assert sampler.sample([[5]], max_tokens=1).sequences
 
 
-def story(client: Client, path: str, between: Any = lambda: None) -> Any:
-    """Two models by turns, with gradients that wait while the other one is trained."""
-    models = [client.model(0), client.model(3, seed=4)]
+def story(client: Client, path: str) -> Any:
+    """Models by turns, with gradients that wait while the others are trained."""
+    models = [client.model(rank, seed=4) for rank in (0, 3, 0, 2)]
     found: list[Any] = []
     for step in range(2):
-        data = data_of(path, step)
-        for model in models:
-            found.append(model.gradients(data[:2])[0])
-            between()
-        for model in models:
-            found.append(model.gradients(data[2:])[0])
+        for place, model in enumerate(models):
+            found.append(model.gradients(data_of(path, 10 * place + step)[:2])[0])
+        for place, model in enumerate(models):
+            found.append(model.gradients(data_of(path, 10 * place + step)[2:])[0])
             found.append(model.step(**STEPS[step]))
-            between()
     samplers = [model.sampler() for model in models]
-    between()
     for sampler in samplers:
         found += [sampler.log_probs(chunks).tobytes() for chunks in PROMPTS]
         found += tokens_of(sampler.sample(PROMPTS[1], 2, max_tokens=4, seed=1))
-        between()
     for model in models:
         found.append(model.gradients(data_of(path, 7), forward_only=True)[0])
     return found
