@@ -87,10 +87,13 @@ class Client:
     model_name: str
     session: str = ""
     patience_s: float = 0.0  # how long a service may be gone
+    key: str | None = None
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=100))
     numbers: Any = field(default_factory=count)
 
     def __post_init__(self) -> None:
+        if self.key is not None:
+            self.http.headers["X-API-Key"] = self.key
         self.session = self.session or self.post("create_session", tags=[])["session_id"]
 
     def __enter__(self) -> "Client":
