@@ -247,7 +247,8 @@ class Service:
 
     def _ready(self, call: Call) -> Any:
         future = self.read.pop(call.request_id, None)
-        return self._parsed(call) if future is None else future.result()
+        # One that waits behind those of others is read at once: its turn has come.
+        return self._parsed(call) if future is None or future.cancel() else future.result()
 
     def _try(self, call: Call) -> SampleAsk | None:
         """What a sample asks for, if it can be read; it is read no second time."""
