@@ -59,11 +59,11 @@ def refused(client: Client, model: str, checkpoint: str) -> None:
         ("unload_model", dict(model_id=model)),
         ("weights_info", dict(tinker_path=checkpoint)),
     ):
-        with pytest.raises(FailedError, match="^404"):
+        with pytest.raises(FailedError, match=r"^404"):
             client.post(what, **fields)
-    with pytest.raises(FailedError, match="^404"):
+    with pytest.raises(FailedError, match=r"^404"):
         client.loaded(checkpoint, True)
-    with pytest.raises(FailedError, match="^404"):
+    with pytest.raises(FailedError, match=r"^404"):
         client.sampler(model_path=checkpoint)
 
 
