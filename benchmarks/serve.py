@@ -1,0 +1,234 @@
+"""What the service costs: calls over HTTP beside the same calls of a worker, which take turns; and
+how it shares out its time among clients that always ask.
+
+make bench   (or: .venv/bin/python benchmarks/serve.py)
+"""
+
+import multiprocessing
+import sqlite3
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from record import record
+
+from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm.service.front.keys import add_key
+from megatron_vlm.step.completions import SamplingSettings
+from megatron_vlm.step.optimizer import AdamStep
+from megatron_vlm.worker import MegatronWorker
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.pool import free_port
+from tests.service_client import Client, Model, served
+
+VOCAB = 509
+WARM_UP = 1
+SMALL, LARGE, SAMPLES = 20, 2, 3  # repetitions
+CHUNKS, CHUNK_ROWS, LONG = 4, 16, 256  # of the large calls
+ASKED, PROMPT, ANSWER = 64, 16, 32  # samples, and tokens
+MICRO_BATCH = 8
+ADAM = AdamStep(0.9, 0.95, 1e-8, 0.0, 0.0, without_gradients=True)
+LEARNING_RATE = 1e-4
+CLIENTS, SHARED_S = 8, 10.0
+SETTINGS = (f"train.micro_batch_size={MICRO_BATCH}", "serve.adapters=8")
+
+
+def tokens(rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(1, 400, (rows, length))
+
+
+class Worker:
+    """The calls without a service, one after the other."""
+
+    def __init__(self, path: str):
+        train = TrainConfig(micro_batch_size=MICRO_BATCH)
+        self.worker = MegatronWorker(
+            Config(model=ModelConfig(path=path), train=train, platform="cpu")
+        )
+
+    def _gradients(self, ids: np.ndarray) -> float:
+        rows = []
+        for each in ids:
+            ids_S = torch.from_numpy(each)
+            labels_S = torch.full_like(ids_S, IGNORE)
+            rows.append(Row(ids_S, labels_S, targets=ids_S.roll(-1)[:, None]))
+        done = self.worker.forward_backward(
+            rows, True, "cross_entropy", divisor=1.0, accumulate=True
+        )
+        return done.loss
+
+    def small(self) -> float:
+        loss = self._gradients(tokens(1, 32))
+        self.worker.optim_step(LEARNING_RATE, ADAM)
+        return loss
+
+    def large(self) -> float:
+        ids = tokens(CHUNKS * CHUNK_ROWS, LONG)
+        loss = sum(self._gradients(part) for part in np.split(ids, CHUNKS))
+        self.worker.optim_step(0.0, ADAM)
+        return loss
+
+    def samples(self) -> float:
+        prompts = []
+        for each in torch.from_numpy(tokens(ASKED, PROMPT)):
+            prompts.append(Row(each, torch.full_like(each, IGNORE)))
+        settings = SamplingSettings(ANSWER)
+        found = self.worker.sample(prompts, settings, 1, list(range(ASKED)), ASKED)
+        return float(sum(len(answers[0].ids) for answers in found))
+
+
+def work(pipe: Connection, path: str) -> None:
+    """In a process of its own: answers the name of a call with what came out of it."""
+    worker = Worker(path)
+    pipe.send(None)
+    while name := pipe.recv():
+        pipe.send(getattr(worker, name)())
+
+
+class Service:
+    """The same calls by a client."""
+
+    def __init__(self, client: Client):
+        self.model = client.model(0)
+        self.sampler = client.sampler(base_model=client.model_name)
+        self.pool = ThreadPoolExecutor(16)
+
+    def small(self) -> float:
+        metrics, _ = self.model.gradients(data(tokens(1, 32)))
+        self._step(LEARNING_RATE)
+        return metrics["loss:sum"]
+
+    def large(self) -> float:
+        parts = np.split(tokens(CHUNKS * CHUNK_ROWS, LONG), CHUNKS)
+        promises = [self.model.ask_gradients(data(part)) for part in parts]
+        for promise in promises:
+            self.model.client.result(promise)
+        self._step(0.0)
+        return 0.0
+
+    def samples(self) -> float:
+        def one(place: int) -> Any:
+            chunks = [tokens(ASKED, PROMPT)[place].tolist()]
+            asked = self.sampler.ask(chunks, max_tokens=ANSWER, stop=[], seed=place)
+            return self.sampler.client.result(asked)
+
+        return float(len(list(self.pool.map(one, range(ASKED)))))
+
+    def _step(self, lr: float) -> None:
+        self.model.step(learning_rate=lr, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+def data(ids: np.ndarray) -> list[Any]:
+    return [([each.tolist()], {"target_tokens": np.roll(each, -1)}) for each in ids]
+
+
+def in_turns(ours: Callable[[], float], theirs: Callable[[], float], count: int) -> list[float]:
+    """Median seconds of each."""
+    taken: list[list[float]] = [[], []]
+    for repeat in range(WARM_UP + count):
+        for call, seconds in zip((ours, theirs), taken, strict=True):
+            begun = time.perf_counter()
+            call()
+            if repeat >= WARM_UP:
+                seconds.append(time.perf_counter() - begun)
+    return [statistics.median(each) for each in taken]
+
+
+def ask(url: str, path: str, key: str, rows: int, until: threading.Event) -> None:
+    """Always, with two calls in flight."""
+    with Client(url, path, key=key) as client:
+        model: Model = client.model(4, seed=rows)
+        asked = [model.ask_gradients(data(tokens(rows, 64))) for _ in range(2)]
+        while not until.is_set():
+            client.result(asked.pop(0))
+            asked.append(model.ask_gradients(data(tokens(rows, 64))))
+
+
+def shares(journal: Path, last_s: float) -> list[float]:
+    """The part of the ranks' time that each key had in the last seconds. Calls are done one after
+    the other: each took the time since the one before was done."""
+    with closing(sqlite3.connect(journal)) as db:
+        rows = db.execute("SELECT key, done FROM calls WHERE done IS NOT NULL ORDER BY done")
+        done = rows.fetchall()
+    had: Counter[str] = Counter()
+    for (_, before), (key, moment) in pairwise(done):
+        if moment > done[-1][1] - last_s:
+            had[key] += moment - before
+    return [seconds / sum(had.values()) for seconds in had.values()]
+
+
+def crowd(url: str, path: str, keys: list[str], journal: Path) -> list[float]:
+    """Clients whose calls have 1 to 8 rows, all at once; their shares."""
+    until = threading.Event()
+    with ThreadPoolExecutor(len(keys)) as pool:
+        asking = [pool.submit(ask, url, path, key, rows, until) for rows, key in enumerate(keys, 1)]
+        time.sleep(SHARED_S * 1.5)  # models are made meanwhile
+        found = shares(journal, SHARED_S)
+        until.set()
+        for each in asking:
+            each.result()
+    return found
+
+
+def measure(folder: Path, path: str) -> dict[str, float]:
+    """All figures."""
+    keys = [add_key(f"client{place}", folder / "keys") for place in range(CLIENTS)]
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    context.Process(target=work, args=(theirs, path), daemon=True).start()
+    pipe.recv()
+
+    def worker(name: str) -> Callable[[], float]:
+        def call() -> float:
+            pipe.send(name)
+            return float(pipe.recv())
+
+        return call
+
+    run, settings = folder / "run", (f"serve.keys={folder / 'keys'}", *SETTINGS)
+    with served(path, run, free_port(), *settings) as running:
+        with Client(running.url, path, key=keys[0]) as client:
+            service = Service(client)
+            small = in_turns(service.small, worker("small"), SMALL)
+            large = in_turns(service.large, worker("large"), LARGE)
+            drawn = in_turns(service.samples, worker("samples"), SAMPLES)
+        pipe.send("")
+        parts = crowd(running.url, path, keys, run / "journal.sqlite")
+    assert len(parts) == CLIENTS, parts
+    count = CHUNKS * CHUNK_ROWS * LONG
+    return {
+        "serve_call_ms": 1000 * small[0],
+        "serve_call_ms_worker": 1000 * small[1],
+        "serve_tokens_per_s": count / large[0],
+        "serve_worker_ratio": large[0] / large[1],
+        "serve_samples_per_s": ASKED / drawn[0],
+        "serve_sample_ratio": drawn[0] / drawn[1],
+        "serve_fairness": min(parts) * CLIENTS,
+    }
+
+
+def main() -> None:
+    """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model")
+        write_tiny(path, TinySpec(vocab=VOCAB))
+        record("serve", measure(Path(folder), path))
+
+
+if __name__ == "__main__":
+    main()
