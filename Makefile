@@ -87,6 +87,7 @@ bench: setup
 	$(BIN)/python benchmarks/lora.py
 	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python benchmarks/serve.py
 	$(MAKE) trl-env
 	$(BIN)/python benchmarks/sft/compare.py
 
