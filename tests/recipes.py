@@ -58,7 +58,7 @@ class Cookbook:
             "HF_HOME": str(self.folder / "cache"),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            "COLUMNS": "120",
+            "OMP_NUM_THREADS": "1",
         }
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=400

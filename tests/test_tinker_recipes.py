@@ -4,6 +4,7 @@ with all weights and with adapters; chats; and sums by reinforcement. At any lay
 the same, those of plain Hugging Face."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,15 @@ SPEC = TinySpec(
     from_scratch=True,
 )
 ROWS = "train.micro_batch_size=16"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For each process: the models are tiny, and threads that wait for each other take many times
+    as long where others use the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +191,10 @@ def check_sums(sums: Trained, record_property) -> None:
     assert all(abs(each) < KL for each in first)
     # Half the mean of the squares, where signs do not cancel.
     assert all(each < KL**2 for each in second)
-    assert min(sums.of("grad_norm")) > 0.1
-    # Answers that end as they have to. Measured: 0.61 to 0.92.
-    assert max(sums.of("env/all/format")) > 0.4
+    # Later there may be none: all answers may end as they have to, which is what is rewarded first.
+    assert sums.of("grad_norm")[0] > 0.1
+    # The part that ends so. Measured: from 0.61 to 0.83 in the first step, up to 0.92 and more.
+    assert max(sums.of("env/all/format")) > 0.75
 
 
 def test_samples_of_sums_are_of_the_model_that_learns(place: Place, record_property):
