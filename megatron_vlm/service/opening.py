@@ -21,6 +21,7 @@ from megatron_vlm.service.front.server import FrontServer
 from megatron_vlm.service.journal.accept import Bounds
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.orders import ModelOrders
+from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.service import Service
 
@@ -42,7 +43,8 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
     journal = Journal(Path(cfg.run), Bounds(limits.open_calls, limits.open_bytes, limits.models))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes)
-    service = Service(cfg, orders, journal, reader, _stop_words(cfg), limits)
+    readings = Readings(journal, reader, _stop_words(cfg), limits.max_tokens, base.dims.dp)
+    service = Service(cfg, orders, journal, readings)
     service.residents.remove_strangers()
     app = make_app(journal, limits, keys, _facts(cfg, orders), service.gauges)
     front = FrontServer(app, cfg.serve.host, cfg.serve.port)

@@ -6,7 +6,6 @@ the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,21 +15,19 @@ from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.group.member import BrokenError
-from megatron_vlm.service.drawing import SampleAsk, StopWords, draw, read_ask
-from megatron_vlm.service.front.limits import RequestLimits
+from megatron_vlm.service.drawing import SampleAsk, draw
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Failure, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
 from megatron_vlm.service.progress import ProgressLine
+from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.residents import Resident, Residents
-from megatron_vlm.service.rows import RowReader
-from megatron_vlm.service.training import Batch, ModelCalls, read_batch
+from megatron_vlm.service.training import ModelCalls
 from megatron_vlm.service.turns import Turns
 from megatron_vlm.service.wire.values import RequestError
 
 AHEAD = 4  # calls of a model that are read while others are done
-READ_AHEAD = 256  # calls, of all
-READ_BYTES = 256 * 2**20  # of their bodies
+GATHER_S = 0.02  # without another sample, before those that came are drawn
 PER_SWAP = 4  # seconds that go to others for each second in which a model is brought into memory
 TOGETHER = 256  # samples that are drawn in one turn, at least one request
 
@@ -40,24 +37,12 @@ USERS = (RequestError, DataError, ConfigError, ValidationError)
 class Service:
     """Everything that rank 0 does beside the ranks' work."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        orders: ModelOrders,
-        journal: Journal,
-        reader: RowReader,
-        stops: StopWords,
-        limits: RequestLimits,
-    ):
-        self.cfg, self.orders, self.journal = cfg, orders, journal
-        self.reader, self.stops, self.limits = reader, stops, limits
+    def __init__(self, cfg: Config, orders: ModelOrders, journal: Journal, readings: Readings):
+        self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
         self.residents = Residents(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
         self.turns, self.progress = Turns(), ProgressLine()
-        self.pool = ThreadPoolExecutor(1, "read")  # pictures are decoded beside the ranks' work
-        self.read: dict[str, Future[Any]] = {}
         self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
-        self.replicas = orders.models.base.dims.dp
         self.gauges = {"samples_total": 0.0}  # for /metrics
 
     def run(self) -> None:
@@ -66,12 +51,26 @@ class Service:
             self.orders.wait()
             calls = self.journal.next_calls(AHEAD)
             self.progress.tell(self.gauges, len(calls))
-            self._read_ahead(calls)
+            self.readings.begin(calls)
             ready = [call for call in calls if self._is_first(call, calls)]
             if not ready:
                 self.journal.wait(EVERY_S / 2)
                 continue
-            self.turn(self.turns.next(ready, self._tenant, self._delay), ready)
+            call = self.turns.next(ready, self._tenant, self._delay)
+            if self._more_come(call, ready):
+                self.journal.wait(GATHER_S)
+                continue
+            self.turn(call, ready)
+
+    def _more_come(self, call: Call, ready: Sequence[Call]) -> bool:
+        """Whether samples like this one arrive just now: they come one by one, and are drawn
+        together in much less time."""
+        if call.kind != SAMPLE or call.attempts:
+            return False
+        tenant = self._tenant(call)
+        came = [each.accepted for each in ready if self._tenant(each) == tenant]
+        now = time.time()
+        return now - max(came) < GATHER_S and now - min(came) < 10 * GATHER_S
 
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
         """Do a call, and whatever is done best together with it."""
@@ -84,7 +83,7 @@ class Service:
         self.progress.worked(len(together), seconds)
         share = seconds / max(len(together), 1)
         for each in together:
-            self.read.pop(each.request_id, None)
+            self.readings.drop(each)
             self.turns.worked(each, self._tenant(each), share)
         self._count()
         if call.changes_state:
@@ -147,60 +146,62 @@ class Service:
 
     def _done(self, call: Call) -> Any:
         if call.kind == "forward_backward":
-            return self.training.forward_backward(call, self._ready(call))
+            return self.training.forward_backward(call, self.readings.take(call))
         method: Callable[..., Any] = getattr(self.training, call.kind)
         return method(call, self.journal.body(call.request_id))
 
     def _redo(self, resident: Resident, call: Call) -> None:
         body, batch = self.journal.body(call.request_id), None
         if call.kind == "forward_backward":
-            batch = self._batch(body)
+            batch = self.readings.batch(body)
         self.training.redo(resident, call, batch, body)
 
     # -- samples
 
     def _draw(self, together: Sequence[Call]) -> None:
         asks: list[SampleAsk] = []
-        fine, failed = [], []
+        fine, finished = [], []
+        weights = ""
         for call in together:
+            sampler = self.journal.sampler(call.owner)
             try:
-                asks.append(self._ready(call))
+                if sampler is None:
+                    raise RequestError("sampling_session_id: the session has ended")
+                asks.append(self.readings.take(call))
+                weights = self.residents.weights(sampler)  # the same for all of them
                 fine.append(call)
             except USERS as error:
-                failed.append(Finished(call.request_id, _failure(error)))
+                finished.append(Finished(call.request_id, _failure(error)))
         if fine:
-            sampler = self.journal.sampler(fine[0].owner)
-            if sampler is None:
-                gone = Failure("sampling_session_id: the session has ended", "user")
-                failed += [Finished(call.request_id, gone) for call in fine]
-            else:
-                weights = self.residents.weights(sampler)
-                answers = draw(self.orders, weights, asks)
-                self.gauges["samples_total"] += sum(ask.n for ask in asks)
-                failed += [
-                    Finished(call.request_id, Outcome(answer, "protobuf"))
-                    for call, answer in zip(fine, answers, strict=True)
-                ]
-        self.journal.finish_all(failed)
+            answers = draw(self.orders, weights, asks)
+            self.gauges["samples_total"] += sum(ask.n for ask in asks)
+            finished += [
+                Finished(call.request_id, Outcome(answer, "protobuf"))
+                for call, answer in zip(fine, answers, strict=True)
+            ]
+        self.journal.finish_all(finished)
 
     def _alike(self, call: Call, ready: Sequence[Call]) -> list[Call]:
         """Samples of the same weights with the same settings, the one whose turn it is first."""
-        tenant, ask = self._tenant(call), self._try(call)
+        tenant = self._tenant(call)
+        others = [
+            each
+            for each in ready
+            if each is not call
+            and each.kind == SAMPLE
+            and not each.attempts
+            and self._tenant(each) == tenant
+        ]
+        ask = self.readings.look(call)
         if ask is None:
             return [call]
         found, samples = [call], ask.n
-        for other in ready:
-            if other.kind != SAMPLE or other.attempts or other is call:
-                continue
-            if self._tenant(other) != tenant or samples + ask.n > TOGETHER:
-                continue
-            theirs = self._try(other)
+        for other in others:
+            theirs = self.readings.look(other) if samples + ask.n <= TOGETHER else None
             if theirs is not None and theirs.alike == ask.alike:
                 found.append(other)
                 samples += theirs.n
         return found
-
-    # -- reading
 
     def _tenant(self, call: Call) -> str:
         """Whose work it is: a model's, or that of weights which are sampled from."""
@@ -224,42 +225,9 @@ class Service:
             return True
         return next(each for each in calls if each.owner == call.owner) is call
 
-    def _read_ahead(self, calls: Sequence[Call]) -> None:
-        if len(self.read) > 2 * READ_AHEAD:  # some were cancelled meanwhile
-            there = {call.request_id for call in calls}
-            self.read = {name: each for name, each in self.read.items() if name in there}
-        size = 0
-        for call in calls[:READ_AHEAD]:
-            size += call.size
-            if size > READ_BYTES:
-                break
-            if call.request_id not in self.read and call.kind in ("forward_backward", SAMPLE):
-                self.read[call.request_id] = self.pool.submit(self._parsed, call)
-
-    def _parsed(self, call: Call) -> Batch | SampleAsk:
-        body = self.journal.body(call.request_id)
-        if call.kind == SAMPLE:
-            return read_ask(body, self.reader, self.stops, call.seed, self.limits.max_tokens)
-        return self._batch(body)
-
-    def _batch(self, body: bytes) -> Batch:
-        return read_batch(body, self.reader, self.replicas)
-
-    def _ready(self, call: Call) -> Any:
-        future = self.read.pop(call.request_id, None)
-        # One that waits behind those of others is read at once: its turn has come.
-        return self._parsed(call) if future is None or future.cancel() else future.result()
-
-    def _try(self, call: Call) -> SampleAsk | None:
-        """What a sample asks for, if it can be read; it is read no second time."""
-        future = self.read.get(call.request_id)
-        if future is None:
-            future = self.read[call.request_id] = self.pool.submit(self._parsed, call)
-        return None if future.exception() else future.result()
-
     def close(self) -> None:
         """Keep what is in memory; what waits is done when the service starts again."""
-        self.pool.shutdown(cancel_futures=True)
+        self.readings.close()
         self.residents.keep_all()
 
     def _count(self) -> None:

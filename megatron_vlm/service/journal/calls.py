@@ -26,12 +26,14 @@ _CALL = (
 )
 
 
-def next_calls(db: sqlite3.Connection, ahead: int, most: int) -> list[Call]:
-    """What may be done now, in the order of acceptance."""
+def next_calls(db: sqlite3.Connection, ahead: int, of_key: int) -> list[Call]:
+    """What may be done now, in the order of acceptance; of what has no order so much of a key."""
     # A call of a model waits for the model and for the calls before it, anything else for nobody.
+    # Of each key the first ones: thousands of one must not hide those of the others.
     free = db.execute(
-        f"SELECT {_CALL} FROM calls WHERE done IS NULL AND model IS NULL ORDER BY number LIMIT ?",
-        (most,),
+        f"SELECT {_CALL} FROM (SELECT *, row_number() OVER (PARTITION BY key ORDER BY number)"
+        " AS place FROM calls WHERE done IS NULL AND model IS NULL) AS calls WHERE place <= ?",
+        (of_key,),
     )
     found = [(row["number"], _call(row)) for row in free]
     ordered = db.execute(
@@ -47,7 +49,7 @@ def next_calls(db: sqlite3.Connection, ahead: int, most: int) -> list[Call]:
             found.append((number[row["owner"], first], _call(row)))
     # Of a model, the later calls follow the first one, whatever order they arrived in.
     found.sort(key=lambda one: (one[0], one[1].seq))
-    return [call for _, call in found[:most]]
+    return [call for _, call in found]
 
 
 def waiting(db: sqlite3.Connection) -> list[Call]:

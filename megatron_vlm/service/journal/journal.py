@@ -119,7 +119,7 @@ class Journal:
         """Wake who waits, for example to stop."""
         self._bell.ring()
 
-    def next_calls(self, ahead: int = 1, most: int = 4096) -> list[Call]:
+    def next_calls(self, ahead: int = 1, of_key: int = 512) -> list[Call]:
         """All calls that may be done now, in the order in which they were accepted.
 
         Of a model these are the next one, or the next `ahead` where none is missing between them:
@@ -128,7 +128,7 @@ class Journal:
         when the process died: done by itself it cannot take others along.
         """
         with self._store.read() as db:
-            return calls.next_calls(db, ahead, most)
+            return calls.next_calls(db, ahead, of_key)
 
     def body(self, request_id: str) -> bytes:
         """What the client sent, unpacked: protobuf for forward_backward, else JSON."""

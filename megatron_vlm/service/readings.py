@@ -1,0 +1,90 @@
+"""Requests are read, and their pictures decoded, beside the work of the ranks."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from megatron_vlm.service.drawing import SampleAsk, StopWords, read_ask
+from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.journal.values import SAMPLE, Call
+from megatron_vlm.service.rows import RowReader
+from megatron_vlm.service.training import Batch, read_batch
+
+MOST_CALLS = 256  # that are read ahead
+MOST_BYTES = 256 * 2**20  # of their bodies
+_READ = ("forward_backward", SAMPLE)  # the others are small
+
+
+class Readings:
+    """What calls ask for, by their request. An error of a request is raised where it is taken."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        reader: RowReader,
+        stops: StopWords,
+        most_tokens: int,
+        replicas: int,
+    ):
+        """`most_tokens` of a sample that names no number."""
+        self.journal, self.reader, self.stops = journal, reader, stops
+        self.most_tokens, self.replicas = most_tokens, replicas
+        self.pool = ThreadPoolExecutor(1, "read")
+        self.futures: dict[str, Future[Any]] = {}
+
+    def begin(self, calls: Sequence[Call]) -> None:
+        """Read the first of these, unless that was begun before."""
+        if len(self.futures) > 2 * MOST_CALLS:  # some were cancelled meanwhile
+            there = {call.request_id for call in calls}
+            self.futures = {name: each for name, each in self.futures.items() if name in there}
+        size = 0
+        for call in calls[:MOST_CALLS]:
+            size += call.size
+            if size > MOST_BYTES:
+                break
+            if call.request_id not in self.futures and call.kind in _READ:
+                self.futures[call.request_id] = self.pool.submit(self._read, call)
+
+    def take(self, call: Call) -> Any:
+        """A Batch or a SampleAsk, which is not kept."""
+        future = self._wanted(call)
+        self.drop(call)
+        return future.result()
+
+    def look(self, call: Call) -> SampleAsk | None:
+        """What a sample asks for, if it can be read."""
+        future = self._wanted(call)
+        return None if future.exception() else future.result()
+
+    def batch(self, body: bytes) -> Batch:
+        """A forward_backward."""
+        return read_batch(body, self.reader, self.replicas)
+
+    def drop(self, call: Call) -> None:
+        """It is done."""
+        self.futures.pop(call.request_id, None)
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self.pool.shutdown(cancel_futures=True)
+
+    def _wanted(self, call: Call) -> "Future[Any]":
+        future = self.futures.get(call.request_id)
+        if future is None or future.cancel():  # its turn has come: it does not wait for others
+            future = self.futures[call.request_id] = _settled(lambda: self._read(call))
+        return future
+
+    def _read(self, call: Call) -> Batch | SampleAsk:
+        body = self.journal.body(call.request_id)
+        if call.kind == SAMPLE:
+            return read_ask(body, self.reader, self.stops, call.seed, self.most_tokens)
+        return self.batch(body)
+
+
+def _settled(work: Callable[[], Any]) -> "Future[Any]":
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
