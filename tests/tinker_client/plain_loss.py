@@ -1,5 +1,5 @@
 """Runs in the environment of the public client: the loss that plain Hugging Face has on the first
-batch of a recipe, per token that is learned.
+batch of a recipe, per token that is learned, and the norm of the gradients of its sum.
 
 plain_loss.py MODEL BATCH FILE     of chat_sl
 plain_loss.py MODEL BATCH          of vlm_classifier, in the working directory
@@ -56,17 +56,20 @@ def log_probs_of(model, processor, datum):
     return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
 
 
-@torch.no_grad()
 def main(path, batch, file=None):
     data = first_batch(path, int(batch), file)
     model = AutoModelForImageTextToText.from_pretrained(path).eval()
     processor = get_image_processor(path)
-    loss = count = 0.0
+    total = count = 0.0
     for datum in data:
         weights = datum.loss_fn_inputs["weights"].to_torch()
-        loss -= float((log_probs_of(model, processor, datum).double() * weights).sum())
+        loss = -(log_probs_of(model, processor, datum) * weights).sum()
+        loss.backward()
+        total += float(loss.detach())
         count += float(weights.sum())
-    print(json.dumps({"loss": loss / count}))
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    print(json.dumps({"train_mean_nll": total / count, "grad_norm": norm}))
 
 
 if __name__ == "__main__":
