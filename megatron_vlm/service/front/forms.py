@@ -179,7 +179,17 @@ class SaveWeights(Named):
 class SaveWeightsExternal(Named):
     """save_weights_external"""
 
-    age_encryption_recipients: Annotated[list[Text], Field(max_length=0)] | None = None
+    age_encryption_recipients: Annotated[list[Text], Field(max_length=256)] | None = None
+
+    @field_validator("age_encryption_recipients")
+    @classmethod
+    def _plain(cls, value: list[str] | None) -> list[str] | None:
+        if value:
+            raise ValueError(
+                "encrypted exports are not supported; save_weights_external without recipients, and "
+                "download what it makes"
+            )
+        return value
 
 
 class SaveWeightsForSampler(OrderedForm):
