@@ -186,8 +186,8 @@ class SaveWeightsExternal(Named):
     def _plain(cls, value: list[str] | None) -> list[str] | None:
         if value:
             raise ValueError(
-                "encrypted exports are not supported; save_weights_external without recipients, and "
-                "download what it makes"
+                "encrypted exports are not supported; call save_weights_external without "
+                "recipients, and download what it makes"
             )
         return value
 
