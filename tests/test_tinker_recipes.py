@@ -89,7 +89,7 @@ def classifier(base: str, tmp_path_factory: pytest.TempPathFactory) -> Classifie
 
 
 def test_a_classifier_learns_to_see(classifier: Classifier, record_property):
-    """Sixteen classes, 400 pictures: at 99 % a standard error is 0.5 %. Measured: 99.5 % or more."""
+    """Sixteen classes, 400 pictures: a standard error is 0.5 %. Measured: 99.5 % or more."""
     record_property("accuracy", classifier.accuracy)
     assert classifier.trained.of("accuracy")[0] < 0.2
     assert classifier.accuracy >= WANTED
