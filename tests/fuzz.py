@@ -132,9 +132,9 @@ def config_json(folder: Path) -> Attempt:
 
 def generation_config(folder: Path) -> Attempt:
     def read(path: Path) -> None:
-        from megatron_vlm.chat.conversation import _stop_ids
+        from megatron_vlm.data.encode.tokenizer import stop_ids
 
-        assert all(type(token) is int for token in _stop_ids(path, 3))
+        assert all(type(token) is int for token in stop_ids(path, 3))
 
     return _settings(folder, "generation_config.json", read)
 

@@ -1,154 +1,114 @@
-"""An engine of a service without a model, for tests of its journal and of its front."""
+"""An engine without a model, for tests of what surrounds one. It is started as the real one is,
+after its own path: `python stand_in_engine.py SERVE SOCKET BUFFER`, and uses the link beside SERVE.
 
-import contextlib
+An answer's ids are its seed and the engine's version, its log-prob the number of the weights that
+it was given last. What a prompt begins with says how it is answered: HELD, once the file `release`
+of its options exists; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it before.
+Where the environment has REPLAYS, a folder, it has the answers: see tests/test_agreement.py.
+"""
+
+import hashlib
 import json
-import threading
-import time
+import os
+import queue
+import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from megatron_vlm.service.front import forms
-from megatron_vlm.service.front.sampling_routes import sampler_id
-from megatron_vlm.service.journal.calls import model_id
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import (
-    Changes,
-    Failure,
-    ModelChange,
-    NewCheckpoint,
-    NewSampler,
-    Outcome,
-    Saved,
-    tinker_path,
-)
-from megatron_vlm.service.wire.answers import write_forward_backward, write_samples
-from megatron_vlm.service.wire.requests import read_forward_backward
-from megatron_vlm.service.wire.values import Sampled, Samples
+HELD, DEADLY, DEADLY_ONCE = 11, 12, 13
+REPLAYS = "STAND_IN_REPLAYS"
 
 
-def answer(value):
-    return Outcome(json.dumps(value).encode())
+def number_of(values: bytes, before: int = 0) -> int:
+    """Of weights, the next of which are these."""
+    return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
+
+
+def replay_of(prompt: list[int]) -> str:
+    """The name of the file that has what is answered to a prompt: {"inspect": ..., "sample": ...};
+    behind it with .bin, the patches."""
+    return hashlib.sha1(json.dumps(prompt).encode()).hexdigest()
 
 
 class StandIn:
-    """Does calls as they come, and notes which: `done` has (kind, owner, seq)."""
+    def __init__(self, link: Any) -> None:
+        self.link, self.version, self.number = link, 0, 0
+        self.held: list[dict[str, Any]] = []
+        self.options: dict[str, Any] = {}
 
-    def __init__(self, journal: Journal, hold=()):
-        self.journal = journal
-        self.hold = set(hold)  # kinds that are left waiting
-        self.done = []
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, name="stand-in engine")
+    def run(self) -> None:
+        while True:
+            try:
+                message, _ = self.link.inbox.get(timeout=0.01)
+                known = REPLAYS in os.environ and message["do"] in ("inspect", "sample")
+                (self.replay if known else self.handle)(message)
+            except queue.Empty:
+                pass
+            if self.held and Path(self.options["release"]).exists():
+                while self.held:
+                    self.answer(self.held.pop(0))
 
-    def __enter__(self):
-        self._thread.start()
-        return self
+    def replay(self, message: dict[str, Any]) -> None:
+        file = Path(os.environ[REPLAYS]) / replay_of(message["prompt"])
+        body = Path(f"{file}.bin").read_bytes() if message["do"] == "inspect" else b""
+        self.link.answer(message["id"], json.loads(file.read_text())[message["do"]], body)
 
-    def __exit__(self, *_):
-        self._stop = True
-        self.journal.ring()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
+    def handle(self, message: dict[str, Any]) -> None:
+        number, do = message["id"], message["do"]
+        if do == "load":
+            if not self.load(**message["options"]):
+                self.link.refuse(number, self.options["fail"])
+                return
+        elif do == "sample":
+            self.sample(message)
+            return
+        elif do == "abort":
+            self.held = [each for each in self.held if each["id"] != number]
+            return
+        elif self.held:
+            self.link.refuse(number, "AssertionError: an update comes when nothing is asked")
+            return
+        elif do == "stream_weights":
+            self.number = 0
+            while (found := self.link.next_tensor()) is not None:
+                if found[0]["name"] == self.options.get("refused"):
+                    self.link.refuse(number, "ValueError: no such tensor")
+                    return
+                self.number = number_of(bytes(found[1]), self.number)
+        elif do in ("folder", "adapt"):
+            self.number = number_of(message["folder"].encode(), self.number * (do == "adapt"))
+        self.version = message.get("version", self.version)
+        self.link.answer(number, None)
 
-    def _run(self):
-        while not self._stop:
-            self.journal.wait(0.2)
-            for call in self.journal.next_calls():
-                if call.kind in self.hold or not self.journal.begun(call.request_id):
-                    continue
-                outcome, changes = self._do(call, self.journal.body(call.request_id))
-                self.done.append((call.kind, call.owner, call.seq))
-                self.journal.finish(call.request_id, outcome, changes)
+    def load(self, **options: Any) -> bool:
+        """Whether it has started."""
+        self.options = options
+        if (stumble := Path(options.get("stumble", "/nowhere"))).exists():
+            stumble.unlink()
+            os._exit(4)
+        return "fail" not in options
 
-    def _do(self, call, body):
-        return getattr(self, f"_{call.kind}")(call, body)
+    def sample(self, message: dict[str, Any]) -> None:
+        kind = message["prompt"][0]
+        once = Path(self.options.get("once", "/nowhere"))
+        if kind == DEADLY or (kind == DEADLY_ONCE and not once.exists()):
+            print("the prompt was too much", flush=True)
+            once.parent.mkdir(exist_ok=True)
+            once.touch()
+            os._exit(3)
+        if kind == HELD:
+            self.held.append(message)
+        else:
+            self.answer(message)
 
-    def _create_model(self, call, body):
-        name = model_id(call.owner, call.seq)
-        ready = ModelChange(name, state="ready", figures={"loss": 1.5})
-        return answer({"model_id": name, "type": "create_model"}), Changes(models=(ready,))
-
-    def _load_model(self, call, body):
-        name, path = model_id(call.owner, call.seq), json.loads(body)["path"]
-        source = self.journal.model(name).source
-        if not (source / "weights").is_file():
-            return Failure(f"{path} is gone", "user"), Changes()
-        said = answer({"model_id": name, "path": path, "type": "load_weights"})
-        return said, Changes(models=(ModelChange(name, state="ready"),))
-
-    def _load_weights(self, call, body):
-        return answer({"path": json.loads(body)["path"], "type": "load_weights"}), Changes()
-
-    def _forward_backward(self, call, body):
-        request = read_forward_backward(body)
-        if request.loss == "custom":
-            return Failure("loss_fn 'custom' is not supported", "user"), Changes()
-        outputs = [
-            {"logprobs": np.full(d.inputs["target_tokens"].shape, -0.5, np.float32)}
-            for d in request.data
-        ]
-        metrics = {"loss:sum": 0.5 * len(outputs)}
-        return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
-
-    def _optim_step(self, call, body):
-        rate = forms.OptimStep.model_validate_json(body).adam_params.learning_rate
-        return answer({"metrics": {"lr:mean": rate}, "type": "optim_step"}), Changes()
-
-    def _folder(self, call) -> Path:
-        folder = self.journal.run / "checkpoints" / call.request_id
-        folder.mkdir(parents=True)
-        (folder / "weights").write_bytes(b"w" * 10)
-        return folder
-
-    def _saved(self, call, body, kind, form):
-        value, folder = form.model_validate_json(body), self._folder(call)
-        expires = None if value.ttl_seconds is None else time.time() + value.ttl_seconds
-        made = NewCheckpoint(
-            *(call.owner, kind, value.path, folder, 10, expires), value.user_metadata or {}
-        )
-        said = answer({"path": tinker_path(call.owner, kind, value.path), "type": call.kind})
-        saved = (Saved(call.owner, call.seq, folder),) if kind == "training" else ()
-        return said, Changes(checkpoints=(made,), saved=saved)
-
-    def _save_weights(self, call, body):
-        return self._saved(call, body, "training", forms.SaveWeights)
-
-    def _save_weights_external(self, call, body):
-        return self._saved(call, body, "external", forms.SaveWeightsExternal)
-
-    def _save_weights_for_sampler(self, call, body):
-        form = forms.SaveWeightsForSampler.model_validate_json(body)
-        if form.path is not None:
-            return self._saved(call, body, "sampler", forms.SaveWeightsForSampler)
-        model = self.journal.model(call.owner)
-        name = sampler_id(model.session, form.sampling_session_seq_id)
-        new = NewSampler(name, model.session, model.id, model.base_model, self._folder(call))
-        return answer({"sampling_session_id": name}), Changes(samplers=(new,))
-
-    def _asample(self, call, body):
-        form = forms.SampleForm.model_validate_json(body)
-        length = sum(len(c.get("tokens", ())) for c in form.prompt.chunks)
-        tokens = np.arange(1, 4, dtype=np.int32)
-        one = Sampled(tokens, np.full(3, -0.25, np.float32), stopped=True)
-        prompt = None
-        if form.prompt_logprobs:
-            prompt = np.full(length, -0.5, np.float32)
-            prompt[0] = np.nan
-        return Outcome(write_samples(Samples((one,) * form.num_samples, prompt)), "protobuf"), (
-            Changes()
-        )
-
-    def _unload_model(self, call, body):
-        name = json.loads(body)["model_id"]
-        ended = ModelChange(name, state="unloaded")
-        return answer({"model_id": name, "type": "unload_model"}), Changes(models=(ended,))
+    def answer(self, message: dict[str, Any]) -> None:
+        one = {"log_probs": [float(self.number)], "ended": "stop"}
+        samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
+        self.link.answer(message["id"], {"samples": samples, "version": self.version})
 
 
-@contextlib.contextmanager
-def opened(run, **options):
-    journal = Journal(run, **options)
-    try:
-        yield journal
-    finally:
-        journal.close()
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(sys.argv[1]).parent))
+    from link import Link
+
+    StandIn(Link(int(sys.argv[2]), int(sys.argv[3]))).run()

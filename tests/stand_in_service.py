@@ -8,7 +8,7 @@ from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.desk import ServerFacts
 from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
-from tests.stand_in_engine import StandIn, opened
+from tests.stand_in_calls import StandIn, opened
 
 if __name__ == "__main__":
     run, port = sys.argv[1:]

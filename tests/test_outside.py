@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_vlm.chat.conversation import _stop_ids
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, write_file, write_manifest
 from megatron_vlm.checkpoint.store import find_checkpoint
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.encode.reader import make_encoder
+from megatron_vlm.data.encode.tokenizer import stop_ids
 from megatron_vlm.data.media.media import MediaPolicy, resolve_path
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.lines import parse_json
@@ -57,7 +57,7 @@ def encoder(folder: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config.json": read_sizes,
-    "generation_config.json": lambda folder: _stop_ids(folder, 1),
+    "generation_config.json": lambda folder: stop_ids(folder, 1),
     "preprocessor_config.json": encoder,
     "video_preprocessor_config.json": encoder,
     "processor_config.json": encoder,

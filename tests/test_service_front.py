@@ -34,7 +34,7 @@ from megatron_vlm.service.journal.sweep import Keep
 from megatron_vlm.service.journal.values import Outcome
 from megatron_vlm.service.wire.schema import message
 from tests.mutation import DEEP, mutate_bytes, mutate_json
-from tests.stand_in_engine import StandIn, opened
+from tests.stand_in_calls import StandIn, opened
 
 FACTS = ServerFacts(("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1")
 PROTOBUF = {"Accept": "application/x-protobuf"}

@@ -34,7 +34,7 @@ from megatron_vlm.service.journal.values import (
     Saved,
     tinker_path,
 )
-from tests.stand_in_engine import opened
+from tests.stand_in_calls import opened
 
 DONE = Outcome(b"{}")
 AT_ONCE = Keep(fetched=-1, unfetched=-1, rows=-1, finished=-1, released=-1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.stand_in_engine import opened
+from tests.stand_in_calls import opened
 
 ROOT = Path(__file__).parent.parent
 CLIENTS = 6

@@ -15,7 +15,7 @@ from megatron_vlm.service.front.desk import ServerFacts
 from megatron_vlm.service.front.keys import ApiKeys, add_key
 from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
-from tests.stand_in_engine import StandIn, opened
+from tests.stand_in_calls import StandIn, opened
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"

@@ -1,0 +1,154 @@
+"""An engine of a service without a model, for tests of its journal and of its front."""
+
+import contextlib
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from megatron_vlm.service.front import forms
+from megatron_vlm.service.front.sampling_routes import sampler_id
+from megatron_vlm.service.journal.calls import model_id
+from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.journal.values import (
+    Changes,
+    Failure,
+    ModelChange,
+    NewCheckpoint,
+    NewSampler,
+    Outcome,
+    Saved,
+    tinker_path,
+)
+from megatron_vlm.service.wire.answers import write_forward_backward, write_samples
+from megatron_vlm.service.wire.requests import read_forward_backward
+from megatron_vlm.service.wire.values import Sampled, Samples
+
+
+def answer(value):
+    return Outcome(json.dumps(value).encode())
+
+
+class StandIn:
+    """Does calls as they come, and notes which: `done` has (kind, owner, seq)."""
+
+    def __init__(self, journal: Journal, hold=()):
+        self.journal = journal
+        self.hold = set(hold)  # kinds that are left waiting
+        self.done = []
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="stand-in engine")
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop = True
+        self.journal.ring()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def _run(self):
+        while not self._stop:
+            self.journal.wait(0.2)
+            for call in self.journal.next_calls():
+                if call.kind in self.hold or not self.journal.begun(call.request_id):
+                    continue
+                outcome, changes = self._do(call, self.journal.body(call.request_id))
+                self.done.append((call.kind, call.owner, call.seq))
+                self.journal.finish(call.request_id, outcome, changes)
+
+    def _do(self, call, body):
+        return getattr(self, f"_{call.kind}")(call, body)
+
+    def _create_model(self, call, body):
+        name = model_id(call.owner, call.seq)
+        ready = ModelChange(name, state="ready", figures={"loss": 1.5})
+        return answer({"model_id": name, "type": "create_model"}), Changes(models=(ready,))
+
+    def _load_model(self, call, body):
+        name, path = model_id(call.owner, call.seq), json.loads(body)["path"]
+        source = self.journal.model(name).source
+        if not (source / "weights").is_file():
+            return Failure(f"{path} is gone", "user"), Changes()
+        said = answer({"model_id": name, "path": path, "type": "load_weights"})
+        return said, Changes(models=(ModelChange(name, state="ready"),))
+
+    def _load_weights(self, call, body):
+        return answer({"path": json.loads(body)["path"], "type": "load_weights"}), Changes()
+
+    def _forward_backward(self, call, body):
+        request = read_forward_backward(body)
+        if request.loss == "custom":
+            return Failure("loss_fn 'custom' is not supported", "user"), Changes()
+        outputs = [
+            {"logprobs": np.full(d.inputs["target_tokens"].shape, -0.5, np.float32)}
+            for d in request.data
+        ]
+        metrics = {"loss:sum": 0.5 * len(outputs)}
+        return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
+
+    def _optim_step(self, call, body):
+        rate = forms.OptimStep.model_validate_json(body).adam_params.learning_rate
+        return answer({"metrics": {"lr:mean": rate}, "type": "optim_step"}), Changes()
+
+    def _folder(self, call) -> Path:
+        folder = self.journal.run / "checkpoints" / call.request_id
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"w" * 10)
+        return folder
+
+    def _saved(self, call, body, kind, form):
+        value, folder = form.model_validate_json(body), self._folder(call)
+        expires = None if value.ttl_seconds is None else time.time() + value.ttl_seconds
+        made = NewCheckpoint(
+            *(call.owner, kind, value.path, folder, 10, expires), value.user_metadata or {}
+        )
+        said = answer({"path": tinker_path(call.owner, kind, value.path), "type": call.kind})
+        saved = (Saved(call.owner, call.seq, folder),) if kind == "training" else ()
+        return said, Changes(checkpoints=(made,), saved=saved)
+
+    def _save_weights(self, call, body):
+        return self._saved(call, body, "training", forms.SaveWeights)
+
+    def _save_weights_external(self, call, body):
+        return self._saved(call, body, "external", forms.SaveWeightsExternal)
+
+    def _save_weights_for_sampler(self, call, body):
+        form = forms.SaveWeightsForSampler.model_validate_json(body)
+        if form.path is not None:
+            return self._saved(call, body, "sampler", forms.SaveWeightsForSampler)
+        model = self.journal.model(call.owner)
+        name = sampler_id(model.session, form.sampling_session_seq_id)
+        new = NewSampler(name, model.session, model.id, model.base_model, self._folder(call))
+        return answer({"sampling_session_id": name}), Changes(samplers=(new,))
+
+    def _asample(self, call, body):
+        form = forms.SampleForm.model_validate_json(body)
+        length = sum(len(c.get("tokens", ())) for c in form.prompt.chunks)
+        tokens = np.arange(1, 4, dtype=np.int32)
+        one = Sampled(tokens, np.full(3, -0.25, np.float32), stopped=True)
+        prompt = None
+        if form.prompt_logprobs:
+            prompt = np.full(length, -0.5, np.float32)
+            prompt[0] = np.nan
+        return Outcome(write_samples(Samples((one,) * form.num_samples, prompt)), "protobuf"), (
+            Changes()
+        )
+
+    def _unload_model(self, call, body):
+        name = json.loads(body)["model_id"]
+        ended = ModelChange(name, state="unloaded")
+        return answer({"model_id": name, "type": "unload_model"}), Changes(models=(ended,))
+
+
+@contextlib.contextmanager
+def opened(run, **options):
+    journal = Journal(run, **options)
+    try:
+        yield journal
+    finally:
+        journal.close()
