@@ -153,6 +153,7 @@ def test_full_training_is_that_of_plain_pytorch(client, path, record_property):
     assert max(worst) <= TOLERANCE, worst
 
 
+@pytest.mark.slow
 def test_adapters_are_those_of_peft(client, path, running, record_property):
     """Downloaded as they begin, trained by PEFT, and trained here."""
     model = client.model(6, seed=5)
@@ -246,6 +247,7 @@ def plain(model: Model, path: str) -> Any:
     return hf
 
 
+@pytest.mark.slow
 def test_what_a_prompt_may_ask_besides(client, path):
     sampler, chunks = client.sampler(base_model=path), PROMPTS[1]
     hf, row = load_reference(path), row_of(PROMPTS[1], path)
@@ -288,6 +290,7 @@ def test_what_a_prompt_may_ask_besides(client, path):
         assert float(abs(values - want.values.numpy()).max()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_or_begin_anew(client, path):
     model = client.model(3, seed=2)
     trained(model, path, 2)
