@@ -75,7 +75,7 @@ def test_one_that_floods_does_not_hold_up_the_others(tiny, tmp_path, record_prop
     with served(path, run, free_port(), f"serve.keys={tmp_path / 'keys'}") as running:
         url = running.url
         with Client(url, path, key=keys["flood"]) as client, ThreadPoolExecutor(8) as pool:
-            model, rows = client.model(2), data(8, 60)
+            model, rows = client.model(2), data(16, 120)  # much longer than those of the others
             model.gradients(rows)
             training = [pool.submit(train, url, path, keys[name], begin) for name in SMALL]
             for _ in range(FLOOD):
