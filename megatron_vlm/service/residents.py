@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.config.schema import ServeConfig
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import Call, Model, SamplingSession
 from megatron_vlm.service.models import BASE, ModelForm
@@ -104,8 +105,13 @@ class Residents:
         self.create(id, form, source, moments)
         resident = self.models[id]
         resident.applied = resident.saved = found.saved
-        for call in self.journal.replay(id):
-            self.redo(resident, call)
+        try:
+            for call in self.journal.replay(id):
+                self.redo(resident, call)
+        except MegatronVLMError as error:
+            if not isinstance(error, BrokenError):
+                self.forget(id)  # half of what it was would be worse than nothing
+            raise
         self._swapped(started)
 
     def _make_room(self, form: ModelForm) -> None:
