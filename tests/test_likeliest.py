@@ -55,10 +55,7 @@ def likeliest(worker: MegatronWorker, rows: list[Row], temperature: float, logit
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("tp2", "pp2") else pytest.mark.slow)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=() if name in ("tp2",) else pytest.mark.slow) for name in LAYOUTS],
 )
 @pytest.mark.parametrize(("temperature", "logits"), [(1.0, 2**26), (0.7, 1000)])
 def test_the_likeliest_are_those_of_hugging_face(

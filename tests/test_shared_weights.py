@@ -83,7 +83,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-QUICK = ("tp2-tied", "pp2x2-dp2", "experts")
+QUICK = ("tp2-tied", "experts")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,12 @@ def weights_alone(path: str, case: Case, folder: str) -> Any:
     return progress, equal, all(map(torch.equal, *later)), read
 
 
-@pytest.mark.parametrize("name", ["1x1", "dp2-bf16", "pp2-tied"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("1x1", marks=SLOW), "dp2-bf16", pytest.param("pp2-tied", marks=SLOW)]
+)
 @pytest.mark.parametrize("lora", [None, SMALL])
 def test_weights_without_moments(name, lora, pool, tiny, tmp_path):
     case, sizes = LAYOUTS[name]
