@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.checkpoint import state
+from megatron_vlm.checkpoint.held import get_step
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.step.completions import SamplingSettings
@@ -117,6 +118,7 @@ def weights_alone(path: str, case: Case, folder: str) -> Any:
     equal = all(map(torch.equal, first.forward(rows), second.forward(rows)))
     fresh = MegatronWorker(cfg)
     state.load(fresh, Path(folder) / "weights", moments=False)
+    assert get_step(second.optimizer) == get_step(fresh.optimizer) == 0  # as new ones
     later = []
     for worker in (second, fresh):
         worker.forward_backward(rows)
