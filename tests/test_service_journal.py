@@ -343,7 +343,8 @@ def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
 
 def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tmp_path):
     with opened(tmp_path, keep=AT_ONCE) as journal:
-        session, model = a_model(journal)
+        _, model = a_model(journal)
+        session = journal.create_session("k", {}, None)  # that samples
         first, second = folder(journal, "c/1"), folder(journal, "c/2")
 
         def save(seq, at, name="final"):
@@ -465,6 +466,27 @@ def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path
         journal.sweep()
         assert heard == [gap] and "call 1, which was never sent" in journal.result(gap).outcome.text
         assert [call.owner for call in journal.waiting()] == [other]
+
+
+def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
+    with opened(tmp_path, keep=Keep(finished=-1, released=-1)) as journal:
+        session, model = a_model(journal)
+        _, other = a_model(journal)
+        state, named = folder(journal, "states/1"), folder(journal, "weights/1")
+        journal.saved(model, 0, state)
+        made = NewCheckpoint(model, "sampler", "a", named, 1)
+        call = journal.accept(NewCall("save_weights_for_sampler", model, 1, "k", b"{}"))
+        journal.finish(call.request_id, DONE, Changes(checkpoints=(made,)))
+        step = journal.accept(a_step(model, 2)).request_id
+        journal.finish_session(session, "success")
+        journal.sweep()
+        assert journal.model(model).state == "ready"  # until what it waits for is done
+        journal.finish(step, DONE)
+        journal.sweep()
+        assert journal.model(model).state == "unloaded" and journal.model(other).state == "ready"
+        journal.sweep()
+        assert not state.exists() and named.exists()
+        assert journal.checkpoint(tinker_path(model, "sampler", "a")) is not None
 
 
 def test_sessions_that_were_not_heard_of_end(tmp_path):

@@ -122,8 +122,14 @@ class Residents:
 
     def put_away(self, id: str) -> None:
         """To disk, and out of memory."""
-        self.keep(self.models[id])
+        if self._is_wanted(id):
+            self.keep(self.models[id])
         self.forget(id)
+
+    def _is_wanted(self, id: str) -> bool:
+        """Whether its client may still ask for it."""
+        found = self.journal.model(id)
+        return found is not None and found.state == "ready"
 
     def forget(self, id: str) -> None:
         """Out of memory, whatever is on disk."""
@@ -144,7 +150,8 @@ class Residents:
     def keep_all(self) -> None:
         """The service stops in good order."""
         for resident in self.models.values():
-            self.keep(resident)
+            if self._is_wanted(resident.id):
+                self.keep(resident)
 
     def weights(self, sampler: SamplingSession) -> str:
         """By which name the ranks have what this session samples from."""

@@ -8,9 +8,15 @@ from pathlib import Path
 
 from megatron_vlm.service.journal.accept import fail
 from megatron_vlm.service.journal.calls import kept
-from megatron_vlm.service.journal.changes import release
+from megatron_vlm.service.journal.changes import apply, release
 from megatron_vlm.service.journal.store import Store
-from megatron_vlm.service.journal.values import SAMPLE, Failure, KeptPromise
+from megatron_vlm.service.journal.values import (
+    SAMPLE,
+    Changes,
+    Failure,
+    KeptPromise,
+    ModelChange,
+)
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,9 @@ class Keep:
     fetched: float = 600.0  # a result that was fetched, since a client may ask for it again
     unfetched: float = 86400.0
     rows: float = 86400.0  # of samples whose results are gone, against late retries
-    finished: float = 120.0  # samplers and waiting calls of a session that was finished
-    silent: float = 86400.0  # and of one that was not heard of again
+    finished: float = 120.0  # models, samplers and waiting calls of a session that was finished
+    silent: float = 86400.0  # samplers and calls of one that was not heard of again
+    lost: float = 7 * 86400.0  # and its models
     released: float = 60.0  # a folder that nothing refers to
 
 
@@ -31,7 +38,7 @@ def sweep(store: Store, keep: Keep) -> list[KeptPromise]:
     with store.write() as db:
         _drop_results(db, keep, now)
         _expire(db, now)
-        ended = kept(db, _end_sessions(db, keep, now))
+        ended = kept(db, [*_end_sessions(db, keep, now), *_unload(store, db, keep, now)])
         db.execute("PRAGMA incremental_vacuum(2000)").fetchall()
     _remove_released(store, now - keep.released)
     return ended
@@ -80,6 +87,18 @@ def _end_sessions(db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
         )
         fail(db, row["request_id"], Failure(text, "user"), now)
     return [row["request_id"] for row in waiting]
+
+
+def _unload(store: Store, db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
+    """Models whose client has gone: their checkpoints stay, and what only they need goes."""
+    rows = db.execute(
+        "SELECT id FROM models WHERE state = 'ready' AND session IN"
+        " (SELECT id FROM sessions WHERE finished < ? OR heard < ?)"
+        " AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.model = models.id AND done IS NULL)",
+        (now - keep.finished, now - keep.lost),
+    )
+    gone = tuple(ModelChange(row["id"], state="unloaded") for row in rows.fetchall())
+    return apply(store, db, Changes(models=gone), now)
 
 
 def _remove_released(store: Store, before: float) -> None:
