@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.service.front import forms
-from megatron_vlm.service.front.sampling_routes import sampler_id
-from megatron_vlm.service.journal.calls import model_id
+from megatron_vlm.service.journal.calls import model_id, sampler_id
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import (
     Changes,

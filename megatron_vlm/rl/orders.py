@@ -63,7 +63,7 @@ class Orders:
             order, content = self._take()
             if order["do"] == "draw":
                 rows = rows_of(TensorBatch.from_bytes(content))
-                self._draw(rows, _settings(order["settings"]), order["n"], order["seeds"])
+                self._draw(rows, SamplingSettings.of(order["settings"]), order["n"], order["seeds"])
             elif order["do"] == "fail":
                 raise (DataError if order["data"] else SamplerError)(order["text"])
             elif order["do"] == "go on":
@@ -113,8 +113,3 @@ class Orders:
             ]
             for place in range(len(rows))
         ]
-
-
-def _settings(said: dict[str, Any]) -> SamplingSettings:
-    lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
-    return SamplingSettings(**(said | lists))

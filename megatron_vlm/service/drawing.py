@@ -4,7 +4,6 @@ Shapes: S tokens of a prompt, J targets of a place, k likeliest tokens.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,7 +37,6 @@ class SampleAsk:
     n: int
     seed: int
     prompt_log_probs: bool
-    last_n: int | None
     top_prompt: int
     top_sample: int
     targets_SJ: Tensor | None  # what log-probs are wanted of, at the place that predicts it
@@ -77,7 +75,7 @@ def read_ask(
     """The request; what is wrong in it is said by field. `drawn_seed` is its own where it gives
     none."""
     form = forms.SampleForm.model_validate_json(body)
-    prompt = reader.prompt(read_prompt(json.loads(body)["prompt"], "prompt"), "prompt")
+    prompt = reader.prompt(read_prompt({"chunks": form.prompt.chunks}, "prompt"), "prompt")
     params, length = form.sampling_params, len(prompt.ids_S)
     room = reader.longest - length
     if room < 1:
@@ -102,7 +100,6 @@ def read_ask(
         form.num_samples,
         _spread(drawn_seed if params.seed is None else params.seed),
         bool(form.prompt_logprobs),
-        form.prompt_logprobs_last_n,
         form.topk_prompt_logprobs,
         form.topk_sample_logprobs,
         _targets(form.target_prompt_logprobs, length),

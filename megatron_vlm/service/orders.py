@@ -152,13 +152,8 @@ def _perform(models: Models, order: dict[str, Any], batch: TensorBatch | None) -
     elif do == "optim_step":
         what["adam"] = AdamStep(**what["adam"])
     elif do == "sample":
-        what["settings"] = _settings(what["settings"])
+        what["settings"] = SamplingSettings.of(what["settings"])
     try:
         return call(name, **what) if batch is None else call(name, batch, **what)
     finally:
         models.watchdog.at(0, "waiting for calls")
-
-
-def _settings(said: dict[str, Any]) -> SamplingSettings:
-    lists = {key: tuple(value) for key, value in said.items() if isinstance(value, list)}
-    return SamplingSettings(**(said | lists))

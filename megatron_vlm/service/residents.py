@@ -177,8 +177,7 @@ class Residents:
 
     def remove_strangers(self) -> None:
         """Folders that the journal knows nothing of: a process died before it had written it."""
-        known = {each.folder for each in self.journal.models()}
-        known |= {each.source for each in self.journal.models()}
+        known = {path for each in self.journal.models() for path in (each.folder, each.source)}
         known |= {each.folder for each in self.journal.checkpoints()}
         known |= {each.folder for each in self.journal.samplers()}
         for kind in ("states", "weights"):

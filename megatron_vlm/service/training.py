@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.service.front import forms
-from megatron_vlm.service.journal.calls import model_id
+from megatron_vlm.service.journal.calls import model_id, sampler_id
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import (
     Call,
@@ -220,7 +220,7 @@ class ModelCalls:
         self.orders.save(resident.id, str(folder), False)
         self.residents.fresh[str(folder)] = resident.id, resident.version
         sampler = NewSampler(
-            f"{model.session}:sample:{form.sampling_session_seq_id}",
+            sampler_id(model.session, form.sampling_session_seq_id),
             model.session,
             model.id,
             model.base_model,

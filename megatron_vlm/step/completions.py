@@ -1,7 +1,7 @@
 """What a sampler is asked for, and what it answers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,12 @@ class SamplingSettings:
                 f"sampling: stop_strings={self.stop_strings} has an empty one, at which every "
                 "answer would end; leave it out"
             )
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> "SamplingSettings":
+        """From what JSON has made of `dataclasses.asdict`: lists in place of tuples."""
+        lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+        return SamplingSettings(**{**said, **lists})
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:
         """An answer's ids without the stop id that ended it. A stop string stays."""

@@ -1,7 +1,7 @@
 """Stage: this rank's chunks of the model, and Megatron's schedule that takes work through all of
 them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,17 +144,15 @@ class Stage:
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
         sizes = [len(batch.supervised[0]) for batch in batches]
-        flat = torch.zeros(sum(sizes), count, 2, dtype=torch.double, device=self.device)
-        if self.grid.last and sizes:
-            flat.copy_(torch.cat(outputs))
-        self.grid.from_last_stage(flat)
-        found: dict[int, Tensor] = {}
-        for batch, piece in zip(batches, flat.cpu().split(sizes), strict=True):
+        pieces = self._from_last(outputs, sizes, torch.empty(0, count, 2, dtype=torch.double))
+
+        def rows(batch: MicroBatch, piece: Tensor) -> list[Tensor]:
             spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], count, 2)
             spread[batch.supervised] = piece
-            rows = zip(batch.rows, spread, batch.lengths, strict=False)
-            found |= {place: row[:length].clone() for place, row, length in rows}
-        return [found[place] for place in sorted(found)]
+            lengths = batch.lengths
+            return [row[:length].clone() for row, length in zip(spread, lengths, strict=True)]
+
+        return _by_place(batches, map(rows, batches, pieces))
 
     def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The experts [S, L, K] that each token of each row goes to, on every rank of the replica.
@@ -175,16 +173,19 @@ class Stage:
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The last stage's log-probs [M] of each micro-batch, by row, on every rank."""
         counts = [batch.num_supervised for batch in batches]
-        flat = torch.empty(sum(counts), device=self.device)
-        if self.grid.last and counts:
+        pieces = self._from_last(outputs, counts, torch.empty(0))
+        return _by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
+
+    def _from_last(
+        self, outputs: Sequence[Tensor], sizes: Sequence[int], like: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the last stage has found of each micro-batch, on the host of every rank; so many
+        entries of each, of the dtype and the other dimensions of `like`."""
+        flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
+        if self.grid.last and sizes:
             flat.copy_(torch.cat(list(outputs)))
         self.grid.from_last_stage(flat)
-        found = {
-            place: row
-            for batch, piece in zip(batches, flat.cpu().split(counts), strict=True)
-            for place, row in zip(batch.rows, batch.log_probs_by_row(piece), strict=False)
-        }
-        return [found[place] for place in sorted(found)]
+        return flat.cpu().split(list(sizes))
 
     def _score_step(self, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
         batch = next(data)
@@ -214,3 +215,13 @@ def as_it_is(output: Tensor, non_loss_data: bool = True) -> Any:
     """For Megatron's forward-only schedules: return the stage's output itself."""
     assert non_loss_data
     return output
+
+
+def _by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """The rows of micro-batches in the order of the batch that they were cut from."""
+    found = {
+        place: row
+        for batch, of_batch in zip(batches, rows, strict=True)
+        for place, row in zip(batch.rows, of_batch, strict=False)  # a filler's row is nobody's
+    }
+    return [found[place] for place in sorted(found)]

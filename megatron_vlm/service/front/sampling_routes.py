@@ -21,6 +21,7 @@ from megatron_vlm.service.front.routes import (
     own_model,
     own_sampler,
 )
+from megatron_vlm.service.journal.calls import sampler_id
 from megatron_vlm.service.journal.values import SAMPLE, Failure, NewCall, NewSampler, Result
 from megatron_vlm.service.wire.values import RequestError
 
@@ -168,8 +169,3 @@ def _check(form: forms.SampleForm, limits: RequestLimits) -> None:
 def _length(chunk: Mapping[str, Any]) -> int:
     tokens = chunk.get("tokens")
     return len(tokens) if isinstance(tokens, list) else 0
-
-
-def sampler_id(session: str, seq: int) -> str:
-    """The id of a session's sampling session."""
-    return f"{session}:sample:{seq}"

@@ -134,6 +134,11 @@ def model_id(session: str, seq: int) -> str:
     return f"{session}:train:{seq}"
 
 
+def sampler_id(session: str, seq: int) -> str:
+    """The id of a session's sampling session."""
+    return f"{session}:sample:{seq}"
+
+
 def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[KeptPromise]:
     """What is told of those of these calls that are done."""
     found = []
