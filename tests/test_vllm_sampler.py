@@ -120,6 +120,14 @@ async def ask_all(
     )
 
 
+async def begun(sampler: VllmSampler, prompt: Row, samples: int) -> None:
+    """So many samples have been asked for, and the engine has drawn one of a single token, which
+    came after them."""
+    while sampler.replicas[0].in_flight < samples:
+        await asyncio.sleep(0.001)
+    await sampler.sample(prompt, SamplingSettings(1), [0])
+
+
 def flat(found: list[list[Completion]]) -> list[Completion]:
     return [each for samples in found for each in samples]
 
@@ -246,16 +254,18 @@ def test_a_request_joins_those_that_are_under_way(loop, sampler, base, prompts):
     """And one that is cancelled leaves them: an update comes when nothing is under way."""
 
     async def steps() -> None:
-        long = [asyncio.create_task(sampler.sample(each, SamplingSettings(250), [0, 1]))
-                for each in prompts[:4]]  # fmt: skip
-        await asyncio.sleep(0.5)
-        await asyncio.gather(*(sampler.sample(each, SamplingSettings(2), [0]) for each in prompts))
+        long = [asyncio.create_task(sampler.sample(each, SamplingSettings(480), [0, 1]))
+                for each in prompts[:16:4]]  # fmt: skip
+        await begun(sampler, prompts[0], 8)
+        short = [sampler.sample(each, SamplingSettings(2), [0]) for each in prompts[:8]]
+        await asyncio.gather(*short)
         assert not any(each.done() for each in long)
         long[0].cancel()
         for each in await asyncio.gather(*long[1:]):
-            assert [len(sample.ids) for sample in each] == [250, 250]
-        last = asyncio.create_task(sampler.sample(prompts[5], SamplingSettings(250), [0]))
-        await asyncio.sleep(0.2)
+            assert [len(sample.ids) for sample in each] == [480, 480]
+        last = asyncio.create_task(sampler.sample(prompts[4], SamplingSettings(480), [0]))
+        await begun(sampler, prompts[0], 1)
+        assert not last.done()
         last.cancel()
         await sampler.update(Checkpoint(base), 1)
         [found] = await sampler.sample(prompts[5], DRAWN, [0])
@@ -269,7 +279,7 @@ def test_an_update_in_the_middle_of_generation(loop, pool, sampler, base, other,
 
     async def steps() -> tuple[list[list[Completion]], list[list[Completion]]]:
         old = asyncio.create_task(ask_all(sampler, prompts[:6], SamplingSettings(200)))
-        await asyncio.sleep(0.5)
+        await begun(sampler, prompts[0], 6)
         update = asyncio.create_task(sampler.update(Checkpoint(other), 1))
         await asyncio.sleep(0)
         new = asyncio.create_task(ask_all(sampler, prompts[:6], DRAWN))
@@ -294,7 +304,7 @@ def test_a_killed_engine_loses_nothing(loop, sampler, other, prompts):
         undisturbed = await ask_all(sampler, prompts[:8], settings, count=2)
         former = sampler.replicas[0].engine
         asked = asyncio.create_task(ask_all(sampler, prompts[:8], settings, count=2))
-        await asyncio.sleep(0.3)
+        await begun(sampler, prompts[0], 16)
         assert former is not None and not asked.done()
         os.kill(former.process.pid, signal.SIGKILL)
         assert_same(await asked, undisturbed)
