@@ -30,16 +30,21 @@ def predict(
     tp_group: dist.ProcessGroup,
     also: Also | None = None,
     of_M: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Log-prob of each target [M], in fp32; the rows of the weight past the real vocabulary get no
     probability. Where places have several targets, `of_M` says which place each belongs to; else
     each has one. `also`, of places with one, makes it [2, N]: beside it the entropy of each
-    distribution in nats, or 1 where the target is the likeliest token ("hits")."""
+    distribution in nats, or 1 where the target is the likeliest token ("hits").
+    At a `temperature` other than 1 there is no backward pass."""
     assert also is None or of_M is None
+    assert temperature == 1 or not torch.is_grad_enabled()
     first = dist.get_rank(tp_group) * len(weight_VH)
     valid = min(max(vocab - first, 0), len(weight_VH))
     columns = Columns(targets_M - first, of_M)
-    found: Tensor = _Predict.apply(hidden_NH, weight_VH, columns, valid, tp_group, also)
+    found: Tensor = _Predict.apply(
+        hidden_NH, weight_VH, columns, valid, tp_group, also, temperature
+    )
     return found
 
 
@@ -163,13 +168,17 @@ class _Predict(torch.autograd.Function):
         valid: int,
         group: dist.ProcessGroup,
         also: Also | None,
+        temperature: float,
     ) -> Tensor:
         softmax = _Softmax(columns, len(hidden_NH), also)
         ctx.slices = list(slices(len(hidden_NH), valid))
         ctx.group, ctx.also, ctx.columns = group, also, columns
         exp_Nv = None
         for start, end in ctx.slices:
-            exp_Nv = softmax.add((hidden_NH @ weight_VH[start:end].T).float(), start)
+            logits_Nv = (hidden_NH @ weight_VH[start:end].T).float()
+            if temperature != 1:
+                logits_Nv /= temperature
+            exp_Nv = softmax.add(logits_Nv, start)
         factor_N = softmax.gather(group)
         log_total_N = softmax.total_N.log()
         # In this order: the sum of the two would round the highest logit's own digits away.
@@ -211,7 +220,7 @@ class _Predict(torch.autograd.Function):
         if grad_NH is not None:
             dist.all_reduce(grad_NH, group=ctx.group)  # each rank has seen its part of the weight
             grad_NH = grad_NH.to(hidden_NH.dtype)
-        return grad_NH, grad_VH, None, None, None, None
+        return grad_NH, grad_VH, None, None, None, None, None
 
 
 def _slope(

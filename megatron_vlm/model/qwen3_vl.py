@@ -206,6 +206,7 @@ class Qwen3VLGPTModel(GPTModel):
         also: Also | None = None,
         of_M: Tensor | None = None,
         likeliest: tuple[int, float] | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
         weight = self.output_layer.weight
@@ -226,7 +227,7 @@ class Qwen3VLGPTModel(GPTModel):
         if labels is None:
             logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
-        return predict(hidden_NH, weight, labels, vocab, tp_group, also, of_M)
+        return predict(hidden_NH, weight, labels, vocab, tp_group, also, of_M, temperature)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
         """What the next stage gets: the hidden states, then the features its layers will add."""
