@@ -81,14 +81,22 @@ class VllmSampler:
         return await Engine.start(self.settings, environment, self.buffer.file, 0)
 
     async def sample(
-        self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]
+        self,
+        prompt: Row,
+        settings: SamplingSettings,
+        seeds: Sequence[int],
+        adapter: Adapter | None = None,
     ) -> list[Completion]:
-        """An answer for each seed, all with the weights of one version."""
+        """An answer for each seed, all with the weights of one version. `adapter`: one for this
+        request alone, beside whole weights, in a folder that stays as it is; up to
+        `settings.adapters` different ones are drawn with at the same time."""
         request = self.prompts.request(prompt, settings, seeds)
         if not seeds:
             return []
+        named = {} if adapter is None else {"adapter": adapter.folder}
         async with self.gate.among_others():
-            answer = await self._ask("sample", request.fields, request.pixels, len(seeds))
+            fields = {**request.fields, **named}
+            answer = await self._ask("sample", fields, request.pixels, len(seeds))
         return [
             Completion(
                 tuple(each["ids"]), tuple(each["log_probs"]), each["ended"], answer["version"]
