@@ -13,31 +13,39 @@ from pydantic import ValidationError
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.process import say
-from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
+from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, draw
+from megatron_vlm.service.failures import USERS, failure_of
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Failure, Finished, Outcome
+from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
 from megatron_vlm.service.progress import ProgressLine
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.residents import Resident, Residents
 from megatron_vlm.service.training import ModelCalls
-from megatron_vlm.service.turns import Turns
+from megatron_vlm.service.turns import PER_SWAP, Turns
 from megatron_vlm.service.wire.values import RequestError
 
 AHEAD = 4  # calls of a model that are read while others are done
 GATHER_S = 0.02  # without another sample, before those that came are drawn
-PER_SWAP = 4  # seconds that go to others for each second in which a model is brought into memory
 TOGETHER = 256  # samples that are drawn in one turn, at least one request
-
-USERS = (RequestError, DataError, ConfigError, ValidationError)
 
 
 class Service:
     """Everything that rank 0 does beside the ranks' work."""
 
-    def __init__(self, cfg: Config, orders: ModelOrders, journal: Journal, readings: Readings):
+    def __init__(
+        self,
+        cfg: Config,
+        orders: ModelOrders,
+        journal: Journal,
+        readings: Readings,
+        drawer: Drawer | None = None,
+    ):
+        """`drawer`: draws samples beside the ranks, which draw them otherwise."""
+        self.drawer, self.samples = drawer, 0
         self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
         self.residents = Residents(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
@@ -49,7 +57,7 @@ class Service:
         """Until a signal, which raises Stopped."""
         while True:
             self.orders.wait()
-            calls = self.journal.next_calls(AHEAD)
+            calls = self._of_ranks(self.journal.next_calls(AHEAD))
             self.progress.tell(self.gauges, len(calls))
             self.readings.begin(calls)
             ready = [call for call in calls if self._is_first(call, calls)]
@@ -62,10 +70,25 @@ class Service:
                 continue
             self.turn(call, ready)
 
+    def _of_ranks(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """Without samples that an engine has not drawn, if there is one."""
+        if self.drawer is None:
+            return calls
+        self.drawer.check()
+        self._count()
+        found = []
+        for call in calls:
+            ask = self.drawer.drawn.get(call.request_id)
+            if ask is not None:
+                self.readings.put(call, ask)
+            if call.kind != SAMPLE or ask is not None:
+                found.append(call)
+        return found
+
     def _more_come(self, call: Call, ready: Sequence[Call]) -> bool:
         """Whether samples like this one arrive just now: they come one by one, and are drawn
         together in much less time."""
-        if call.kind != SAMPLE or call.attempts:
+        if call.kind != SAMPLE or call.attempts or self.drawer is not None:
             return False
         tenant = self._tenant(call)
         came = [each.accepted for each in ready if self._tenant(each) == tenant]
@@ -142,7 +165,7 @@ class Service:
             self.residents.model(call.owner)
 
     def _fail(self, together: Sequence[Call], error: Exception) -> None:
-        self.journal.finish_all([Finished(e.request_id, _failure(error)) for e in together])
+        self.journal.finish_all([Finished(e.request_id, failure_of(error)) for e in together])
 
     def _done(self, call: Call) -> Any:
         if call.kind == "forward_backward":
@@ -171,10 +194,10 @@ class Service:
                 weights = self.residents.weights(sampler)  # the same for all of them
                 fine.append(call)
             except USERS as error:
-                finished.append(Finished(call.request_id, _failure(error)))
+                finished.append(Finished(call.request_id, failure_of(error)))
         if fine:
             answers = draw(self.orders, weights, asks)
-            self.gauges["samples_total"] += sum(ask.n for ask in asks)
+            self.samples += sum(ask.n for ask in asks)
             finished += [
                 Finished(call.request_id, Outcome(answer, "protobuf"))
                 for call, answer in zip(fine, answers, strict=True)
@@ -227,19 +250,14 @@ class Service:
 
     def close(self) -> None:
         """Keep what is in memory; what waits is done when the service starts again."""
+        if self.drawer is not None:
+            self.drawer.close()
         self.readings.close()
         self.residents.keep_all()
 
     def _count(self) -> None:
+        beside = 0 if self.drawer is None else self.drawer.samples
+        self.gauges["samples_total"] = float(self.samples + beside)
         self.gauges.update(self.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.residents.models))
         self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
-
-
-def _failure(error: Exception) -> Failure:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        return Failure(f"{where}: {first['msg']}", "user")
-    user = isinstance(error, USERS) and not isinstance(error, CheckpointError)
-    return Failure(str(error), "user" if user else "server")

@@ -109,6 +109,10 @@ class Journal:
         self._bell.kept(kept)
         return bool(done)
 
+    def when_rung(self, ringer: Callable[[], None]) -> None:
+        """Have `ringer` called when there may be a call to do, in whatever thread."""
+        self._bell.when_rung(ringer)
+
     # -- the engine: calls
 
     def wait(self, seconds: float | None = None) -> bool:

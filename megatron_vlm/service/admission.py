@@ -1,0 +1,111 @@
+"""Which samples an engine is asked next, and when those of other weights have their turn.
+
+An engine draws with one set of whole weights at a time, and beside the base model's with so many
+adapters. Who comes next is decided as for the ranks (turns.py); where it does not fit to what is
+under way, nobody else comes in until it does, so nobody waits for ever.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_vlm.service.journal.values import Call
+from megatron_vlm.service.snapshots import Wanted
+from megatron_vlm.service.turns import PER_SWAP, Turns
+
+AT_ONCE = 512  # calls under way, for each engine: more than it draws at a time
+MOST_BYTES = 256 * 2**20  # of their bodies, unless it is one
+ENTRY_S = 1e-3  # that a call counts for at first, so that those of several keys come in by turns
+
+Asked = tuple[Call, Wanted]
+
+
+@dataclass
+class Inside:
+    """A call under way, whose part of the engine's time was counted until then."""
+
+    call: Call
+    wanted: Wanted
+    since: float
+
+
+class Admission:
+    """Counts what is under way, and for whom the engine works."""
+
+    def __init__(
+        self, adapters: int, engines: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.adapters, self.most, self.clock = adapters, AT_ONCE * engines, clock
+        self.turns = Turns(clock)
+        self.inside: dict[str, Inside] = {}
+        self.active: Counter[Path] = Counter()  # calls of each adapter
+        self.size = 0  # of their bodies
+
+    def admitted(
+        self, waiting: Sequence[Asked], whole: Path | None, swap_s: float
+    ) -> Iterator[Asked]:
+        """Those that come next; each is to `enter` before the next one is asked for. One that wants
+        other whole weights than there are comes last, once nothing is under way. `swap_s`: what it
+        takes to change them."""
+        self._count()
+        queues: dict[tuple[str, Wanted], deque[Asked]] = {}
+        for asked in waiting:
+            queues.setdefault((asked[0].key, asked[1]), deque()).append(asked)
+        wants = {call.request_id: wanted for call, wanted in waiting}
+
+        def delay(call: Call) -> float:
+            return 0.0 if wants[call.request_id].whole == whole else PER_SWAP * swap_s
+
+        def tenant(call: Call) -> str:
+            return f"{wants[call.request_id]}"
+
+        while queues:
+            call = self.turns.next([queue[0][0] for queue in queues.values()], tenant, delay)
+            wanted = wants[call.request_id]
+            if not self._fits(call, wanted, whole):
+                return
+            queue = queues[call.key, wanted]
+            yield queue.popleft()
+            if not queue:
+                del queues[call.key, wanted]
+
+    def enter(self, call: Call, wanted: Wanted) -> None:
+        """It is under way."""
+        self.inside[call.request_id] = Inside(call, wanted, self.clock())
+        self.size += call.size
+        if wanted.adapter is not None:
+            self.active[wanted.adapter] += 1
+        self.turns.worked(call, f"{wanted}", ENTRY_S)
+
+    def leave(self, call: Call) -> None:
+        """It is not any longer."""
+        one = self.inside[call.request_id]
+        self._charge(one, self.clock())
+        del self.inside[call.request_id]
+        self.size -= call.size
+        if one.wanted.adapter is not None:
+            self.active[one.wanted.adapter] -= 1
+            if not self.active[one.wanted.adapter]:
+                del self.active[one.wanted.adapter]
+
+    def _fits(self, call: Call, wanted: Wanted, whole: Path | None) -> bool:
+        if not self.inside:
+            return True
+        if len(self.inside) >= self.most or self.size + call.size > MOST_BYTES:
+            return False
+        if wanted.whole != whole:
+            return False
+        new = wanted.adapter is not None and wanted.adapter not in self.active
+        return not new or len(self.active) < self.adapters
+
+    def _count(self) -> None:
+        now = self.clock()
+        for one in self.inside.values():
+            self._charge(one, now)
+
+    def _charge(self, one: Inside, now: float) -> None:
+        """Its part of the time since then, which those under way share."""
+        self.turns.worked(one.call, f"{one.wanted}", (now - one.since) / len(self.inside))
+        one.since = now
