@@ -256,8 +256,10 @@ class Service:
         self.residents.keep_all()
 
     def _count(self) -> None:
-        beside = 0 if self.drawer is None else self.drawer.samples
-        self.gauges["samples_total"] = float(self.samples + beside)
+        self.gauges["samples_total"] = float(self.samples)
+        if self.drawer is not None:
+            self.gauges["samples_total"] += self.drawer.samples
+            self.gauges["samples_under_way"] = float(len(self.drawer.tasks))
         self.gauges.update(self.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.residents.models))
         self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
