@@ -199,7 +199,7 @@ def test_calls_join_those_that_are_under_way(desk):
     desk.release()
     assert [desk.answer(promise) for promise in held] == [drawn_by(seed) for seed in range(3)]
     assert len(desk.asked) == 63
-    until(lambda: not desk.drawer.taken and not desk.drawer.admission.inside)
+    until(lambda: not desk.drawer.tasks and not desk.drawer.admission.inside)
     assert desk.drawer.samples == 123
 
 
@@ -303,7 +303,7 @@ def test_what_a_client_cancels_is_not_drawn_on(desk):
     desk.release()
     assert desk.answer(other) == drawn_by(2)
     assert desk.failure(held).text == "the client cancelled it"
-    until(lambda: not desk.drawer.taken and not desk.drawer.admission.inside)
+    until(lambda: not desk.drawer.tasks and not desk.drawer.admission.inside)
 
 
 REFUSED = {
@@ -343,12 +343,12 @@ def test_what_only_the_ranks_can_say_waits_for_them(desk, more):
     """With the answers, which are drawn once. At temperature 0 an engine says all."""
     base = desk.sampler()
     promise = desk.ask(base, 1, 5, more=more)
-    ask = until(lambda: desk.drawer.drawn.get(promise))
+    _, ask = until(lambda: desk.drawer.drawn.get(promise))
     assert [list(each.ids) for each in ask.answers] == drawn_by(5)
     assert desk.outcome(promise) is None
     assert desk.answer(desk.ask(base, 1, 6, more={"params": {"temperature": 0.0}}))
     desk.journal.finish(promise, Outcome(b"by the ranks", "protobuf"))
-    until(lambda: not desk.drawer.drawn and not desk.drawer.taken)
+    until(lambda: not desk.drawer.drawn)
     assert desk.outcome(promise) == Outcome(b"by the ranks", "protobuf")
     assert len(desk.asked) == 2
 
@@ -410,63 +410,70 @@ class Clock:
 BASE, X = Wanted(), Wanted(whole=Path("x"))
 
 
-def test_keys_come_in_by_turns():
-    """Though one has asked for hundreds before the other's first."""
-    admission = Admission(2, 1, Clock())
-    waiting = [(call(number, "many"), BASE) for number in range(300)]
-    waiting += [(call(number, "few"), BASE) for number in range(300, 310)]
+def come_in(admission: Admission, swap_s: float = 0.0) -> list[Call]:
+    """All that fit, where the base model's weights are there."""
     entered = []
-    for asked, wanted in admission.admitted(waiting, None, 0.0):
-        admission.enter(asked, wanted)
-        entered.append(asked.key)
-    assert len(entered) == 310 and "few" not in entered[22:]
-    assert [asked.number for asked, _ in waiting] == list(range(310))
+    admission.count()
+    while (asked := admission.next(None, swap_s)) is not None and asked[1].whole is None:
+        admission.enter(*asked)
+        entered.append(asked[0])
+    return entered
+
+
+def waiting(clock: Clock, *calls: Call, engines: int = 1) -> Admission:
+    admission = Admission(2, engines, clock)
+    for each in calls:
+        admission.wait(each, BASE)
+    return admission
+
+
+def test_keys_come_in_by_turns():
+    """Though one has asked for hundreds before the other's first; of a key in their order."""
+    many = [call(number, "many") for number in range(300)]
+    entered = come_in(waiting(Clock(), *many, *(call(n, "few") for n in range(300, 310))))
+    keys = [each.key for each in entered]
+    assert len(keys) == 310 and keys[:20].count("few") == 10
+    assert [each for each in entered if each.key == "many"] == many
 
 
 def test_there_is_room_for_so_many():
-    admission = Admission(2, 2, Clock())
-    waiting = [(call(number), BASE) for number in range(2000)]
-    for asked, wanted in admission.admitted(waiting, None, 0.0):
-        admission.enter(asked, wanted)
-    assert len(admission.inside) == 1024
-    admission.leave(waiting[0][0])
-    assert [asked for asked, _ in admission.admitted(waiting[1024:], None, 0.0)][:1]
+    calls = [call(number) for number in range(2000)]
+    admission = waiting(Clock(), *calls, engines=2)
+    assert come_in(admission) == calls[:1024]
+    admission.leave(calls[7])
+    admission.forget(calls[1024].request_id)
+    assert come_in(admission) == [calls[1025]]
 
 
 def test_bodies_take_so_much_room_but_one_has_it_in_any_case():
-    admission, big = Admission(2, 1, Clock()), 200 * 2**20
-    waiting = [(call(number, size=2 * big), BASE) for number in range(3)]
-    for asked, wanted in admission.admitted(waiting, None, 0.0):
-        admission.enter(asked, wanted)
-    assert len(admission.inside) == 1
+    calls = [call(number, size=400 * 2**20) for number in range(3)]
+    admission = waiting(Clock(), *calls)
+    assert come_in(admission) == calls[:1]
+    admission.leave(calls[0])
+    assert come_in(admission) == calls[1:2]
 
 
 def test_other_weights_come_when_those_there_have_had_their_time():
     """Four times what the change takes; meanwhile nobody is kept out, then everybody."""
-    clock = Clock()
-    admission, swap_s = Admission(2, 1, clock), 2.0
-    numbers = count(1000)
-    other = (call(1, "other"), X)
+    clock, numbers = Clock(), count(1000)
+    admission = waiting(clock)
+    admission.wait(call(1, "other"), X)
 
-    def came() -> int:
-        """Of two that want what is there, while another waits."""
-        waiting = [other, *((call(next(numbers), "one"), BASE) for _ in range(2))]
-        entered = 0
-        for asked, wanted in admission.admitted(waiting, None, swap_s):
-            if wanted == X:
-                return -1
-            admission.enter(asked, wanted)
-            entered += 1
-        return entered
+    def come() -> int:
+        """How many come in of two that want what is there."""
+        for _ in range(2):
+            admission.wait(call(next(numbers), "one"), BASE)
+        return len(come_in(admission, swap_s=2.0))
 
     begun = clock.now
-    while came() == 2:
+    while come() == 2:
         clock.now += 0.5
     assert 8.0 <= clock.now - begun <= 9.0
     for one in list(admission.inside.values()):
-        assert came() == 0
+        assert admission.next(None, 2.0) is None and come() == 0
         admission.leave(one.call)
-    assert came() == -1
+    assert admission.next(None, 2.0) == (call(1, "other"), X)
+    assert [each.number for each in admission.all_of(X)] == [1]
 
 
 # -- a whole service

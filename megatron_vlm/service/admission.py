@@ -6,8 +6,8 @@ under way, nobody else comes in until it does, so nobody waits for ever.
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ MOST_BYTES = 256 * 2**20  # of their bodies, unless it is one
 ENTRY_S = 1e-3  # that a call counts for at first, so that those of several keys come in by turns
 
 Asked = tuple[Call, Wanted]
+Queue = tuple[str, Wanted]  # calls of a key that want the same
 
 
 @dataclass
@@ -39,40 +40,57 @@ class Admission:
     ) -> None:
         self.adapters, self.most, self.clock = adapters, AT_ONCE * engines, clock
         self.turns = Turns(clock)
+        self.wants: dict[str, Wanted] = {}  # of calls that wait
+        self.queues: dict[Queue, dict[str, Call]] = {}  # these, in their order
         self.inside: dict[str, Inside] = {}
-        self.active: Counter[Path] = Counter()  # calls of each adapter
+        self.active: Counter[Path] = Counter()  # calls under way of each adapter
         self.size = 0  # of their bodies
+        self.closed = False
 
-    def admitted(
-        self, waiting: Sequence[Asked], whole: Path | None, swap_s: float
-    ) -> Iterator[Asked]:
-        """Those that come next; each is to `enter` before the next one is asked for. One that wants
-        other whole weights than there are comes last, once nothing is under way. `swap_s`: what it
-        takes to change them."""
-        self._count()
-        queues: dict[tuple[str, Wanted], deque[Asked]] = {}
-        for asked in waiting:
-            queues.setdefault((asked[0].key, asked[1]), deque()).append(asked)
-        wants = {call.request_id: wanted for call, wanted in waiting}
+    def wait(self, call: Call, wanted: Wanted) -> None:
+        """It is to come in; calls are told of in their order."""
+        self.wants[call.request_id] = wanted
+        self.queues.setdefault((call.key, wanted), {})[call.request_id] = call
+
+    def forget(self, request_id: str) -> None:
+        """It need not come in, if it waits."""
+        if (wanted := self.wants.pop(request_id, None)) is None:
+            return
+        for queue in [(key, other) for key, other in self.queues if other == wanted]:
+            self.queues[queue].pop(request_id, None)
+            if not self.queues[queue]:
+                del self.queues[queue]
+
+    def all_of(self, wanted: Wanted) -> list[Call]:
+        """Calls that wait for these weights."""
+        found = [mine for (_, other), mine in self.queues.items() if other == wanted]
+        return [call for mine in found for call in mine.values()]
+
+    def next(self, whole: Path | None, swap_s: float) -> Asked | None:
+        """The call whose turn it is, if it fits to what is under way. If it wants other whole
+        weights than `whole`, which are there, nothing is under way. `swap_s`: what it takes to
+        change them."""
+        if not self.queues or self.closed:
+            return None
 
         def delay(call: Call) -> float:
-            return 0.0 if wants[call.request_id].whole == whole else PER_SWAP * swap_s
+            return 0.0 if self.wants[call.request_id].whole == whole else PER_SWAP * swap_s
 
         def tenant(call: Call) -> str:
-            return f"{wants[call.request_id]}"
+            return f"{self.wants[call.request_id]}"
 
-        while queues:
-            call = self.turns.next([queue[0][0] for queue in queues.values()], tenant, delay)
-            wanted = wants[call.request_id]
-            if not self._fits(call, wanted, whole):
-                return
-            queue = queues[call.key, wanted]
-            yield queue.popleft()
-            if not queue:
-                del queues[call.key, wanted]
+        heads = [next(iter(queue.values())) for queue in self.queues.values()]
+        call = self.turns.next(heads, tenant, delay)
+        wanted = self.wants[call.request_id]
+        return (call, wanted) if self._fits(call, wanted, whole) else None
+
+    def close(self) -> None:
+        """Nobody comes in any longer."""
+        self.closed = True
 
     def enter(self, call: Call, wanted: Wanted) -> None:
         """It is under way."""
+        self.forget(call.request_id)
         self.inside[call.request_id] = Inside(call, wanted, self.clock())
         self.size += call.size
         if wanted.adapter is not None:
@@ -100,7 +118,8 @@ class Admission:
         new = wanted.adapter is not None and wanted.adapter not in self.active
         return not new or len(self.active) < self.adapters
 
-    def _count(self) -> None:
+    def count(self) -> None:
+        """For whom the engine has worked until now."""
         now = self.clock()
         for one in self.inside.values():
             self._charge(one, now)

@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -43,8 +44,6 @@ from megatron_vlm.service.snapshots import EngineWeights, Wanted
 LEAST_TEMPERATURE = 0.01  # above 0: with less, vLLM draws as with this
 SESSIONS = 10_000  # of which it is remembered what they sample from
 
-_Known = dict[str, Wanted | None]
-
 
 class Drawer:
     """On rank 0. The service's loop calls `start`, `check` and `close` and reads `drawn` and
@@ -55,15 +54,14 @@ class Drawer:
         self.engines, self.journal, self.readings = engines, journal, readings
         self.weights = EngineWeights(engines)
         self.admission = Admission(adapters, len(engines.sampler.replicas))
-        self.drawn: dict[str, SampleAsk] = {}  # with answers
+        self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # with answers
         self.samples = 0  # of calls that were finished from here
+        self.read = 0  # the number of the last call that was read from the journal
         self.tasks: dict[str, asyncio.Task[None]] = {}  # of calls that the engine is asked
-        self.taken: set[str] = set()  # calls that the journal lists and that were begun here
-        self.ended: list[str] = []  # those of them that have a result since it was read
         self.finished: list[Finished] = []  # results on their way to the journal
         self.writing: asyncio.Task[None] | None = None
         self.switching: asyncio.Task[None] | None = None
-        self.sessions: _Known = {}
+        self.sessions: dict[str, Wanted | None] = {}
         self.broken: BaseException | None = None
         self.said: Failure | None = None
         self.news = asyncio.Event()
@@ -108,46 +106,41 @@ class Drawer:
         while True:
             await self.news.wait()
             self.news.clear()
-            ended, self.ended = self.ended, []
-            calls, sessions = await asyncio.to_thread(self._look, dict(self.sessions))
-            self.sessions = sessions
-            self.taken.difference_update(ended)  # which the journal does not list any longer
-            self._begin([call for call in calls if call.request_id not in self.taken])
+            for call, wanted in await asyncio.to_thread(self._look):
+                if wanted is None:
+                    text = "sampling_session_id: the session has ended"
+                    self._finish(call, Failure(text, "user"))
+                else:
+                    self.admission.wait(call, wanted)
+            self._begin()
 
-    def _look(self, sessions: _Known) -> tuple[list[Call], _Known]:
-        """Samples that are not done, and what they are drawn with."""
-        calls = [call for call in self.journal.next_calls() if call.kind == SAMPLE]
-        if len(sessions) > SESSIONS:
-            sessions = {}
-        for owner in {call.owner for call in calls} - sessions.keys():
+    def _look(self) -> list[tuple[Call, Wanted | None]]:
+        """Samples that came since the last look, and what they are drawn with."""
+        calls = self.journal.samples(self.read)
+        self.read = max([self.read, *(call.number for call in calls)])
+        if len(self.sessions) > SESSIONS:
+            self.sessions.clear()
+        for owner in {call.owner for call in calls} - self.sessions.keys():
             sampler = self.journal.sampler(owner)
-            sessions[owner] = None if sampler is None else Wanted.of(sampler)
-        return calls, sessions
+            self.sessions[owner] = None if sampler is None else Wanted.of(sampler)
+        return [(call, self.sessions[call.owner]) for call in calls]
 
-    def _begin(self, calls: Sequence[Call]) -> None:
-        """Ask of the engine what it has room for; the others stay where they are."""
-        waiting: list[tuple[Call, Wanted]] = []
-        for call in calls:
-            wanted = self.sessions[call.owner]
-            if wanted is None:
-                text = "sampling_session_id: the session has ended"
-                self._finish(call, Failure(text, "user"))
-            else:
-                waiting.append((call, wanted))
-        if self.switching is not None:
-            return
-        whole = self.weights.whole
-        for call, wanted in self.admission.admitted(waiting, whole, self.weights.swap_s):
-            if wanted.whole != whole:
-                alike = [call for call, other in waiting if other == wanted]
-                self.switching = asyncio.create_task(self._switch(wanted, alike))
+    def _begin(self) -> None:
+        """Ask of the engine what it has room for."""
+        self.admission.count()
+        while self.switching is None:
+            asked = self.admission.next(self.weights.whole, self.weights.swap_s)
+            if asked is None:
+                return
+            call, wanted = asked
+            if wanted.whole != self.weights.whole:
+                self.switching = asyncio.create_task(self._switch(wanted))
                 self.switching.add_done_callback(self._switched)
                 return
-            self.taken.add(call.request_id)
             self.admission.enter(call, wanted)
             task = asyncio.create_task(self._draw(call, wanted))
             self.tasks[call.request_id] = task
-            task.add_done_callback(lambda task, call=call: self._left(call, task))  # type: ignore[misc]
+            task.add_done_callback(partial(self._left, call))
 
     async def _draw(self, call: Call, wanted: Wanted) -> None:
         try:
@@ -167,33 +160,35 @@ class Drawer:
             return
         ask = replace(ask, answers=tuple(answers))
         if ask.needs_ranks:
-            self.drawn[call.request_id] = ask
+            self.drawn[call.request_id] = call, ask
             self.journal.ring()
             return
         self.samples += ask.n
         self._finish(call, Outcome(written(ask), "protobuf"))
 
-    async def _switch(self, wanted: Wanted, calls: Sequence[Call]) -> None:
-        """Give the engine the whole weights that these calls want; nothing is under way."""
+    async def _switch(self, wanted: Wanted) -> None:
+        """Give the engine other whole weights; nothing is under way."""
         try:
             await self.weights.switch(wanted.whole)
         except Exception as error:
             failure = self._failure(error)
-            for call in calls:
+            for call in self.admission.all_of(wanted):
+                self.admission.forget(call.request_id)
                 self._finish(call, failure)
 
     def _switched(self, task: "asyncio.Task[None]") -> None:
         self.switching = None
-        self.news.set()
+        if not task.cancelled():
+            self._begin()
 
     def _left(self, call: Call, task: "asyncio.Task[None]") -> None:
         del self.tasks[call.request_id]
         self.admission.leave(call)
-        self.news.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             found = self.journal.result(call.request_id)
             if found is not None and found.outcome is None:  # else it was cancelled meanwhile
                 self._broke(error)
+        self._begin()
 
     def _broke(self, error: BaseException) -> None:
         self.broken = error
@@ -210,7 +205,6 @@ class Drawer:
 
     def _finish(self, call: Call, outcome: Outcome | Failure) -> None:
         """Those that come while others are written go to the disk together."""
-        self.taken.add(call.request_id)
         self.finished.append(Finished(call.request_id, outcome))
         if self.writing is None:
             self.writing = asyncio.create_task(self._write())
@@ -226,14 +220,15 @@ class Drawer:
             self.writing = None
 
     def _over(self, ids: Sequence[str]) -> None:
+        """They have results, so there is nothing to do for them any longer."""
         for request_id in ids:
             self.drawn.pop(request_id, None)
-            if request_id in self.taken:
-                self.ended.append(request_id)
+            self.admission.forget(request_id)
             if (task := self.tasks.get(request_id)) is not None:
-                task.cancel()  # nobody waits for it
+                task.cancel()
 
     async def _end(self) -> None:
+        self.admission.close()
         if self.writing is not None:
             await self.writing
         left = [task for task in (*self.tasks.values(), self.switching) if task is not None]

@@ -57,7 +57,7 @@ class Service:
         """Until a signal, which raises Stopped."""
         while True:
             self.orders.wait()
-            calls = self._of_ranks(self.journal.next_calls(AHEAD))
+            calls = self._next()
             self.progress.tell(self.gauges, len(calls))
             self.readings.begin(calls)
             ready = [call for call in calls if self._is_first(call, calls)]
@@ -70,20 +70,16 @@ class Service:
                 continue
             self.turn(call, ready)
 
-    def _of_ranks(self, calls: Sequence[Call]) -> Sequence[Call]:
-        """Without samples that an engine has not drawn, if there is one."""
+    def _next(self) -> Sequence[Call]:
+        """Calls for the ranks: where an engine draws the samples, those that it leaves to them."""
         if self.drawer is None:
-            return calls
+            return self.journal.next_calls(AHEAD)
         self.drawer.check()
         self._count()
-        found = []
-        for call in calls:
-            ask = self.drawer.drawn.get(call.request_id)
-            if ask is not None:
-                self.readings.put(call, ask)
-            if call.kind != SAMPLE or ask is not None:
-                found.append(call)
-        return found
+        drawn = list(self.drawer.drawn.values())
+        for call, ask in drawn:
+            self.readings.put(call, ask)
+        return [*self.journal.next_calls(AHEAD, samples=False), *(call for call, _ in drawn)]
 
     def _more_come(self, call: Call, ready: Sequence[Call]) -> bool:
         """Whether samples like this one arrive just now: they come one by one, and are drawn
@@ -259,7 +255,7 @@ class Service:
         self.gauges["samples_total"] = float(self.samples)
         if self.drawer is not None:
             self.gauges["samples_total"] += self.drawer.samples
-            self.gauges["samples_under_way"] = float(len(self.drawer.tasks))
+            self.gauges["samples_under_way"] = float(len(self.drawer.admission.inside))
         self.gauges.update(self.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.residents.models))
         self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
