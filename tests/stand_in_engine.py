@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,8 @@ class StandIn:
         if (stumble := Path(options.get("stumble", "/nowhere"))).exists():
             stumble.unlink()
             os._exit(4)
+        while "loads" in options and not Path(options["loads"]).exists():
+            time.sleep(0.01)
         return "fail" not in options
 
     def sample(self, message: dict[str, Any]) -> None:

@@ -6,10 +6,11 @@ vLLM; tests/test_service_vllm.py has the real one."""
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -43,6 +44,7 @@ from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.snapshots import FORM, Wanted
 from megatron_vlm.service.wire.schema import message
 from tests.pool import free_port
+from tests.ports import descendants
 from tests.service_client import (
     Client,
     FailedError,
@@ -479,8 +481,8 @@ def test_other_weights_come_when_those_there_have_had_their_time():
 # -- a whole service
 
 
-def settings(folder: Path) -> list[str]:
-    options = ",".join(f"{name}:{value}" for name, value in options_of(folder).items())
+def settings(folder: Path, given: Any = None) -> list[str]:
+    options = ",".join(f"{name}:{value}" for name, value in (given or options_of(folder)).items())
     engine = [f"serve.engine={python_of(folder)}", f"serve.engine_options={{{options}}}"]
     return ["serve.sampler=vllm", "serve.engine_max_len=64", "serve.max_rank=8", *engine]
 
@@ -493,9 +495,11 @@ class Life:
     folder: Path
     opened: ExitStack
     port: int = field(default_factory=free_port)
+    more: tuple[str, ...] = ()
 
     def start(self) -> Any:
-        running = start(self.path, self.folder / "run", self.port, *settings(self.folder))
+        given = [*settings(self.folder), *self.more]
+        running = start(self.path, self.folder / "run", self.port, *given)
         self.opened.callback(running.kill)
         return running
 
@@ -534,6 +538,7 @@ def step(model: Model) -> None:
     model.step(learning_rate=1e-2)
 
 
+@pytest.mark.slow
 def test_samples_outlive_the_service_and_do_not_hold_up_training(life):
     """Snapshots are as they were saved, also for an engine that begins after a kill."""
     running, client = life.start(), life.client()
@@ -600,6 +605,59 @@ def lines(folder: Path) -> list[str]:
     return (folder / "asked").read_text().splitlines()
 
 
+@pytest.mark.slow
+def test_a_service_that_is_told_to_stop_does_not_wait_for_its_engines(tiny, tmp_path):
+    """On every rank, though they never load."""
+    options = {**options_of(tmp_path), "loads": str(tmp_path / "never")}
+    command = [sys.executable, "-m", "megatron_vlm.cli", "serve", f"model.path={tiny()}"]
+    command += [f"run={tmp_path / 'run'}", "platform=cpu", "serve.port=0", "parallel.pp=2"]
+    said = tmp_path / "said.txt"
+    with said.open("wb") as file:
+        process = subprocess.Popen([*command, *settings(tmp_path, options)], stderr=file)
+    try:
+        until(lambda: running_engines(process.pid))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 75, said.read_text()
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert "Traceback" not in said.read_text(), said.read_text()
+
+
+def running_engines(pid: int) -> list[int]:
+    """Those of a service."""
+    found = []
+    for each in descendants(pid):
+        with suppress(OSError):
+            if STAND_IN.name in Path(f"/proc/{each}/cmdline").read_text():
+                found.append(each)
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_complete_what_the_engine_has_drawn(life):
+    """At PP2 as in one process."""
+    life.start()
+    found = tempered_of(life)
+    life.more = ("parallel.pp=2",)
+    life.folder = life.folder / "pp2"
+    life.folder.mkdir()
+    life.port = free_port()
+    life.start()
+    assert tempered_of(life) == pytest.approx(found, abs=5e-6)  # measured: 9.5e-7
+
+
+def tempered_of(life: Life) -> list[float]:
+    client = life.client()
+    model = client.model(4, seed=1)
+    step(model)
+    [found] = log_probs_of(model.sampler().sample([[1, 2]], **SHORT, temperature=0.5))
+    return [*found, *model.sampler().log_probs([[1, 2, 3]])[1:]]
+
+
+@pytest.mark.slow
 def test_forms_for_the_engine_are_made_once(life):
     """Inside the snapshot, with which they go; a model may begin with it as before."""
     life.start()
@@ -644,6 +702,7 @@ def test_what_cannot_be_is_refused_at_once(tiny, name):
     assert said in str(refused.value)
 
 
+@pytest.mark.slow
 def test_an_engine_without_vllm_ends_the_service(tiny, tmp_path):
     """Before anybody could reach it."""
     given = ["serve.sampler=vllm", f"serve.engine={sys.executable}", "serve.max_rank=8"]
