@@ -5,6 +5,7 @@ vLLM; tests/test_service_vllm.py has the real one."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,6 +241,25 @@ def test_whole_weights_take_turns(desk):
         assert desk.answer(promise) == drawn_by(seed, 1, adapter(desk, name))
     assert desk.answer(another) == drawn_by(5, 1, adapter(desk, "a"))
     assert desk.answer(desk.ask(base, 1, 6)) == drawn_by(6)
+
+
+def test_whole_weights_outlive_their_snapshot_in_the_engine(desk):
+    """An engine that dies is given them again, though the journal has forgotten them; with the next
+    ones they go."""
+    x = desk.sampler("x")
+    weights = adapter(desk, "x")
+    held = desk.ask(x, HELD, 1)
+    until(lambda: len(desk.asked) == 1)
+    shutil.rmtree(desk.run / "weights" / "x")
+    [replica] = desk.engines.sampler.replicas
+    os.kill(replica.engine.process.pid, signal.SIGKILL)
+    until(lambda: len(desk.asked) == 2)
+    desk.release()
+    assert desk.answer(held) == drawn_by(1, 1, weights)
+    assert desk.answer(desk.ask(desk.sampler("y"), 1, 2)) == drawn_by(2, 1, adapter(desk, "y"))
+    assert [each.name for each in (desk.run / FORM).iterdir()] == ["2"]
+    assert desk.answer(desk.ask(desk.sampler(), 1, 3)) == drawn_by(3)
+    assert not list((desk.run / FORM).iterdir())
 
 
 def test_others_wait_for_whole_weights_that_wait(desk):

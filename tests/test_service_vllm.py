@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from megatron_vlm.demo.tiny import TinySpec, write_tiny
 from tests.engine import ENVIRONMENT, MISSING, READY
@@ -152,6 +153,35 @@ def test_what_ends_an_answer_is_its_last_token(client, path):
     stopped = sampler.sample(PROMPTS[1], **asked, stop=[ids[4]])
     end = ids.index(ids[4]) + 1
     assert tokens_of(stopped) == [ids[:end]] and stopped.sequences[0].stop_reason == 0
+
+
+def test_strings_stop_as_with_our_own(client, path):
+    """Also where a special token, which is no text, stands between the parts of one."""
+    tokenizer, sampler = AutoTokenizer.from_pretrained(path), client.sampler(base_model=path)
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def stop_of(ids: list[int]) -> str | None:
+        """The last character before a special token, and the first behind it."""
+        for place in range(1, len(ids) - 1):
+            if ids[place] in tokenizer.all_special_ids:
+                stop = text(ids[:place])[-1:] + text([ids[place + 1]])[:1]
+                if len(stop) == 2 and stop.isascii() and stop not in text(ids[: place + 1]):
+                    return stop
+        return None
+
+    def ask(seed: int, *stop: str) -> str:
+        return sampler.ask(PROMPTS[0], max_tokens=48, seed=seed, stop=list(stop))
+
+    frees = [tokens_of(client.sampled(each))[0] for each in [ask(seed) for seed in range(40)]]
+    stops = {seed: stop for seed, free in enumerate(frees) if (stop := stop_of(free))}
+    promises = {seed: ask(seed, stop) for seed, stop in stops.items()}
+    for seed, promise in promises.items():
+        found, free = client.sampled(promise), frees[seed]
+        end = next(n for n in range(1, 49) if stops[seed] in text(free[:n]))
+        assert tokens_of(found) == [free[:end]] and found.sequences[0].stop_reason == 0
+    assert len(stops) > 3  # 11 were seen
 
 
 def under_way(url: str) -> float:

@@ -52,7 +52,7 @@ class Drawer:
     def __init__(self, engines: Engines, journal: Journal, readings: Readings, adapters: int):
         """`adapters`: how many different ones the engine draws with at a time."""
         self.engines, self.journal, self.readings = engines, journal, readings
-        self.weights = EngineWeights(engines)
+        self.weights = EngineWeights(engines, journal.run)
         self.admission = Admission(adapters, len(engines.sampler.replicas))
         self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # with answers
         self.samples = 0  # of calls that were finished from here

@@ -2,10 +2,13 @@
 
 Adapters are a folder of PEFT's, whole weights a checkpoint of Hugging Face's. Each is written once,
 inside the snapshot's own folder, and goes with it when the journal forgets the snapshot. It is read
-from the disk and needs none of the ranks.
+from the disk and needs none of the ranks. The whole weights that an engine has are held by other
+links to the same files, since an engine that dies is given them again, whoever has forgotten them.
 """
 
 import asyncio
+import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +43,10 @@ class Wanted:
 class EngineWeights:
     """To be used in the engines' loop."""
 
-    def __init__(self, engines: Engines) -> None:
-        self.engines = engines
+    def __init__(self, engines: Engines, run: Path) -> None:
+        """`run`: the service's folder."""
+        self.engines, self.held = engines, run / FORM
+        shutil.rmtree(self.held, ignore_errors=True)  # of a service that ended
         self.whole: Path | None = None  # the snapshot in place of the base model
         self.switches = 0
         self.swap_s = 0.0  # that a switch took lately
@@ -50,10 +55,20 @@ class EngineWeights:
     async def switch(self, whole: Path | None) -> None:
         """Give the engine a snapshot's whole weights, or the base model's."""
         started, sampler = time.monotonic(), self.engines.sampler
-        folder = sampler.settings.folder if whole is None else await self.folder(whole, False)
         self.switches += 1
-        await sampler.update(Checkpoint(folder), self.switches)
+        folder, held = sampler.settings.folder, self.held / f"{self.switches}"
+        if whole is not None:
+            folder = str(held)
+            await asyncio.to_thread(_link, await self.folder(whole, False), folder)
+        try:
+            await sampler.update(Checkpoint(folder), self.switches)
+        except BaseException:
+            shutil.rmtree(held, ignore_errors=True)
+            raise
         self.whole = whole
+        for older in self.held.glob("*"):
+            if older != held:
+                shutil.rmtree(older, ignore_errors=True)
         self.swap_s += 0.3 * (time.monotonic() - started - self.swap_s)
 
     async def folder(self, snapshot: Path, adapter: bool) -> str:
@@ -72,6 +87,18 @@ class EngineWeights:
         del self.writing[snapshot]
         if not task.cancelled():
             task.exception()  # whoever waits for it raises it; there may be nobody
+
+
+def _link(folder: str, out: str) -> None:
+    """The same files, without a copy where the disk can do so."""
+
+    def one(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    shutil.copytree(folder, out, copy_function=one)
 
 
 async def _write(snapshot: Path, folder: Path, adapter: bool) -> None:

@@ -42,6 +42,7 @@ class Server:
     def __init__(self, link: Link):
         self.link = link
         self.engine: Any = None
+        self.special: list[str] = []  # tokens that are no text
         self.adapter: Any = None  # of requests that name none
         self.adapters = NamedAdapters()
         self.version = 0
@@ -111,6 +112,7 @@ class Server:
         )
         self.engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | options)))
         self._try()
+        self.special = list(self.engine.get_tokenizer().all_special_tokens)
         self.version = version
         return str(vllm.__version__)
 
@@ -140,7 +142,7 @@ class Server:
             taken = given(**prompt)
             lora = self.adapter if adapter is None else self.adapters.of(self.engine, adapter)
             for place, seed in enumerate(seeds):
-                params = sampling_params(settings, never, seed)
+                params = sampling_params(settings, never, seed, self.special)
                 name = f"{number}-{place}"
                 self.engine.add_request(name, taken, params, lora_request=lora)
                 asked.names.append(name)
@@ -247,13 +249,15 @@ def let_generators_rewind() -> None:
     torch.Generator = Generator  # type: ignore[misc]
 
 
-def sampling_params(settings: Message, never: list[int], seed: int) -> Any:
+def sampling_params(settings: Message, never: list[int], seed: int, special: list[str]) -> Any:
     """Only what the settings say ends an answer, and its log-probs are the model's own: vLLM's
-    default, `raw_logprobs`."""
+    default, `raw_logprobs`. Stop strings are looked for in the text without `special` tokens, as
+    our own sampler does, unless one has such a token in it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     greedy, stops = settings["temperature"] == 0, settings["stop_strings"]
+    shown = any(token in stop for stop in stops for token in special)
     return SamplingParams(
         max_tokens=settings["max_tokens"],
         temperature=settings["temperature"],
@@ -265,7 +269,7 @@ def sampling_params(settings: Message, never: list[int], seed: int) -> Any:
         ignore_eos=True,
         logprobs=0,
         detokenize=bool(stops),
-        skip_special_tokens=False,  # a stop string may be one
+        skip_special_tokens=not shown,
         logit_bias=None if greedy else dict.fromkeys(never, float("-inf")),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
