@@ -26,6 +26,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.sampling import EngineSettings
 from megatron_vlm.sampling.engines import Engines
+from megatron_vlm.sampling.server.adapters import rank_for
 from megatron_vlm.service.admission import Admission
 from megatron_vlm.service.drawer import LEAST_TEMPERATURE, Drawer
 from megatron_vlm.service.drawing import SampleBounds, StopWords, _spread
@@ -729,3 +730,8 @@ def test_an_engine_without_vllm_ends_the_service(tiny, tmp_path):
     with pytest.raises(AssertionError, match="has no vLLM"):
         start(tiny(), tmp_path / "run", free_port(), *given)
     assert os.path.exists(tmp_path / "run" / "said.txt")
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (128, 128), (300, 320)])
+def test_vllm_makes_room_for_ranks_of_its_own(rank, room):
+    assert rank_for(rank) == room
