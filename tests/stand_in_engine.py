@@ -5,8 +5,9 @@ An answer's ids are its seed, the engine's version and its process, its log-prob
 weights that it was given last, and with them of the adapter that it names. With the option `vocab`
 they are ids of it: of the seed and of that number. The file `asked` gets a line for each request.
 What a prompt begins with says how it is answered: HELD, once the file `release` of its options
-exists; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it before. Where the
-environment has REPLAYS, a folder, it has the answers: see tests/test_agreement.py.
+exists; SLOW, after a while; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it
+before. Where the environment has REPLAYS, a folder, it has the answers: see
+tests/test_agreement.py.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-HELD, DEADLY, DEADLY_ONCE = 11, 12, 13
+HELD, DEADLY, DEADLY_ONCE, SLOW = 11, 12, 13, 14
+SLOW_S = 0.3
 REPLAYS = "STAND_IN_REPLAYS"
 
 
@@ -43,6 +45,7 @@ class StandIn:
     def __init__(self, link: Any) -> None:
         self.link, self.version, self.number, self.first = link, 0, 0, ""
         self.held: list[dict[str, Any]] = []
+        self.slow: list[tuple[float, dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -53,6 +56,8 @@ class StandIn:
                 (self.replay if known else self.handle)(message)
             except queue.Empty:
                 pass
+            while self.slow and self.slow[0][0] < time.monotonic():
+                self.answer(self.slow.pop(0)[1])
             if self.held and Path(self.options["release"]).exists():
                 while self.held:
                     self.answer(self.held.pop(0))
@@ -115,7 +120,9 @@ class StandIn:
             once.parent.mkdir(exist_ok=True)
             once.touch()
             os._exit(3)
-        if kind == HELD:
+        if kind == SLOW:
+            self.slow.append((time.monotonic() + SLOW_S, message))
+        elif kind == HELD:
             self.held.append(message)
         else:
             self.answer(message)
