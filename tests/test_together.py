@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.errors import DataError
+from megatron_vlm.group import local_group
+from megatron_vlm.group.together import SummedLoss, backward_together
 from megatron_vlm.step.backward import StepMetrics, run_backward
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
@@ -141,3 +144,34 @@ def failing(path: str) -> Any:
 def test_a_pass_that_fails_leaves_the_gradients_of_earlier_calls(pool, tiny):
     [(before, after, some)] = pool.run(failing, 1, tiny())
     assert same(before, after) and some == [True, False]
+
+
+def refused(path: str, case: Case) -> Any:
+    """Groups of which one is given a row that it cannot take on one replica."""
+    cfg = case.config(path)
+    base = MegatronWorker(cfg, training=False)
+    workers = [MegatronWorker(replace(cfg, lora=lora), base=base) for lora in (SMALL, MERGER)]
+    groups = [local_group(worker) for worker in workers]
+    rows = make_rows(MIXED)[:4]
+    bad = [*rows[:3], replace(rows[3], ids_S=rows[3].ids_S + 10**6)]
+
+    def asked(*batches: list[Row]) -> list[SummedLoss]:
+        return [
+            SummedLoss(group, rows, "cross_entropy", {})
+            for group, rows in zip(groups, batches, strict=True)
+        ]
+
+    done = backward_together(asked(rows, rows[:3]))
+    before = [collect_grads(worker) for worker in workers]
+    with pytest.raises(DataError, match=r"rank \d: row 3"):
+        backward_together(asked(rows, bad))
+    after = [collect_grads(worker) for worker in workers]
+    alone = groups[1].forward_backward(rows[:3], True, divisor=1.0).result()
+    return before, after, plain(done)[1], plain([alone])[0]
+
+
+def test_a_group_that_is_refused_changes_nothing(pool, tiny):
+    case = layout(pp=2, dp=2)
+    for before, after, done, alone in pool.run(refused, case.world, tiny(), case):
+        assert same(before, after)
+        assert same(done, alone) and len(done[2]) == 3
