@@ -136,7 +136,21 @@ def at_once(models: list[Model], path: str, step: int) -> list[Any]:
 
 def ask(model: Model, path: str, step: int) -> str:
     number = int(model.id[-1])
-    return model.ask_gradients(data_of(path, step + number)[: 1 + number])
+    data = data_of(path, step + number)[: 1 + number]
+    if number % 2 == 0:
+        return model.ask_gradients(data)
+    samples = [
+        (
+            chunks,
+            {
+                "target_tokens": i["target_tokens"],
+                "advantages": i["weights"],
+                "logprobs": i["weights"] - 6,
+            },
+        )
+        for chunks, i in data
+    ]
+    return model.ask_gradients(samples, "importance_sampling")
 
 
 def lives(running: Any, path: str, asking: Any) -> list[Any]:

@@ -59,7 +59,7 @@ def calls(number: int) -> list[Call]:
         third = [replace(row, labels_S=torch.full_like(row.ids_S, IGNORE)) for row in third]
     return [
         (first * 2, "cross_entropy", {"entropy_coef": 0.1}),
-        (weighted[:2], "weighted_cross_entropy", {}),
+        (weighted[:5], "weighted_cross_entropy", {}),  # replicas have 2 and 3 of these
         (third, "cross_entropy", {}),
     ]
 
@@ -167,11 +167,12 @@ def refused(path: str, case: Case) -> Any:
         backward_together(asked(rows, bad))
     after = [collect_grads(worker) for worker in workers]
     alone = groups[1].forward_backward(rows[:3], True, divisor=1.0).result()
-    return before, after, plain(done)[1], plain([alone])[0]
+    norm, _ = groups[0].optim_step(1e-2).result()
+    return before, after, plain(done)[1], plain([alone])[0], norm
 
 
 def test_a_group_that_is_refused_changes_nothing(pool, tiny):
     case = layout(pp=2, dp=2)
-    for before, after, done, alone in pool.run(refused, case.world, tiny(), case):
+    for before, after, done, alone, norm in pool.run(refused, case.world, tiny(), case):
         assert same(before, after)
-        assert same(done, alone) and len(done[2]) == 3
+        assert same(done, alone) and len(done[2]) == 3 and norm > 0
