@@ -214,8 +214,9 @@ def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
     rows = targeted(tokens(MICRO_BATCH, LONG))
 
     def run(workers: list[MegatronWorker]) -> None:
-        asked = (rows, True, "cross_entropy", 1.0, True, {})
-        run_backward([worker.backward(*asked) for worker in workers])
+        run_backward(
+            [worker.backward(rows, True, "cross_entropy", 1.0, True, {}) for worker in workers]
+        )
 
     def turns() -> float:
         for worker in workers:
