@@ -63,6 +63,7 @@ from megatron_vlm.step.optimizer import (
     AdamStep,
     apply_gradients,
     build_optimizer,
+    check_lr,
     gathers_behind,
     set_adam,
     set_lr,
@@ -271,6 +272,7 @@ class MegatronWorker:
         token was supervised, unless `adam` asks for it: momentum and decay would move the weights
         without a gradient. `adam` takes the place of the configured settings for this step."""
         assert self.optimizer is not None and self.gradients is not None, "made without training"
+        check_lr(lr)
         self.lr = self.lr if lr is None else lr
         adam = adam or AdamStep.configured(self.cfg.optim)
         if not self.gradients.some:
