@@ -5,6 +5,7 @@ make bench   (or: .venv/bin/python benchmarks/serve.py)
 """
 
 import multiprocessing
+import os
 import sqlite3
 import statistics
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,10 +26,17 @@ import numpy as np
 import torch
 from record import record
 
-from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm.config.schema import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import TinySpec, write_tiny
 from megatron_vlm.service.front.keys import add_key
+from megatron_vlm.step.backward import run_backward
 from megatron_vlm.step.completions import SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker
@@ -45,6 +54,7 @@ MICRO_BATCH = 8
 ADAM = AdamStep(0.9, 0.95, 1e-8, 0.0, 0.0, without_gradients=True)
 LEARNING_RATE = 1e-4
 CLIENTS, SHARED_S = 8, 10.0
+PIPELINED_MODELS, PIPELINED = 4, 5  # models of a micro-batch each at PP2, and repetitions
 SETTINGS = (f"train.micro_batch_size={MICRO_BATCH}", "serve.adapters=8")
 
 
@@ -62,13 +72,8 @@ class Worker:
         )
 
     def _gradients(self, ids: np.ndarray) -> float:
-        rows = []
-        for each in ids:
-            ids_S = torch.from_numpy(each)
-            labels_S = torch.full_like(ids_S, IGNORE)
-            rows.append(Row(ids_S, labels_S, targets=ids_S.roll(-1)[:, None]))
         done = self.worker.forward_backward(
-            rows, True, "cross_entropy", divisor=1.0, accumulate=True
+            targeted(ids), True, "cross_entropy", divisor=1.0, accumulate=True
         )
         return done.loss
 
@@ -90,6 +95,15 @@ class Worker:
         settings = SamplingSettings(ANSWER)
         found = self.worker.sample(prompts, settings, 1, list(range(ASKED)), ASKED)
         return float(sum(len(answers[0].ids) for answers in found))
+
+
+def targeted(ids: np.ndarray) -> list[Row]:
+    rows = []
+    for each in ids:
+        ids_S = torch.from_numpy(each)
+        labels_S = torch.full_like(ids_S, IGNORE)
+        rows.append(Row(ids_S, labels_S, targets=ids_S.roll(-1)[:, None]))
+    return rows
 
 
 def work(pipe: Connection, path: str) -> None:
@@ -185,6 +199,49 @@ def crowd(url: str, path: str, keys: list[str], journal: Path) -> list[float]:
     return found
 
 
+def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
+    """One of two stages, in a process of its own: the seconds in which calls of several models go
+    through the pipeline in turns, and in one pass."""
+    launched = dict(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1")
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    os.environ["MASTER_PORT"] = str(port)
+    torch.set_num_threads(1)
+    model, train = ModelConfig(path=path), TrainConfig(micro_batch_size=MICRO_BATCH)
+    cfg = Config(model=model, train=train, parallel=ParallelConfig(pp=2), platform="cpu")
+    base = MegatronWorker(cfg, training=False)
+    lora = LoraConfig(rank=4, alpha=8)
+    workers = [MegatronWorker(replace(cfg, lora=lora), base=base) for _ in range(PIPELINED_MODELS)]
+    rows = targeted(tokens(MICRO_BATCH, LONG))
+
+    def run(workers: list[MegatronWorker]) -> None:
+        run_backward(
+            [worker.backward(rows, True, "cross_entropy", 1.0, True, {}) for worker in workers]
+        )
+
+    def turns() -> float:
+        for worker in workers:
+            run([worker])
+        return 0.0
+
+    def together() -> float:
+        run(workers)
+        return 0.0
+
+    pipe.send(in_turns(turns, together, PIPELINED))
+
+
+def pipelined(path: str) -> float:
+    """How many times as long the calls take in turns."""
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    pipes = []
+    for rank in range(2):
+        pipe, theirs = context.Pipe()
+        context.Process(target=stage, args=(rank, port, path, theirs), daemon=True).start()
+        pipes.append(pipe)
+    [(apart, together), _] = [pipe.recv() for pipe in pipes]
+    return float(apart / together)
+
+
 def measure(folder: Path, path: str) -> dict[str, float]:
     """All figures."""
     keys = [add_key(f"client{place}", folder / "keys") for place in range(CLIENTS)]
@@ -219,6 +276,7 @@ def measure(folder: Path, path: str) -> dict[str, float]:
         "serve_samples_per_s": ASKED / drawn[0],
         "serve_sample_ratio": drawn[0] / drawn[1],
         "serve_fairness": min(parts) * CLIENTS,
+        "serve_shared_pass_gain": pipelined(path),
     }
 
 

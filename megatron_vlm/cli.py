@@ -50,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
     parser = argparse.ArgumentParser(
         prog="megatron-vlm",
+        allow_abbrev=False,
         description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
         "in, a better Hugging Face checkpoint out.",
         epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
@@ -86,7 +87,8 @@ def _command(
     line in the list of commands, the description, and the text below the options."""
     line, description, *rest = (run.__doc__ or "\n\n").split("\n\n")
     texts = {"help": line, "description": description, "epilog": rest[0] if rest else None}
-    parser = commands.add_parser(run.__name__.strip("_").replace("_", "-"), **texts, **more)
+    name = run.__name__.strip("_").replace("_", "-")
+    parser = commands.add_parser(name, allow_abbrev=False, **texts, **more)
     parser.set_defaults(run=run)
     return parser
 

@@ -70,7 +70,7 @@ def composed(
     module: str, arguments: Sequence[str], check: Callable[[Config], None] = check_training
 ) -> Config:
     """The configuration of a rank that runs this module, checked."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add_overrides(parser)
     args = parse(parser, arguments)
     cfg = load_config(args.overrides, configured(args)[0])

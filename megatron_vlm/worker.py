@@ -53,7 +53,7 @@ from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.backward import Backward, StepMetrics
+from megatron_vlm.step.backward import Backward, StepMetrics, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
@@ -63,6 +63,7 @@ from megatron_vlm.step.optimizer import (
     AdamStep,
     apply_gradients,
     build_optimizer,
+    check_lr,
     gathers_behind,
     set_adam,
     set_lr,
@@ -240,16 +241,30 @@ class MegatronWorker:
         the weights of the supervised tokens. With `accumulate` the gradients are added to those of
         the calls since the last optim_step; after an error these are as they were.
         """
+        return run_backward(
+            [self.backward(batch, return_per_token_outputs, loss, divisor, accumulate, options)]
+        )[0]
+
+    def backward(
+        self,
+        batch: Batch,
+        per_token: bool,
+        loss: str | LossFunction,
+        divisor: float | None,
+        accumulate: bool,
+        options: Mapping[str, float],
+    ) -> Backward:
+        """A forward_backward, checked and ready for run_backward, which also takes those of other
+        workers beside the same base."""
         assert self.gradients is not None, "made without training"
         check_divisor(divisor)
-        asked = Backward(
-            Objective.create(loss, options), divisor, return_per_token_outputs, accumulate
-        )
-        batches = self.micro_batches(batch, asked.objective.value_names)
-        asked.objective.check_targets(batches)
+        objective = Objective.create(loss, options)
+        batches = self.micro_batches(batch, objective.value_names)
+        objective.check_targets(batches)
         check_built(self.chunks[0].config, self.dims)
-        step = partial(self._loss_step, asked.objective)
-        return asked.run(self.stage, self.gradients, self.cfg.model, batches, step)
+        step = partial(self._loss_step, objective)
+        model = self.stage, self.gradients, self.cfg.model
+        return Backward(*model, batches, step, objective, divisor, per_token, accumulate)
 
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None
@@ -259,6 +274,7 @@ class MegatronWorker:
         token was supervised, unless `adam` asks for it: momentum and decay would move the weights
         without a gradient. `adam` takes the place of the configured settings for this step."""
         assert self.optimizer is not None and self.gradients is not None, "made without training"
+        check_lr(lr)
         self.lr = self.lr if lr is None else lr
         adam = adam or AdamStep.configured(self.cfg.optim)
         if not self.gradients.some:

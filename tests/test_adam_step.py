@@ -161,3 +161,22 @@ def test_a_step_without_gradients_is_asked_for(pool, tiny):
 def test_settings_that_are_refused(name, value, said):
     with pytest.raises(ConfigError, match=f"optim_step: {said}"):
         replace(STEPS[0][1], **{name: value})
+
+
+def test_rates_that_are_refused(pool, tiny):
+    """A step leaves the weights and gradients as they were."""
+    [(refused, same, norm)] = pool.run(with_bad_rates, 1, tiny())
+    assert refused == 3 and same and norm > 0
+
+
+def with_bad_rates(path: str) -> tuple[int, bool, float]:
+    worker = MegatronWorker(layout().config(path))
+    rows = make_rows(MIXED)
+    worker.forward_backward(rows)
+    before, refused = worker.forward(rows), 0
+    for rate in (float("nan"), float("inf"), -1e-3):
+        with pytest.raises(ConfigError, match=f"lr={rate}; give a finite number of at least 0"):
+            worker.optim_step(rate)
+        refused += 1
+    same = all(map(torch.equal, before, worker.forward(rows)))
+    return refused, same, worker.optim_step(1e-3)[0]

@@ -215,6 +215,7 @@ def test_every_sentence_names_keys_and_values_that_are_accepted(text):
         (["--seed", "-1"], "did you mean 'data.seed' or 'train.seed'"),
         (["--model", "Qwen/Qwen3-VL"], "model=NAME chooses a recipe, model.KEY=VALUE sets a value"),
         (["--dryrun"], "--dryrun is not an option; did you mean --dry-run"),
+        (["--dry"], "--dry is not an option; did you mean --dry-run"),
         (["--frobnicate", "3"], "--frobnicate is not an option; the groups of keys are"),
         (["mine.yaml"], "a file is given as --config mine.yaml"),
         (["train"], "'train': arguments are given as KEY=VALUE"),

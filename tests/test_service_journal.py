@@ -19,6 +19,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.service.journal.accept import Bounds
 from megatron_vlm.service.journal.calls import MOST_ATTEMPTS
 from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.sweep import Keep
 from megatron_vlm.service.journal.values import (
     Accepted,
@@ -627,3 +628,14 @@ def test_metadata_is_json(tmp_path):
         assert json.loads(json.dumps(journal.session(session).user_metadata)) == {
             "a": {"b": [1, "\u00e9\x00"]}
         }
+
+
+def test_what_is_promised_waits_for_the_disk(tmp_path):
+    """An attempt is counted for processes that die: it need not outlive the machine."""
+    store = Store(tmp_path)
+    found = []
+    for on_disk in (True, False, True):
+        with store.write(on_disk) as db:
+            found.append(db.execute("PRAGMA synchronous").fetchone()[0])
+    store.close()
+    assert found == [2, 1, 2]  # FULL, NORMAL, FULL

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.group import local_group
+from megatron_vlm.service.batches import metrics_of, read_batch
 from megatron_vlm.service.losses import FORMS, options_of
 from megatron_vlm.service.rows import RowReader
-from megatron_vlm.service.training import metrics_of, read_batch
 from megatron_vlm.service.wire.values import RequestError
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import token_ids

@@ -24,6 +24,7 @@ from megatron_vlm.service.wire.answers import write_forward_backward, write_samp
 from megatron_vlm.service.wire.compression import MOST_FRAMES, MOST_WINDOW, unpacked
 from megatron_vlm.service.wire.requests import MOST_DENSE, read_forward_backward, read_prompt
 from megatron_vlm.service.wire.schema import MOST_FIELDS, message, parsed
+from megatron_vlm.service.wire.targets import read_prompt_targets
 from megatron_vlm.service.wire.values import Picture, RequestError, Sampled, Samples, Text, TopK
 from tests.mutation import mutate_bytes, mutate_json
 
@@ -635,6 +636,63 @@ def test_samples_are_written():
     assert not second.HasField("logprobs") and not second.HasField("topk_sampled_logprobs")
     assert not found.HasField("topk_prompt_logprobs")
     assert list(found.target_prompt_logprobs.shape) == [1, 3]
+
+
+DENSE = {"data": [5, -1, 6, 7, -1, -1], "shape": [3, 2]}
+SPARSE = {
+    "data": [5, 6, 7],
+    "shape": [3, 9],
+    "sparse_crow_indices": [0, 1, 3, 3],
+    "sparse_col_indices": [8, 0, 1],
+}
+
+
+def test_chosen_tokens_are_read():
+    dense, found = read_prompt_targets(DENSE, 4), read_prompt_targets(SPARSE, 4)
+    assert dense.ids_RJ.tolist() == [[5, -1], [6, 7], [-1, -1]]
+    assert found.ids_RJ.tolist() == [[5, -1], [6, 7], [-1, -1]]  # as many as the most have
+    log_probs = np.arange(6, dtype=np.float32).reshape(3, 2)
+    assert dense.answer(log_probs) is log_probs
+    answer = found.answer(log_probs)
+    assert answer.values.tolist() == [0.0, 2.0, 3.0] and answer.shape == (3, 9)
+    written = parsed("SampleResponse", write_samples(Samples((), target_prompt_log_probs=answer)))
+    tensor = written.target_prompt_logprobs
+    assert np.frombuffer(tensor.sparse_csr.crow_indices, "<i8").tolist() == [0, 1, 3, 3]
+    assert np.frombuffer(tensor.sparse_csr.col_indices, "<i8").tolist() == [8, 0, 1]
+    assert list(tensor.shape) == [3, 9] and not tensor.HasField("dense")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (DENSE | {"shape": [2, 3]}, "shape [2, 3], and the prompt has 4 tokens; give [3, K]"),
+        (DENSE | {"shape": [3]}, "shape [3], and the prompt"),
+        (DENSE | {"shape": [3, 0]}, "shape [3, 0], and the prompt"),
+        (DENSE | {"data": [1, 2]}, "2 values and shape [3, 2]; give as many as the shape has"),
+        (DENSE | {"data": [1.5] * 6}, ".data: give a list of whole numbers"),
+        (DENSE | {"data": "many"}, ".data: give whole numbers"),
+        (DENSE | {"data": [2**70] * 6}, ".data: give whole numbers"),
+        ({"data": [1]}, ".shape: give whole numbers"),
+        (DENSE | {"sparse_col_indices": [1]}, "give both sparse_crow_indices and"),
+        (SPARSE | {"sparse_crow_indices": [0, 1, 3]}, "sparse_crow_indices: 3 numbers for 3 rows"),
+        (SPARSE | {"sparse_crow_indices": [0, 3, 1, 3]}, "falls from 3 to 1 at [2]"),
+        (SPARSE | {"sparse_col_indices": [9, 0, 1]}, "sparse_col_indices[0] is 9, and there are 9"),
+        (SPARSE | {"sparse_col_indices": [8, 1, 1]}, "is 1 after 1, in row 1; let the columns"),
+        (SPARSE | {"sparse_col_indices": [[8, 0, 1]]}, "give a list of whole numbers"),
+    ],
+)
+def test_chosen_tokens_that_are_refused(said, message):
+    with pytest.raises(RequestError) as caught:
+        read_prompt_targets(said, 4)
+    assert message in str(caught.value) and "target_prompt_logprobs" in str(caught.value)
+
+
+def test_chosen_tokens_cannot_fill_the_memory():
+    count = 2**14
+    crow = [0] + [count] * count  # all of them at the first of many places
+    said = {"data": [1] * count, "shape": [count, count], "sparse_crow_indices": crow}
+    with pytest.raises(RequestError, match="up to 16384 tokens at one of 16384 places"):
+        read_prompt_targets(said | {"sparse_col_indices": list(range(count))}, count + 1)
 
 
 @pytest.mark.parametrize(

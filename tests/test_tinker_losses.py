@@ -28,3 +28,7 @@ def test_losses_of_the_client_and_sparse_targets(tiny, tmp_path):
     *sparse, shape = found["sparse"]
     assert sparse == pytest.approx(found["dense"][:2], rel=TOLERANCE) and sparse[1] > 0
     assert shape == [6, 3]
+    sparse, dense = found["chosen"]
+    assert sparse == dense and len(sparse) == 5
+    asked = [(r, c) for r in range(5) for c in range(4) if sparse[r][c] < -1]
+    assert asked == [(1, 2), (4, 0), (4, 3)]

@@ -44,7 +44,8 @@ def _explained(option: str, words: Sequence[str]) -> str:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
     known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
-    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+    begun = [each for each in known if len(name) > 3 and each.startswith(name)]
+    if near := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
         return f"{option} is not an option; did you mean {near[0]}?"
     after = words[list(words).index(option) + 1 :][:1]
     value = after[0] if after and re.match(r"[^-+~]|-[0-9.]", after[0]) else None

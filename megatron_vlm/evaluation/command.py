@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate, on one rank."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     args = parse(parser, arguments)
     file, _ = configured(args)

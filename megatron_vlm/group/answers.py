@@ -4,6 +4,7 @@ An error keeps its type if it is one of the errors of this package."""
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_vlm import errors
@@ -41,6 +42,9 @@ def to_bytes(answer: Any) -> bytes:
         figures = [answer.loss, answer.num_tokens, answer.means]
         meta = {"kind": "metrics", "figures": figures, "has_rows": answer.log_probs is not None}
         rows = answer.log_probs or []
+    elif isinstance(answer, list) and answer and isinstance(answer[0], StepMetrics):
+        meta = {"kind": "several"}
+        rows = [torch.frombuffer(bytearray(to_bytes(each)), dtype=torch.uint8) for each in answer]
     elif isinstance(answer, list) and any(isinstance(row, Tensor) for row in answer):
         meta, rows = {"kind": "rows"}, answer
     elif isinstance(answer, list) and answer and _are_samples(answer[0]):
@@ -63,6 +67,8 @@ def from_bytes(data: bytes) -> Any:
     if kind == "metrics":
         loss, num_tokens, means = meta["figures"]
         return StepMetrics(loss, num_tokens, rows if meta["has_rows"] else None, means)
+    if kind == "several":
+        return [from_bytes(row.numpy().tobytes()) for row in rows]
     if kind == "rows":
         return rows
     if kind == "samples":

@@ -16,6 +16,7 @@ from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.group.parts import ReplicaBatch
+from megatron_vlm.step.backward import Backward, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.losses import LossFunction, Objective
 from megatron_vlm.step.optimizer import AdamStep
@@ -62,14 +63,26 @@ class Member:
         accumulate: bool,
         options: dict[str, float],
     ) -> StepMetrics:
+        asked = self.backward(part, return_per_token_outputs, loss, divisor, accumulate, options)
+        [done] = run_backward([asked])
+        self.has_gradients = True
+        return done
+
+    def backward(
+        self,
+        part: ReplicaBatch,
+        return_per_token_outputs: bool,
+        loss: str | LossFunction,
+        divisor: float | None,
+        accumulate: bool,
+        options: dict[str, float],
+    ) -> Backward:
+        """A forward_backward that is ready to be done."""
         if not accumulate:  # even where the rows are refused
             self._forget()
         batches = self._prepare(part, Objective.create(loss, options).value_names)
-        done = self.worker.forward_backward(
-            batches, return_per_token_outputs, loss, divisor, accumulate, **options
-        )
-        self.has_gradients = True
-        return done
+        asked = return_per_token_outputs, loss, divisor, accumulate, options
+        return self.worker.backward(batches, *asked)
 
     def optim_step(self, lr: float | None, adam: AdamStep | None) -> tuple[float, float]:
         if not self.has_gradients and not (adam and adam.without_gradients):

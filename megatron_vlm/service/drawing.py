@@ -4,19 +4,21 @@ Shapes: S tokens of a prompt, J targets of a place, k likeliest tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row, continued
+from megatron_vlm.data.encode.row import IGNORE, Row, check_ids, continued
+from megatron_vlm.family.sizes import Tokens
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.wire.answers import write_samples
 from megatron_vlm.service.wire.requests import read_prompt
+from megatron_vlm.service.wire.targets import NOTHING, PromptTargets, read_prompt_targets
 from megatron_vlm.service.wire.values import (
     NO_LOG_PROB,
     NO_TOKEN,
@@ -39,7 +41,7 @@ class SampleAsk:
     prompt_log_probs: bool
     top_prompt: int
     top_sample: int
-    targets_SJ: Tensor | None  # what log-probs are wanted of, at the place that predicts it
+    targets: PromptTargets | None
     # Where no log-prob is given: at the first token, and before the last ones where only these are
     # asked for. Those of pictures have some: clients multiply them by weights of 0.
     hidden_S: np.ndarray
@@ -55,7 +57,7 @@ class SampleAsk:
         """Whether answers of an engine lack something that only the ranks can say: an engine gives
         log-probs of the answers' tokens, at temperature 1."""
         asked = self.prompt_log_probs or self.top_prompt or self.top_sample
-        return bool(asked) or self.targets_SJ is not None or self.is_tempered
+        return bool(asked) or self.targets is not None or self.is_tempered
 
     @property
     def is_tempered(self) -> bool:
@@ -122,6 +124,7 @@ def read_ask(
     )
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
         raise RequestError("prompt_logprobs_last_n needs prompt_logprobs")
+    asked = form.target_prompt_logprobs
     return SampleAsk(
         prompt,
         settings,
@@ -130,7 +133,7 @@ def read_ask(
         bool(form.prompt_logprobs),
         form.topk_prompt_logprobs,
         form.topk_sample_logprobs,
-        _targets(form.target_prompt_logprobs, length),
+        None if asked is None else _targets(asked, length, reader.tokens),
         _hidden(length, form.prompt_logprobs_last_n),
     )
 
@@ -186,8 +189,8 @@ def _scored(
         if ask.prompt_log_probs and len(ask.prompt.ids_S) > 1:
             rows.append(replace(ask.prompt, targets=_next_tokens(ask.prompt)[:, None]))
             names.append((place, "prompt"))
-        if ask.targets_SJ is not None:
-            rows.append(replace(ask.prompt, targets=ask.targets_SJ))
+        if ask.targets is not None:
+            rows.append(replace(ask.prompt, targets=_rows_of(ask.targets)))
             names.append((place, "targets"))
     scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
     if rows:
@@ -215,8 +218,8 @@ def _samples(
         found = orders.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
         top_prompt = _top(np.concatenate([found[:1], found[:-1]]))
         top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
-    if ask.targets_SJ is not None:
-        targets = scored["targets"][:-1].astype(np.float32)
+    if ask.targets is not None:
+        targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
     tops = _tops(orders, weights, ask, answers)
     return Samples(_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
 
@@ -264,25 +267,17 @@ def _hidden(length: int, last_n: int | None) -> np.ndarray:
     return np.arange(length) < max(1, 0 if last_n is None else length - last_n)
 
 
-def _targets(said: dict[str, object] | None, length: int) -> Tensor | None:
-    if said is None:
-        return None
-    where = "target_prompt_logprobs"
-    if said.get("sparse_crow_indices") is not None or said.get("sparse_col_indices") is not None:
-        raise RequestError(f"{where}: sparse tensors are not supported here; send it dense")
-    try:
-        values = np.array(said["data"], dtype=np.int64)
-        values = values.reshape(np.array(said["shape"], dtype=np.int64))
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"{where}: give data, whole numbers, and their shape") from error
-    if values.ndim != 2 or len(values) != length - 1 or not values.size:
-        raise RequestError(
-            f"{where}: shape {list(values.shape)}, and the prompt has {length} tokens; give "
-            f"[{length - 1}, K]"
-        )
-    targets_SJ = np.full((length, values.size // len(values)), IGNORE)
-    targets_SJ[:-1] = np.where(values == -1, IGNORE, values)
-    return torch.from_numpy(targets_SJ)
+def _targets(asked: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
+    found = read_prompt_targets(asked, length)
+    wanted = found.ids_RJ[found.ids_RJ != NOTHING]
+    check_ids(wanted, tokens, "target_prompt_logprobs: token")  # others are drawn with it
+    return found
+
+
+def _rows_of(targets: PromptTargets) -> Tensor:
+    """[S, J]: after the last token there is nothing."""
+    ids_RJ = np.where(targets.ids_RJ == NOTHING, IGNORE, targets.ids_RJ)
+    return torch.from_numpy(np.pad(ids_RJ, ((0, 1), (0, 0)), constant_values=IGNORE))
 
 
 def _spread(seed: int) -> int:

@@ -4,7 +4,7 @@ were kept to sample from. Every rank has the same ones and makes the same calls.
 Models with adapters share the base model's weights; one that is trained as a whole has its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.group.parts import BatchLike
+from megatron_vlm.group.together import SummedLoss, backward_together
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker, StepMetrics
@@ -44,6 +45,15 @@ class ModelForm:
         if self.rank:
             lora = LoraConfig(self.rank, cfg.serve.lora_alpha, targets=self.targets)
         return replace(cfg, lora=lora, train=replace(cfg.train, seed=self.seed))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a model is trained by."""
+
+    model: str
+    name: str
+    options: Mapping[str, float]
 
 
 class Models:
@@ -90,12 +100,15 @@ class Models:
         if worker.gradients is not None:
             worker.gradients.forget()
 
-    def forward_backward(
-        self, name: str, batch: BatchLike, loss: str, options: Mapping[str, float]
-    ) -> StepMetrics:
-        """Gradients of the summed loss, added to those since the last step; and log-probs."""
-        asked = dict(loss=loss, divisor=1.0, accumulate=True, return_per_token_outputs=True)
-        return self.groups[name].forward_backward(batch, **asked, **options).result()  # type: ignore[arg-type]
+    def forward_backward(self, *batches: BatchLike, losses: Sequence[Loss]) -> list[StepMetrics]:
+        """Gradients of a summed loss for each batch, of different models, added to those since the
+        model's last step; and log-probs."""
+        return backward_together(
+            [
+                SummedLoss(self.groups[each.model], batch, each.name, each.options)
+                for batch, each in zip(batches, losses, strict=True)
+            ]
+        )
 
     def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Any]:
         """Log-probs of the targets of each row."""

@@ -15,7 +15,7 @@ from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
 from megatron_vlm.distributed.messages import broadcast_bytes, broadcast_json
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
-from megatron_vlm.service.models import ModelForm, Models
+from megatron_vlm.service.models import Loss, ModelForm, Models
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import StepMetrics
@@ -56,10 +56,11 @@ class ModelOrders:
         self._give({"do": "load", "name": name, "folder": folder, "moments": moments})
 
     def forward_backward(
-        self, name: str, rows: Sequence[Row], loss: str, options: dict[str, float]
-    ) -> StepMetrics:
-        order = {"do": "forward_backward", "name": name, "loss": loss, "options": options}
-        done: StepMetrics = self._give(order, rows)
+        self, losses: Sequence[Loss], batches: Sequence[Sequence[Row]]
+    ) -> list[StepMetrics]:
+        """Of different models, each with a batch of its own."""
+        order = {"do": "forward_backward", "losses": [asdict(loss) for loss in losses]}
+        done: list[StepMetrics] = self._give(order, *batches)
         return done
 
     def forward(self, name: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Tensor]:
@@ -95,21 +96,21 @@ class ModelOrders:
         """The others return from `follow`."""
         self._give({"do": "end"})
 
-    def _give(self, order: dict[str, Any], rows: Sequence[Row] = ()) -> Any:
+    def _give(self, order: dict[str, Any], *rows: Sequence[Row]) -> Any:
         if self._meet() and not self.stopping:
             # The others wait for an order by now. Those that follow are the last ones.
-            self.stopping, order, rows = True, {"do": "wait"}, ()
-            self._say(order, None)
+            self.stopping = True
+            self._say({"do": "wait"}, [])
             raise Stopped
-        batch = batch_of(rows) if rows else None
-        self._say(order, batch)
-        return _perform(self.models, order, batch)
+        batches = [batch_of(each) for each in rows]
+        self._say(order, batches)
+        return _perform(self.models, order, batches)
 
-    def _say(self, order: dict[str, Any], batch: TensorBatch | None) -> None:
+    def _say(self, order: dict[str, Any], batches: Sequence[TensorBatch]) -> None:
         if self.alone:
             return
-        broadcast_json(order | {"has_rows": batch is not None}, 0, None, self.device)
-        if batch is not None:
+        broadcast_json(order | {"batches": len(batches)}, 0, None, self.device)
+        for batch in batches:
             broadcast_bytes(batch.to_bytes(), 0, None, self.device)
 
     # -- the others
@@ -121,11 +122,12 @@ class ModelOrders:
             order = broadcast_json(None, 0, None, self.device)
             if order["do"] == "end":
                 return
-            batch = None
-            if order["has_rows"]:
-                batch = TensorBatch.from_bytes(broadcast_bytes(None, 0, None, self.device))
+            batches = [
+                TensorBatch.from_bytes(broadcast_bytes(None, 0, None, self.device))
+                for _ in range(order["batches"])
+            ]
             try:
-                _perform(self.models, order, batch)
+                _perform(self.models, order, batches)
             except BrokenError:
                 raise
             except MegatronVLMError:
@@ -139,22 +141,25 @@ class ModelOrders:
         return agree(vote, self.device) == Vote.STOP
 
 
-def _perform(models: Models, order: dict[str, Any], batch: TensorBatch | None) -> Any:
+def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
     """On every rank, from what was said: so all understand the same."""
     what = dict(order)
-    do, name = what.pop("do"), what.pop("name", "")
-    what.pop("has_rows", None)
-    if do in ("wait", "end"):
+    what.pop("batches", None)
+    if (do := what.pop("do")) in ("wait", "end"):
         return None
-    models.watchdog.at(0, f"{do} of {name}", files=do in ("make", "save", "load"))
-    call: Callable[..., Any] = getattr(models, do)
+    names = [what.pop("name")] if "name" in what else []
     if do == "make":
         what["form"] = ModelForm.of(what["form"])
+    elif do == "forward_backward":
+        what["losses"] = [Loss(**each) for each in what["losses"]]
     elif do == "optim_step":
         what["adam"] = AdamStep(**what["adam"])
     elif do == "sample":
         what["settings"] = SamplingSettings.of(what["settings"])
+    of = ", ".join(names or [each.model for each in what["losses"]])
+    models.watchdog.at(0, f"{do} of {of}", files=do in ("make", "save", "load"))
+    call: Callable[..., Any] = getattr(models, do)
     try:
-        return call(name, **what) if batch is None else call(name, batch, **what)
+        return call(*names, *batches, **what)
     finally:
         models.watchdog.at(0, "waiting for calls")

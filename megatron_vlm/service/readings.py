@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from megatron_vlm.service.batches import Batch, read_batch
 from megatron_vlm.service.drawing import SampleAsk, SampleBounds, StopWords, read_ask
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, Call
 from megatron_vlm.service.rows import RowReader
-from megatron_vlm.service.training import Batch, read_batch
 
 MOST_CALLS = 256  # that are read ahead
 MOST_BYTES = 256 * 2**20  # of their bodies
@@ -50,8 +50,8 @@ class Readings:
         self.drop(call)
         return future.result()
 
-    def look(self, call: Call) -> SampleAsk | None:
-        """What a sample asks for, if it can be read."""
+    def look(self, call: Call) -> Any:
+        """The same, which is kept; None where it cannot be read."""
         future = self._wanted(call)
         return None if future.exception() else future.result()
 

@@ -73,7 +73,7 @@ def _lead(cfg: Config, orders: "ModelOrders", opened: ExitStack) -> None:
 
 def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and serve, on one rank; its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_vlm.service.run")
+    parser = argparse.ArgumentParser("python -m megatron_vlm.service.run", allow_abbrev=False)
     add_overrides(parser)
     args = parse(parser, arguments)
     cfg = load_config(args.overrides, configured(args)[0])

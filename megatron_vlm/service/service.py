@@ -15,9 +15,11 @@ from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
+from megatron_vlm.service.batches import Batch
 from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, draw
 from megatron_vlm.service.failures import USERS, failure_of
+from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
@@ -29,8 +31,6 @@ from megatron_vlm.service.turns import PER_SWAP, Turns
 from megatron_vlm.service.wire.values import RequestError
 
 AHEAD = 4  # calls of a model that are read while others are done
-GATHER_S = 0.02  # without another sample, before those that came are drawn
-TOGETHER = 256  # samples that are drawn in one turn, at least one request
 
 
 class Service:
@@ -49,6 +49,9 @@ class Service:
         self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
         self.residents = Residents(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
+        self.grouping = Grouping(
+            cfg, orders.models.base.dims, readings, self._tenant, self.residents.has
+        )
         self.turns, self.progress = Turns(), ProgressLine()
         self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
         self.gauges = {"samples_total": 0.0}  # for /metrics
@@ -65,7 +68,7 @@ class Service:
                 self.journal.wait(EVERY_S / 2)
                 continue
             call = self.turns.next(ready, self._tenant, self._delay)
-            if self._more_come(call, ready):
+            if self.drawer is None and self.grouping.more_come(call, ready):
                 self.journal.wait(GATHER_S)
                 continue
             self.turn(call, ready)
@@ -81,32 +84,22 @@ class Service:
             self.readings.put(call, ask)
         return [*self.journal.next_calls(AHEAD, samples=False), *(call for call, _ in drawn)]
 
-    def _more_come(self, call: Call, ready: Sequence[Call]) -> bool:
-        """Whether samples like this one arrive just now: they come one by one, and are drawn
-        together in much less time."""
-        if call.kind != SAMPLE or call.attempts or self.drawer is not None:
-            return False
-        tenant = self._tenant(call)
-        came = [each.accepted for each in ready if self._tenant(each) == tenant]
-        now = time.time()
-        return now - max(came) < GATHER_S and now - min(came) < 10 * GATHER_S
-
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
         """Do a call, and whatever is done best together with it."""
-        together = [call]
-        if call.kind == SAMPLE and not call.attempts:
-            together = self._alike(call, ready)
+        together = self.grouping.of(call, ready)
+        sizes = self.grouping.sizes(together)
         started = time.monotonic()
         together = self._do(together)
         seconds = time.monotonic() - started
         self.progress.worked(len(together), seconds)
-        share = seconds / max(len(together), 1)
+        self._count()
+        size = sum(sizes[each.request_id] for each in together)
         for each in together:
+            share = seconds * sizes[each.request_id] / size
             self.readings.drop(each)
             self.turns.worked(each, self._tenant(each), share)
-        self._count()
-        if call.changes_state:
-            self._keep_if_due(call.owner, share)
+            if each.changes_state:
+                self._keep_if_due(each.owner, share)
 
     def _keep_if_due(self, model: str, seconds: float) -> None:
         """A service that is killed does little work twice."""
@@ -140,6 +133,8 @@ class Service:
         try:
             if call is not None and call.kind == SAMPLE:
                 self._draw(together)
+            elif call is not None and call.kind == "forward_backward":
+                self._learn(together)
             elif call is not None:
                 outcome, changes = self._done(call)
                 self.journal.finish(call.request_id, outcome, changes)
@@ -164,8 +159,6 @@ class Service:
         self.journal.finish_all([Finished(e.request_id, failure_of(error)) for e in together])
 
     def _done(self, call: Call) -> Any:
-        if call.kind == "forward_backward":
-            return self.training.forward_backward(call, self.readings.take(call))
         method: Callable[..., Any] = getattr(self.training, call.kind)
         return method(call, self.journal.body(call.request_id))
 
@@ -174,6 +167,33 @@ class Service:
         if call.kind == "forward_backward":
             batch = self.readings.batch(body)
         self.training.redo(resident, call, batch, body)
+
+    # -- gradients
+
+    def _learn(self, together: Sequence[Call]) -> None:
+        read, finished = [], []
+        for call in together:
+            try:
+                read.append((call, self.readings.take(call)))
+            except USERS as error:
+                finished.append(Finished(call.request_id, failure_of(error)))
+        if read:
+            finished += self._learnt(read)
+        self.journal.finish_all(finished)
+
+    def _learnt(self, read: Sequence[tuple[Call, Batch]]) -> list[Finished]:
+        """Where one of several is refused, each is done alone."""
+        try:
+            done = self.training.forward_backward(read)
+        except (BrokenError, Stopped):
+            raise
+        except MegatronVLMError as error:
+            if len(read) > 1:
+                return [finished for each in read for finished in self._learnt([each])]
+            return [Finished(read[0][0].request_id, failure_of(error))]
+        return [
+            Finished(call.request_id, *of_it) for (call, _), of_it in zip(read, done, strict=True)
+        ]
 
     # -- samples
 
@@ -199,28 +219,6 @@ class Service:
                 for call, answer in zip(fine, answers, strict=True)
             ]
         self.journal.finish_all(finished)
-
-    def _alike(self, call: Call, ready: Sequence[Call]) -> list[Call]:
-        """Samples of the same weights with the same settings, the one whose turn it is first."""
-        tenant = self._tenant(call)
-        others = [
-            each
-            for each in ready
-            if each is not call
-            and each.kind == SAMPLE
-            and not each.attempts
-            and self._tenant(each) == tenant
-        ]
-        ask = self.readings.look(call)
-        if ask is None:
-            return [call]
-        found, samples = [call], ask.n
-        for other in others:
-            theirs = self.readings.look(other) if samples + ask.n <= TOGETHER else None
-            if theirs is not None and theirs.alike == ask.alike:
-                found.append(other)
-                samples += theirs.n
-        return found
 
     def _tenant(self, call: Call) -> str:
         """Whose work it is: a model's, or that of weights which are sampled from."""

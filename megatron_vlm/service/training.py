@@ -4,16 +4,13 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_vlm.checkpoint.export import export_checkpoint
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.service.batches import Batch, figures_of, metrics_of
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.journal.calls import model_id, sampler_id
 from megatron_vlm.service.journal.journal import Journal
@@ -28,55 +25,14 @@ from megatron_vlm.service.journal.values import (
     Saved,
     tinker_path,
 )
-from megatron_vlm.service.losses import form_of, options_of
-from megatron_vlm.service.models import ModelForm
+from megatron_vlm.service.models import Loss, ModelForm
 from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.residents import Resident, Residents
-from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.wire.answers import write_forward_backward
-from megatron_vlm.service.wire.requests import read_forward_backward
 from megatron_vlm.service.wire.values import RequestError
-from megatron_vlm.step.losses import Objective
 from megatron_vlm.step.optimizer import AdamStep
 
 Done = tuple[Outcome, Changes]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A forward_backward that was read: its rows, longest first and dealt out to the replicas."""
-
-    rows: list[Row]
-    order: list[int]  # the datum that each row is
-    shapes: list[tuple[int, ...]]  # of the targets of each datum
-    loss: str
-    options: dict[str, float]
-    forward_only: bool
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(row.ids_S) for row in self.rows)
-
-    def in_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
-        """Of the datums in their order, in the shapes of their targets; given in that of rows."""
-        found: list[np.ndarray] = [np.empty(0)] * len(self.order)
-        for place, each in zip(self.order, log_probs, strict=True):
-            found[place] = each.float().reshape(self.shapes[place]).numpy()
-        return found
-
-
-def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
-    """What is to be done of the request; what is wrong in it is said by field."""
-    request = read_forward_backward(body)
-    form = form_of(request.loss)
-    options = options_of(request.loss, request.options)
-    rows = [reader.datum(datum, place, form) for place, datum in enumerate(request.data)]
-    # Rows of about the same length share a micro-batch, and replicas have about the same to do.
-    by_length = sorted(range(len(rows)), key=lambda place: -len(rows[place].ids_S))
-    order = [place for first in range(replicas) for place in by_length[first::replicas]]
-    shapes = [datum.inputs["target_tokens"].shape for datum in request.data]
-    ordered = [rows[place] for place in order]
-    return Batch(ordered, order, shapes, form.ours, options, request.forward_only)
 
 
 class ModelCalls:
@@ -84,7 +40,12 @@ class ModelCalls:
 
     def __init__(self, orders: ModelOrders, residents: Residents, journal: Journal):
         self.orders, self.residents, self.journal = orders, residents, journal
-        self.gauges = {"trained_tokens_total": 0.0, "optimizer_steps_total": 0.0}
+        counted = (
+            "trained_tokens_total",
+            "optimizer_steps_total",
+            "passes_of_several_models_total",
+        )
+        self.gauges = dict.fromkeys(counted, 0.0)
 
     def create_model(self, call: Call, body: bytes) -> Done:
         form = forms.CreateModel.model_validate_json(body)
@@ -142,22 +103,39 @@ class ModelCalls:
         answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
 
-    def forward_backward(self, call: Call, batch: Batch) -> Done:
-        resident = self.residents.model(call.owner)
-        if batch.forward_only:
-            log_probs = self.orders.forward(resident.id, batch.rows)
-            metrics = metrics_of(batch, log_probs)
+    def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
+        """Those of different models, of which one alone may be forward_only."""
+        residents = [self.residents.model(call.owner) for call, _ in calls]
+        batches = [batch for _, batch in calls]
+        if batches[0].forward_only:
+            assert len(batches) == 1
+            log_probs = self.orders.forward(residents[0].id, batches[0].rows)
+            found = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
-            log_probs, metrics = self._gradients(resident, batch)
+            found = self._gradients(residents, batches)
+            self.gauges["passes_of_several_models_total"] += len(batches) > 1
+        return [
+            (self._answer(batch, *of_it), Changes())
+            for batch, of_it in zip(batches, found, strict=True)
+        ]
+
+    def _answer(
+        self, batch: Batch, log_probs: Sequence[Tensor], metrics: Mapping[str, float]
+    ) -> Outcome:
         self.gauges["trained_tokens_total"] += batch.tokens
         outputs = [{"logprobs": each} for each in batch.in_order(log_probs)]
-        return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
+        return Outcome(write_forward_backward(outputs, metrics), "protobuf")
 
-    def _gradients(self, resident: Resident, batch: Batch) -> tuple[list[Tensor], dict[str, float]]:
-        done = self.orders.forward_backward(resident.id, batch.rows, batch.loss, batch.options)
-        assert done.log_probs is not None
-        means = {f"{name}:mean": value for name, value in done.means.items()}
-        return done.log_probs, {"loss:sum": done.loss, **means}
+    def _gradients(
+        self, residents: Sequence[Resident], batches: Sequence[Batch]
+    ) -> list[tuple[list[Tensor], dict[str, float]]]:
+        """Log-probs and figures of each."""
+        losses = [
+            Loss(resident.id, batch.loss, batch.options)
+            for resident, batch in zip(residents, batches, strict=True)
+        ]
+        done = self.orders.forward_backward(losses, [batch.rows for batch in batches])
+        return [(each.log_probs or [], figures_of(each)) for each in done]
 
     def optim_step(self, call: Call, body: bytes) -> Done:
         resident = self.residents.model(call.owner)
@@ -186,7 +164,7 @@ class ModelCalls:
         """A call that was done before the model went to disk, or the service died."""
         if call.kind == "forward_backward":
             assert batch is not None
-            self._gradients(resident, batch)
+            self._gradients([resident], [batch])
         elif call.kind == "optim_step":
             asked = forms.OptimStep.model_validate_json(body).adam_params
             self._step(resident, call.seq, asked)
@@ -263,19 +241,3 @@ class ModelCalls:
 
 def _json(answer: Mapping[str, Any]) -> Outcome:
     return Outcome(json.dumps(answer).encode())
-
-
-def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
-    """What a backward pass would report, of log-probs alone."""
-    objective = Objective.create(batch.loss, batch.options)
-    taken = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
-    chosen = [found[mask] for found, mask in zip(log_probs, taken, strict=True)]
-    values = {
-        name: torch.cat(
-            [row.values_S[name][mask] for row, mask in zip(batch.rows, taken, strict=True)]
-        )
-        for name in objective.value_names
-    }
-    loss_M, report = objective.of_tokens(torch.cat(chosen), None, values)
-    means = {f"{name}:mean": float(each.double().mean()) for name, each in report.items()}
-    return {"loss:sum": float(loss_M.double().sum()), **means}

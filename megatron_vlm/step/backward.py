@@ -1,17 +1,21 @@
-"""One forward_backward on this rank: the schedule, the division, and what is reported."""
+"""forward_backward on this rank: the schedule, the division, and what is reported."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batch.micro_batch import MicroBatch
+from megatron_vlm.model.router_losses import RouterLosses
 from megatron_vlm.step.expert_load import busiest, take_expert_load
 from megatron_vlm.step.gradients import Gradients
 from megatron_vlm.step.losses import Objective, totals
 from megatron_vlm.step.pipeline import ForwardStep, Stage
 from megatron_vlm.step.router_losses import router_losses, values_of, with_losses
+from megatron_vlm.step.together import run_together
 
 
 @dataclass(frozen=True)
@@ -31,38 +35,67 @@ class StepMetrics:
     expert_load_LE: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backward:
-    """What a forward_backward is asked for, beside its batch."""
+    """A forward_backward of one model on this rank, ready to be done."""
 
+    stage: Stage
+    gradients: Gradients
+    model: ModelConfig
+    batches: Sequence[MicroBatch]
+    step: ForwardStep
     objective: Objective
     divisor: float | None  # of the summed loss; None: the weights of the supervised tokens
     per_token: bool  # log-probs on the host of every rank
     accumulate: bool  # add to the gradients there are
 
-    def run(
+    def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
+        """Of what the last stage reports: the loss and the supervised tokens of the global batch,
+        and means. What the schedule has divided the gradients by is put right."""
+        loss_sum, count, weight, means = totals(
+            self.objective, self.batches, outputs, self.stage.grid, self.stage.device
+        )
+        divided_by = self.divisor or weight or 1.0
+        if count not in (0, divided_by):  # Megatron has divided by the count
+            self.gradients.scale(count / divided_by)
+        self.gradients.took(len(self.batches), count)
+        return loss_sum / divided_by, count, means
+
+    def metrics(
         self,
-        stage: Stage,
-        gradients: Gradients,
-        model: ModelConfig,
-        batches: Sequence[MicroBatch],
-        step: ForwardStep,
+        outputs: Sequence[Any],
+        found: tuple[float, int, dict[str, float]],
+        losses: RouterLosses | None,
     ) -> StepMetrics:
-        """Take the batches through `step`, forward and backward. A collective."""
-        stage.train(True)
-        with gradients.of_call(self.accumulate):
-            losses = router_losses(model, stage, batches, step, self.divisor)
-            outputs = stage.run(batches, with_losses(step, losses), forward_only=False)
-            loss_sum, count, weight, means = totals(
-                self.objective, batches, outputs, stage.grid, stage.device
-            )
-            divided_by = self.divisor or weight or 1.0
-            if count not in (0, divided_by):  # Megatron has divided by the count
-                gradients.scale(count / divided_by)
-            gradients.took(len(batches), count)
+        """What the caller gets to know."""
+        loss, count, means = found
         log_probs = None
         if self.per_token:
-            log_probs = stage.per_row(batches, [out["log_probs_N"] for out in outputs])
+            pieces = [out["log_probs_N"] for out in outputs]
+            log_probs = self.stage.per_row(self.batches, pieces)
+        stage = self.stage
         load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
         means |= values_of(losses) | ({} if load_LE is None else {"expert_load": busiest(load_LE)})
-        return StepMetrics(loss_sum / divided_by, count, log_probs, means, load_LE)
+        return StepMetrics(loss, count, log_probs, means, load_LE)
+
+
+def run_backward(asked: Sequence[Backward]) -> list[StepMetrics]:
+    """Do what is asked for, of different models of one layout, in one pass through the pipeline. A
+    collective. After an error all gradients are those of the calls before."""
+    with ExitStack() as calls:
+        for each in asked:
+            each.stage.train(True)
+            calls.enter_context(each.gradients.of_call(each.accumulate))
+        losses = [
+            router_losses(each.model, each.stage, each.batches, each.step, each.divisor)
+            for each in asked
+        ]
+        steps = [with_losses(each.step, of_it) for each, of_it in zip(asked, losses, strict=True)]
+        if len(asked) == 1:
+            outputs = [asked[0].stage.run(asked[0].batches, steps[0], forward_only=False)]
+        else:
+            stages, batches = [each.stage for each in asked], [each.batches for each in asked]
+            outputs = run_together(stages, batches, steps)
+        found = [each.totals(out) for each, out in zip(asked, outputs, strict=True)]
+    every = zip(asked, outputs, found, losses, strict=True)
+    return [each.metrics(out, of_it, routers) for each, out, of_it, routers in every]

@@ -60,6 +60,12 @@ class AdamStep:
                 )
 
 
+def check_lr(lr: float | None) -> None:
+    """Refuse a rate that would end in weights that are not finite."""
+    if lr is not None and not 0 <= lr < math.inf:
+        raise ConfigError(f"optim_step: lr={lr}; give a finite number of at least 0")
+
+
 def shards_optimizer(cfg: Config, grid: Grid) -> bool:
     """Whether optimizer state is sharded: with one replica that would only copy it around."""
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tinker import types
 from tinker._compat import model_dump
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.lib.public_interfaces.sampling_client import _tensor_data_to_model
 from tinker.proto import tinker_public_pb2 as theirs
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import (
@@ -28,6 +29,7 @@ from tinker.proto.response_conv import (
 from megatron_vlm.service.wire.answers import REDUCTIONS, write_forward_backward, write_samples
 from megatron_vlm.service.wire.compression import unpacked
 from megatron_vlm.service.wire.requests import read_forward_backward, read_prompt
+from megatron_vlm.service.wire.targets import NOTHING, read_prompt_targets
 from megatron_vlm.service.wire.values import (
     NO_LOG_PROB,
     Picture,
@@ -315,6 +317,29 @@ def test_samples(data):
         assert found.target_prompt_logprobs.shape == list(asked.shape)
         np.testing.assert_array_equal(found.target_prompt_logprobs.to_numpy(), asked)
     assert found.prompt_cache_hit_tokens == 0
+
+
+@EXAMPLES
+@given(st.integers(1, 8), st.integers(1, 6), st.floats(0, 1), st.randoms(use_true_random=False))
+def test_log_probs_of_chosen_tokens(places, columns, share, chance):
+    """As the client asks for them, dense or sparse, and gets them: here each id is its own."""
+    ids = torch.tensor(
+        [
+            [chance.randrange(100, 200) if chance.random() < share else -1 for _ in range(columns)]
+            for _ in range(places)
+        ]
+    )
+    for tensor in (
+        types.TensorData.from_torch(ids),
+        types.TensorData.from_torch_sparse(ids, pad_value=-1),
+    ):
+        said = json.loads(_tensor_data_to_model(tensor).model_dump_json())
+        asked = read_prompt_targets(said, places + 1)
+        log_probs = np.where(asked.ids_RJ == NOTHING, 0, asked.ids_RJ).astype(np.float32)
+        answer = write_samples(Samples((), target_prompt_log_probs=asked.answer(log_probs)))
+        found = deserialize_sample_response(answer).target_prompt_logprobs
+        assert (found.sparse_crow_indices is None) == (tensor.sparse_crow_indices is None)
+        assert found.to_torch().tolist() == ids.where(ids >= 0, 0).tolist()
 
 
 @EXAMPLES

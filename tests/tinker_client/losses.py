@@ -51,6 +51,25 @@ def several() -> tuple[types.Datum, types.Datum]:
     return types.Datum(prompt, sparse), types.Datum(prompt, dense)
 
 
+def chosen(sampler: tinker.SamplingClient) -> list[list[list[float]]]:
+    """Log-probs of chosen tokens of a prompt, sparse, and the same dense."""
+    ids = torch.full((5, 4), -1)
+    ids[1, 2], ids[4, 0], ids[4, 3] = 7, 9, 250
+    found = []
+    for asked in (
+        tinker.TensorData.from_torch_sparse(ids, pad_value=-1),
+        tinker.TensorData.from_torch(ids),
+    ):
+        done = sampler.sample(
+            types.ModelInput.from_ints([5, 6, 7, 8, 9, 10]),
+            1,
+            types.SamplingParams(max_tokens=1),
+            target_prompt_logprobs=asked,
+        ).result()
+        found.append(done.target_prompt_logprobs.to_torch().tolist())
+    return found
+
+
 def main(model: str) -> None:
     service = tinker.ServiceClient()
     made = [service.create_lora_training_client(model, rank=4, seed=1).result() for _ in range(2)]
@@ -67,6 +86,7 @@ def main(model: str) -> None:
         still = made[0].optim_step(types.AdamParams(learning_rate=0.0)).result()
         shape = list(done.loss_fn_outputs[0]["logprobs"].to_numpy().shape)
         found[name] = [done.metrics["loss:sum"], still.metrics["grad_norm"], shape]
+    found["chosen"] = chosen(service.create_sampling_client(base_model=model))
     print(json.dumps(found))
 
 

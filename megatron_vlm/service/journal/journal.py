@@ -145,7 +145,7 @@ class Journal:
     def begun(self, *request_ids: str) -> list[str]:
         """Say that these are about to be done. Returns those that still have to be: others were
         cancelled. A call that is begun three times and never finished is not tried again."""
-        with self._store.write() as db:
+        with self._store.write(on_disk=False) as db:  # it is about processes that die
             return calls.begun(db, request_ids)
 
     def given_back(self, *request_ids: str) -> None:

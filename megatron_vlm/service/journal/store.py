@@ -16,7 +16,7 @@ _READERS = 4
 
 
 class Store:
-    """RUN/journal.sqlite. What `write` commits is on the disk when it returns."""
+    """RUN/journal.sqlite."""
 
     def __init__(self, run: Path) -> None:
         self.run = run.resolve()
@@ -38,9 +38,11 @@ class Store:
         self._free = threading.Semaphore(_READERS)
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is kept, or on an error none."""
+    def write(self, on_disk: bool = True) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is kept, or on an error none. What is not `on_disk` outlives the
+        process, but not the machine, and nobody waits for the disk."""
         with self._lock:
+            self._writer.execute(f"PRAGMA synchronous = {'FULL' if on_disk else 'NORMAL'}")
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -85,7 +87,6 @@ def _open(path: Path) -> sqlite3.Connection:
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # heeded before there are tables
     connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_vlm.service.wire.schema import message
 from megatron_vlm.service.wire.tensors import FLOAT32, INT64
-from megatron_vlm.service.wire.values import Samples, TopK
+from megatron_vlm.service.wire.values import Samples, SparseLogProbs, TopK
 
 # How the client makes one metric of those of several requests. It refuses every other name.
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
@@ -54,11 +54,20 @@ def write_samples(samples: Samples) -> bytes:
         answer.prompt_logprobs = _float32(samples.prompt_log_probs)
     if samples.top_prompt is not None:
         _write_top(answer.topk_prompt_logprobs, samples.top_prompt)
-    if (asked := samples.target_prompt_log_probs) is not None:
-        tensor = answer.target_prompt_logprobs
-        tensor.dense, tensor.dtype = _float32(asked), FLOAT32
-        tensor.shape.extend(asked.shape)
+    if samples.target_prompt_log_probs is not None:
+        _write_targets(answer.target_prompt_logprobs, samples.target_prompt_log_probs)
     return answer.SerializeToString()
+
+
+def _write_targets(written: Any, found: np.ndarray | SparseLogProbs) -> None:
+    written.dtype = FLOAT32
+    written.shape.extend(found.shape)
+    if isinstance(found, SparseLogProbs):
+        written.sparse_csr.values = _float32(found.values)
+        written.sparse_csr.crow_indices = found.crow.astype("<i8").tobytes()
+        written.sparse_csr.col_indices = found.column.astype("<i8").tobytes()
+    else:
+        written.dense = _float32(found)
 
 
 def _form(output: Output) -> dict[str, Any]:

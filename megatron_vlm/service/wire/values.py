@@ -61,6 +61,16 @@ class TopK:
 
 
 @dataclass(frozen=True, eq=False)
+class SparseLogProbs:
+    """Those of the listed cells of a matrix."""
+
+    values: np.ndarray  # [c] float32
+    crow: np.ndarray  # [n + 1] int64
+    column: np.ndarray  # [c] int64
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
 class Sampled:
     tokens: np.ndarray  # [n] int32
     log_probs: np.ndarray | None  # [n] float32
@@ -73,4 +83,4 @@ class Samples:
     sequences: tuple[Sampled, ...]
     prompt_log_probs: np.ndarray | None = None  # [n] float32, NaN where there is none
     top_prompt: TopK | None = None
-    target_prompt_log_probs: np.ndarray | None = None  # [n - 1, k] float32
+    target_prompt_log_probs: np.ndarray | SparseLogProbs | None = None  # [n - 1, k] float32

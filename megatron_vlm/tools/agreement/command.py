@@ -33,7 +33,7 @@ from megatron_vlm.worker import MegatronWorker
 
 def run_agree(arguments: Sequence[str]) -> int:
     """Compare, on one rank; UNLIKE where the two differ."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     add_agree_arguments(parser)
     args = parse(parser, arguments)
     settings = AgreeSettings.of(args)
