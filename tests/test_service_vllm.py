@@ -123,7 +123,7 @@ def test_answers_and_log_probs_are_those_of_our_own(client, path, tmp_path, reco
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_log_probs_are_those_of_the_temperature(client, path, temperature, record_property):
-    """Before anything is cut off. Measured: 1.9e-6."""
+    """Before anything is cut off. Measured: 3.3e-6."""
     hf, sampler = load_reference(path), client.sampler(base_model=path)
     cuts = [{}, {"top_k": 5}, {"top_p": 0.5}]
     asked = dict(max_tokens=8, temperature=temperature, seed=5, stop=[])
@@ -216,7 +216,7 @@ def test_what_was_under_way_when_it_died_is_the_same(path, tmp_path):
 @pytest.mark.skipif(not PYTHON.exists(), reason=NO_COOKBOOK)
 def test_a_recipe_learns_from_its_samples(tmp_path, record_property):
     """Sums by reinforcement: `optim/kl_sample_train_v1` compares the log-probs of vLLM's samples
-    with those of training. Measured: 2e-7."""
+    with those of training. Measured: 9.2e-8."""
     base = tmp_path / "base" / "tiny"
     spec = TinySpec(layers=3, hidden=96, heads=8, head_dim=32, deepstack=1, from_scratch=True)
     write_tiny(base, spec)
