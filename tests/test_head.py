@@ -61,7 +61,7 @@ def run(also: str | None, at_once: int, dtype: torch.dtype = torch.float) -> tup
     group = dist.group.WORLD
     assert group is not None
     with mock.patch.object(head, "LOGITS_AT_ONCE", at_once):
-        output = predict(hidden, mine, targets, VOCAB, group, also)  # type: ignore[arg-type]
+        output = predict([(hidden, mine)], targets, VOCAB, group, also)  # type: ignore[arg-type]
         output.backward(grads[0] if also is None else grads)
     assert hidden.grad is not None and mine.grad is not None
     whole = [torch.empty_like(mine) for _ in range(ranks)]
@@ -112,7 +112,7 @@ def count_logits(tokens: int) -> int:
     assert group is not None
     with mock.patch.object(head, "LOGITS_AT_ONCE", 10_000), Watch():
         targets = torch.zeros(tokens, dtype=torch.long)
-        predict(hidden, weight, targets, 1000, group, "entropy").sum().backward()
+        predict([(hidden, weight)], targets, 1000, group, "entropy").sum().backward()
     return most
 
 
@@ -126,11 +126,11 @@ def frozen_and_empty() -> None:
     assert group is not None
     hidden, weight, targets, _ = problem()
     hidden.requires_grad_()
-    predict(hidden, weight, targets, VOCAB, group).sum().backward()
+    predict([(hidden, weight)], targets, VOCAB, group).sum().backward()
     assert weight.grad is None and hidden.grad is not None and hidden.grad.any()
     weight.requires_grad_()
     none = hidden[:0]
-    output = predict(none, weight, targets[:0], VOCAB, group)
+    output = predict([(none, weight)], targets[:0], VOCAB, group)
     output.sum().backward()
     assert output.shape == (0,) and weight.grad is not None and not weight.grad.any()
 

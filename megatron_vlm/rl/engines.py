@@ -81,7 +81,7 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         pictures=rl.engine_pictures or max(1, most + more),
         videos=rl.engine_videos,
         lora_rank=cfg.lora.rank,
-        lora_vision=any(weight.part is not Part.decoder for weight in worker.adapted),
+        lora_vision=any(weight.part in (Part.vision, Part.merger) for weight in worker.adapted),
         options=wide | rl.engine_options,
     )
 
