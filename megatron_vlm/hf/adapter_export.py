@@ -126,10 +126,8 @@ def _check_fits(lora: LoraConfig) -> None:
 def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model: as it is stored, as it was trained, or with its adapter in it."""
     with_adapter = {weight.name: weight for weight in adapter.weights}
-    source, shapes = (
-        adapter.source,
-        {each.name: each.shape for each in adapter.source.sizes.with_head},
-    )
+    source = adapter.source
+    shapes = {each.name: each.shape for each in source.sizes.with_head}
     for name in names:
         if name in adapter.tensors:
             yield name, adapter.tensors[name]

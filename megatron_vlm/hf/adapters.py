@@ -90,7 +90,7 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
             found.append(
                 AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
             )
-        if entry.ours == LAST_NORM:  # where the head is, which may have no entry
+        if entry.ours == LAST_NORM:  # where the head is: a tied one has no entry of its own
             place = entry.stage, entry.chunk
             heads = [weight for weight in weights if weight.part is Part.head]
             found += [AdaptedLinear(HEAD, *place, (Slot(head, True),), 0, 1) for head in heads]
