@@ -199,6 +199,18 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
             assert memory.activations == expected
 
 
+def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
+    path, batch = tiny(**SPEC), sizes_of_rows()
+    sizes, dims = read_sizes(path), ParallelDims(1, 1, 1, 1, (3,))
+
+    def kept(*targets: str, rank: int) -> int:
+        case = replace(layout(), lora=dict(rank=rank, targets=targets))
+        return activations(as_trained(case.config(path), sizes), sizes, dims, 0, batch, 4)
+
+    assert kept("head", rank=8) == 4 * batch.supervised * (128 + 8)
+    assert kept("mlp", "head", rank=8) - kept("mlp", rank=8) == 4 * batch.supervised * 8
+
+
 def test_a_buffer_is_cut_into_buckets_and_each_bucket_into_shares():
     """100 comes first, 60 begins at 128 and ends at 188. A bucket that ends there is padded to 256
     and cut in two; 300 alone to 384. In one bucket 300 begins at 192, and all is padded to 512."""
