@@ -10,6 +10,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.family.adapters import adapted, module_of
 from megatron_vlm.hf.adapters import adapted_weights
 from megatron_vlm.model.constraints import check_supported
+from megatron_vlm.rl.engines import in_tower
 
 HAS = ["model.path=x", "lora=default"]
 
@@ -101,6 +102,8 @@ def test_the_head_is_adapted_where_it_is_named(tied, tiny):
         cfg = load_config(["model.path=x", f"lora={recipe}"])
         assert "lm_head" not in map(module_of, adapted_weights(cfg, sizes))
     assert "lm_head" in names("*")
+    for targets, told in (("head", False), ("mlp", False), ("merger", True), ("vision_mlp", True)):
+        assert in_tower(adapted(sizes.with_head, (targets,))) == told  # vLLM
     for more, said in (
         (["lora.train=[language]", "checkpoint.export=merged"], "lora.train trains whole"),
         (["model.freeze_language=true"], "model.freeze_language=true keeps as it is"),
