@@ -3,13 +3,13 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_vlm.data.batch.dataset import DataSet
-from megatron_vlm.family.sizes import Part
+from megatron_vlm.family.sizes import Part, TensorSpec
 from megatron_vlm.hub import folder_of
 from megatron_vlm.rl.desk import EngineDesk
 from megatron_vlm.sampling import Adapter, EngineSettings, VllmSampler
@@ -81,9 +81,15 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         pictures=rl.engine_pictures or max(1, most + more),
         videos=rl.engine_videos,
         lora_rank=cfg.lora.rank,
-        lora_vision=any(weight.part is not Part.decoder for weight in worker.adapted),
+        lora_vision=in_tower(worker.adapted),
         options=wide | rl.engine_options,
     )
+
+
+def in_tower(weights: Sequence[TensorSpec]) -> bool:
+    """Whether some are in the vision tower or its mergers: vLLM serves adapters there only where it
+    was told so when it began."""
+    return any(weight.part in (Part.vision, Part.merger) for weight in weights)
 
 
 def renew(worker: MegatronWorker, engines: Engines | None, version: int, folder: Path) -> None:
