@@ -17,6 +17,7 @@ from tests.reference import Reference, load_reference, row_log_probs
 GROUPS = {
     "attention": r"model\.language_model\.layers\.\d+\.self_attn\.[qkvo]_proj",
     "mlp": r"model\.language_model\.layers\.\d+\.mlp\.(gate|up|down)_proj",
+    "head": "lm_head",
     "merger": r"model\.visual\..*merger.*\.linear_fc[12]",
     "vision_attention": r"model\.visual\.blocks\.\d+\.attn\.(qkv|proj)",
     "vision_mlp": r"model\.visual\.blocks\.\d+\.mlp\.linear_fc[12]",

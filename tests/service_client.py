@@ -149,8 +149,8 @@ class Client:
     def do(self, what: str, /, **fields: Any) -> Any:
         return self.result(self.post(what, **fields)["request_id"])
 
-    def model(self, rank: int, seed: int = 0) -> "Model":
-        lora = {"rank": rank, "seed": seed}
+    def model(self, rank: int, seed: int = 0, **parts: bool) -> "Model":
+        lora = {"rank": rank, "seed": seed, **parts}
         made = self.do(
             "create_model",
             session_id=self.session,

@@ -25,7 +25,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.export import export_hf
 from megatron_vlm.hf.files import SETTINGS, copy_files
 from megatron_vlm.hf.load import check_tensors, check_tied
-from megatron_vlm.hf.names import _gate_up, _qkv, _vocab_rows
+from megatron_vlm.hf.names import _gate_up, _qkv, vocab_rows
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.worker import MegatronWorker
 from tests.runs import Case, call
@@ -67,7 +67,7 @@ def test_gate_up_is_cut_by_halves():
 
 def test_vocabulary_is_padded_in_memory_only():
     values = {"e": torch.arange(1.0, 6.0)[:, None]}
-    layout = _vocab_rows(5)
+    layout = vocab_rows(5)
     parts = [layout.load(reader(values), ("e",), rank, 4) for rank in range(4)]
     assert [part.flatten().tolist() for part in parts] == [[1, 2], [3, 4], [5, 0], [0, 0]]
     assert torch.equal(layout.save(parts)[0], values["e"])

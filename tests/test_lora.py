@@ -328,7 +328,7 @@ def test_dropout_keeps_the_mean():
     plan = AdaptedLinear("a", 0, 0, (Slot(base, True),), None, 1)
     settings = LoraConfig(rank=4, dropout=0.25)
     linear = torch.nn.Linear(40, 6)
-    adapters = Adapters(linear, plan, settings, None)
+    adapters = Adapters(linear.weight, plan, settings, None)
     torch.manual_seed(0)
     for param in adapters.parameters():
         torch.nn.init.normal_(param)

@@ -10,6 +10,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.family.adapters import adapted, module_of
 from megatron_vlm.hf.adapters import adapted_weights
 from megatron_vlm.model.constraints import check_supported
+from megatron_vlm.rl.engines import in_tower
 
 HAS = ["model.path=x", "lora=default"]
 
@@ -83,6 +84,33 @@ def test_targets_are_parts_names_and_patterns(tiny):
         names("mlp", "qproj")
     with pytest.raises(ConfigError, match="'embed_tokens' is none of"):
         names("embed_tokens")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_adapted_where_it_is_named(tied, tiny):
+    sizes = read_sizes(tiny(tied=tied))
+
+    def names(*targets: str) -> list[str]:
+        cfg = load_config([*HAS, f"lora.targets=[{','.join(targets)}]"])
+        return [module_of(each) for each in adapted_weights(cfg, sizes)]
+
+    assert names("head") == names("lm_head") == ["lm_head"]
+    assert names("attention", "head")[-1] == "lm_head" and len(names("attention", "head")) == 17
+    for targets in (("attention", "mlp"), ("merger",), ("vision_attention", "vision_mlp")):
+        assert "lm_head" not in names(*targets)
+    for recipe in ("default", "all", "vision"):
+        cfg = load_config(["model.path=x", f"lora={recipe}"])
+        assert "lm_head" not in map(module_of, adapted_weights(cfg, sizes))
+    assert "lm_head" in names("*")
+    for targets, told in (("head", False), ("mlp", False), ("merger", True), ("vision_mlp", True)):
+        assert in_tower(adapted(sizes.with_head, (targets,))) == told  # vLLM
+    for more, said in (
+        (["lora.train=[language]", "checkpoint.export=merged"], "lora.train trains whole"),
+        (["model.freeze_language=true"], "model.freeze_language=true keeps as it is"),
+    ):
+        cfg = load_config([*HAS, "lora.targets=[head]", *more])
+        with pytest.raises(ConfigError, match=f"lm_head of the part language, which {said}"):
+            adapted_weights(cfg, sizes)
 
 
 def test_experts_are_of_the_mlp_and_routers_get_no_adapters(tiny):

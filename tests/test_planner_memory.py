@@ -131,6 +131,15 @@ CASES = {
     "lora-tp2": (lora(layout(tp=2), EVERY), {"tied": True}),
     "lora-language": (lora(layout(pp=2), ("attention", "down_proj")), {}),
     "lora-merger-dp2": (lora(layout(dp=2), ("q_proj", "v_proj"), train=("merger",)), {}),
+    "lora-head": (lora(layout(), ("attention", "head")), {"tied": True}),
+    "lora-head-pp2-tp2": (lora(layout(tp=2, pp=2), ("attention", "mlp", "head")), {"vocab": 509}),
+    "lora-head-dp2-tied-pp2": (
+        lora(layout(dp=2, pp=2), ("attention", "mlp", "head")),
+        {"tied": True, "vocab": 509},
+    ),
+    "lora-head-alone": (lora(layout(), ("head",)), {"tied": True}),
+    "lora-head-alone-full": (lora(layout(recompute="full"), ("head",)), {"vocab": 509}),
+    "lora-head-alone-pp2": (lora(layout(pp=2), ("head",)), {}),
     "lora-dp2-overlap": (lora(layout(dp=2, overlap_grad_reduce=True), EVERY), {}),
     "pp2x2-dp2": (layout(pp=2, dp=2, virtual_stages=2, layers_per_stage=[0, 1, 1, 1]), {}),
     "experts": (layout(), {"experts": 4, "dense_layers": 1}),
@@ -188,6 +197,18 @@ def test_memory_is_that_of_the_built_worker(name, tiny, pool):
         assert memory.optimizer == (12 if name in BF16 else 8) * most
         if dims.virtual_stages == 1:
             assert memory.activations == expected
+
+
+def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
+    path, batch = tiny(**SPEC), sizes_of_rows()
+    sizes, dims = read_sizes(path), ParallelDims(1, 1, 1, 1, (3,))
+
+    def kept(*targets: str, rank: int) -> int:
+        case = replace(layout(), lora=dict(rank=rank, targets=targets))
+        return activations(as_trained(case.config(path), sizes), sizes, dims, 0, batch, 4)
+
+    assert kept("head", rank=8) == 4 * batch.supervised * (128 + 8)
+    assert kept("mlp", "head", rank=8) - kept("mlp", rank=8) == 4 * batch.supervised * 8
 
 
 def test_a_buffer_is_cut_into_buckets_and_each_bucket_into_shares():

@@ -56,8 +56,10 @@ def test_an_engine_says_what_the_trainer_says(pool, folder, model, layout):
     assert all(len(each["episodes"]) == 4 for each in samples(run))
 
 
-def test_so_does_one_that_gets_adapters_alone(pool, folder, model):
-    run = learnt(pool, 2, folder, model, "lora", *ENGINE, "lora=default", "optim.lr=1e-2")
+@pytest.mark.parametrize("parts", ["attention,mlp", "attention,head"])
+def test_so_does_one_that_gets_adapters_alone(parts, pool, folder, model):
+    lora = ["lora=default", f"lora.targets=[{parts}]", "optim.lr=1e-2"]
+    run = learnt(pool, 2, folder, model, f"lora-{parts[-3:]}", *ENGINE, *lora)
     check(run, 3)
     assert [path.name for path in (run / "engine").iterdir()] == ["adapter-2"]
 

@@ -23,9 +23,9 @@ from tests.test_moe import EXPERTS
 from tests.test_parity import layout
 from tests.test_shared_weights import same
 
-DROPPED = LoraConfig(rank=3, alpha=6, targets=("attention", "mlp"), dropout=0.3)
+DROPPED = LoraConfig(rank=3, alpha=6, targets=("attention", "mlp", "head"), dropout=0.3)
 MERGER = LoraConfig(rank=2, alpha=8, targets=("attention",), train=("merger",))
-SMALL = LoraConfig(rank=2, alpha=8, targets=("mlp",))
+SMALL = LoraConfig(rank=2, alpha=8, targets=("mlp", "head"))
 WHOLE = LoraConfig()
 BALANCED = {"router_balance_loss": 0.1, "router_z_loss": 0.01}
 

@@ -53,8 +53,8 @@ def export_checkpoint(
             raise ConfigError(
                 f"{folder} has no adapters, only whole weights; leave out --as {kind}"
             )
-        named = _tensors(reader, exported(table), source)
-        write_folder(source, table, named, out, mark=mark, done=done)
+        names = exported(table)
+        write_folder(source, names, _tensors(reader, names, source), out, mark=mark, done=done)
         return folder
     weights = adapted_weights(cfg, source.sizes)
     state = outside_file(folder / "state.json").json()

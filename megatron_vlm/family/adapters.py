@@ -14,7 +14,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.sizes import Part, TensorSpec
 
 PREFIX = "base_model.model."  # of every name in PEFT's files
-GROUPS = ("attention", "mlp", "merger", "vision_attention", "vision_mlp")
+GROUPS = ("attention", "mlp", "head", "merger", "vision_attention", "vision_mlp")
 OF_EXPERTS = ".mlp.experts."  # in the names of their tensors
 _ROUTER = ".mlp.gate.weight"
 _SHOWN = 8  # names in an error
@@ -50,16 +50,20 @@ class AdaptedLinear:
     def is_of_experts(self) -> bool:
         return is_of_experts(self.slots[0].base)
 
+    @property
+    def is_head(self) -> bool:
+        return self.slots[0].base.part is Part.head
+
 
 def group_of(tensor: TensorSpec) -> str | None:
     """Which of GROUPS a weight belongs to; None for what is no linear layer that can be adapted:
-    norms, biases, embeddings, the head, routers."""
+    norms, biases, embeddings, routers."""
     if len(tensor.shape) != 2 and not is_of_experts(tensor):
         return None
     if tensor.name.endswith(_ROUTER):
         return None
-    if tensor.part is Part.merger:
-        return "merger"
+    if tensor.part in (Part.merger, Part.head):
+        return tensor.part.value
     prefix = {Part.decoder: "", Part.vision: "vision_"}.get(tensor.part)
     kinds = {"attn.": "attention", ".mlp.": "mlp"}
     kind = next((kinds[mark] for mark in kinds if mark in tensor.name), None)

@@ -167,9 +167,10 @@ def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> 
     )
     tensors = [*_vision_tensors(config), *_text_tensors(text_sizes)]
     tied = bool(config.tie_word_embeddings)
+    head = TensorSpec(NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head)
     if not tied:
-        tensors.append(TensorSpec(NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head))
-    return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors))
+        tensors.append(head)
+    return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors), head)
 
 
 def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:

@@ -6,6 +6,7 @@ Name table, loading, checkpoints, memory estimate, FLOPs and the start-up report
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -137,8 +138,15 @@ class ModelSizes:
     tokens: Tokens
     tied: bool  # the head shares the embedding's weight
     tensors: tuple[TensorSpec, ...]
+    head: TensorSpec  # the head's weight: of a tied model the embedding under another name
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of the checkpoint, by its Hugging Face name."""
         return {tensor.name: tensor.shape for tensor in self.tensors}
+
+    @cached_property
+    def with_head(self) -> tuple[TensorSpec, ...]:
+        """The tensors, and the head's weight also where it is none of them: what may have an
+        adapter. That of a tied head leaves the embedding as it is."""
+        return (*self.tensors, self.head) if self.tied else self.tensors

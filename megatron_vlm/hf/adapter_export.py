@@ -42,7 +42,8 @@ class TrainedAdapter:
 
     def pair(self, weight: TensorSpec) -> tuple[Tensor, Tensor]:
         """A and B of a weight, in the type in which that is stored."""
-        first, *_ = self.source.experts.stored(weight.name, weight.shape)
+        name = self.source.stored_as(weight.name)
+        first, *_ = self.source.experts.stored(name, weight.shape)
         dtype = FLOATS[self.source.tensors[first].dtype]
         down, up = (self.tensors[each.name] for each in tensors_of(weight, self.lora.rank))
         return down.to(dtype), up.to(dtype)
@@ -91,11 +92,14 @@ def write(
     done: Training | None = None,
 ) -> None:
     """The folder, in one form or the other."""
-    if kind == "merged":
-        named = merged_tensors(adapter, exported(table))
-        write_folder(adapter.source, table, named, out, mark=mark, done=done)
-        return
     lora, source = adapter.lora, adapter.source
+    if kind == "merged":
+        names, head = exported(table), source.sizes.head
+        if source.sizes.tied and head in adapter.weights:
+            names, source = [*names, head.name], source.untied()
+        named = merged_tensors(adapter, names)
+        write_folder(source, names, named, out, mark=mark, done=done)
+        return
     _check_fits(lora)
     tensors = adapter.in_file()
     for tensor in saved_whole(source.sizes.tensors, lora):
@@ -122,15 +126,16 @@ def _check_fits(lora: LoraConfig) -> None:
 def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model: as it is stored, as it was trained, or with its adapter in it."""
     with_adapter = {weight.name: weight for weight in adapter.weights}
-    shapes = adapter.source.sizes.shapes
+    source = adapter.source
+    shapes = {each.name: each.shape for each in source.sizes.with_head}
     for name in names:
         if name in adapter.tensors:
             yield name, adapter.tensors[name]
             continue
-        stored = adapter.source.read(name, [(0, shapes[name][0])])
+        stored = source.read(source.stored_as(name), [(0, shapes[name][0])])
         if name in with_adapter:
             down, up = adapter.pair(with_adapter[name])
             with torch.no_grad():
                 stored = merged(stored, down, up, adapter.lora)
         yield name, stored
-    adapter.source.close()
+    source.close()

@@ -2,10 +2,12 @@
 adapter_model.safetensors."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from megatron_vlm.outside import Field, Outside
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_BASE = ".base_layer.weight"
+_ROWS = 2**14  # compared at a time
 _SHOWN = 5  # names in an error
 _OLDER = (
     ". Or PEFT before 0.19.1 wrote it, where A and B of experts are the other way round; merge it "
@@ -72,6 +76,10 @@ class AdapterFolder:
         self.tensors = {each.ours.name: each for each in file_tensors(weights, lora.rank)}
         expected = {each.name: each.shape for each in self.tensors.values()}
         expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole}
+        head = next((each for each in weights if each.part is Part.head), None)
+        if head is not None and (copied := _copied(head)) in self.shapes:
+            self._check_copied(copied, source)
+            del self.shapes[copied]
         for problem in self._problems(expected):
             raise CheckpointError(f"lora.path={folder}: {problem}")
 
@@ -84,6 +92,27 @@ class AdapterFolder:
                 f"lora.path={self.folder} was trained on {repos[0]}, and model.path is {repos[1]}; "
                 "give the same model"
             )
+
+    def _check_copied(self, name: str, source: HFCheckpoint) -> None:
+        """PEFT writes the head's own weight as well, which the adapter was trained beside."""
+        head, shape = source.sizes.head, self.shapes[name]
+        same = shape == head.shape
+        with self._border(), safe_open(self.file, framework="pt") as opened:
+            copied = opened.get_slice(name)
+            for start in range(0, head.shape[0] if same else 0, _ROWS):
+                rows = start, min(start + _ROWS, head.shape[0])
+                theirs = copied[slice(*rows)]
+                ours = source.read(source.stored_as(head.name), [rows])
+                same = same and torch.equal(ours.to(theirs.dtype), theirs)
+        if not same:
+            raise CheckpointError(
+                f"lora.path={self.folder}: its {name} {list(shape)} is not the head of model.path="
+                f"{source.name}, {list(head.shape)}; give the model that it was trained on"
+            )
+
+    def _border(self) -> AbstractContextManager[None]:
+        outside = Outside(str(self.file), CheckpointError, "use another adapter")
+        return outside.border("unreadable")
 
     def _problems(self, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
         found = self.shapes
@@ -111,9 +140,8 @@ class AdapterFolder:
         stored = name if form is None else form.name
         if stored not in self.shapes:
             return None
-        with Outside(str(self.file), CheckpointError, "use another adapter").border("unreadable"):  # noqa: SIM117
-            with safe_open(self.file, framework="pt") as opened:
-                found: Tensor = opened.get_tensor(stored)
+        with self._border(), safe_open(self.file, framework="pt") as opened:
+            found: Tensor = opened.get_tensor(stored)
         return found if form is None else form.loaded(found)
 
 
@@ -160,9 +188,19 @@ def lora_of(folder: Path) -> LoraConfig:
         alpha=float(config["lora_alpha"].number(0)),
         rslora=bool(rslora and rslora.value),
         targets=tuple(targets),
-        train=("merger",) if any(".lora_" not in name for name in names) else (),
+        train=("merger",) if any(map(_is_whole, names)) else (),
         path=str(folder),
     )
+
+
+def _is_whole(name: str) -> bool:
+    """Whether a tensor of a file was trained itself: not one that PEFT only copies."""
+    return ".lora_" not in name and not name.endswith(_BASE)
+
+
+def _copied(weight: TensorSpec) -> str:
+    """How PEFT names its copy of a weight beside which there is an adapter."""
+    return f"{PREFIX}{module_of(weight)}{_BASE}"
 
 
 def _unknown(config: Field) -> Iterator[str]:
@@ -232,7 +270,7 @@ def render_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": _shortest(linears, source.sizes.tensors),
+        "target_modules": _shortest(linears, source.sizes.with_head),
         "target_parameters": parameters(weights, source.sizes.tensors) or None,
         "modules_to_save": modules or None,
         "layers_to_transform": None,

@@ -21,9 +21,11 @@ from megatron_vlm.family.adapters import (
     seed_from,
     tensors_of,
 )
-from megatron_vlm.family.sizes import ModelSizes, TensorSpec
+from megatron_vlm.family.sizes import ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.adapter_files import AdapterFolder
 from megatron_vlm.hf.names import (
+    HEAD,
+    LAST_NORM,
     WHOLE,
     Entry,
     Layout,
@@ -32,6 +34,7 @@ from megatron_vlm.hf.names import (
     columns,
     experts,
     rows,
+    vocab_rows,
 )
 from megatron_vlm.hf.source import HFCheckpoint
 
@@ -40,7 +43,7 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
     """The weights beside which there is an adapter; ConfigError where lora.targets cannot be."""
     if not cfg.lora.rank:
         return []
-    chosen = adapted(sizes.tensors, cfg.lora.targets)
+    chosen = adapted(sizes.with_head, cfg.lora.targets)
     frozen = [part for part in SWITCHES if getattr(cfg.model, f"freeze_{part}")]
     check_parts(chosen, cfg.lora.train, frozen)
     if cfg.lora.dropout and any(map(is_of_experts, chosen)):
@@ -78,15 +81,19 @@ def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
 
 def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> list[AdaptedLinear]:
     """Our linear layers that hold one of these weights, of every stage."""
-    chosen, found = set(weights), []
+    chosen, found = {weight for weight in weights if weight.part is not Part.head}, []
     for entry in table:
-        if entry.origin is Origin.hub and any(tensor in chosen for tensor in entry.theirs):
+        if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
             slots = tuple(Slot(tensor, tensor in chosen) for tensor in entry.theirs)
             cut = None if entry.layout.cut is None else entry.layout.axis
             name = entry.ours.removesuffix(".weight")
             found.append(
                 AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
             )
+        if entry.ours == LAST_NORM:  # where the head is: a tied one has no entry of its own
+            place = entry.stage, entry.chunk
+            heads = [weight for weight in weights if weight.part is Part.head]
+            found += [AdaptedLinear(HEAD, *place, (Slot(head, True),), 0, 1) for head in heads]
     return found
 
 
@@ -115,6 +122,8 @@ def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
     *count, height, width = base.shape
     if count:
         return experts(*count), experts(*count)
+    if linear.is_head:
+        return WHOLE, vocab_rows(height)
     return columns(width) if linear.cut == 1 else WHOLE, rows(height) if linear.cut == 0 else WHOLE
 
 

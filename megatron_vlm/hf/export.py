@@ -19,6 +19,7 @@ from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.distributed.grid import Axis, Grid
 from megatron_vlm.distributed.messages import receive_json, send_json
 from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family.tied import untie
 from megatron_vlm.folders import MARK, asides_of, begin, discard, put_in_place, sync
 from megatron_vlm.hf.card import CARD, Training, model_card
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable, finish_mark, is_replaceable
@@ -109,7 +110,7 @@ def export_hf(
     with fail_together(device, CheckpointError):
         try:
             if grid.dp.rank == 0 and grid.leads:
-                write_folder(source, table, named, out, max_shard_bytes, mark, done)
+                write_folder(source, exported(table), named, out, max_shard_bytes, mark, done)
         finally:
             for _ in named:  # whatever became of the first rank's file, the others send theirs
                 pass
@@ -117,18 +118,18 @@ def export_hf(
 
 def write_folder(
     source: HFCheckpoint,
-    table: Sequence[Entry],
+    names: Sequence[str],
     named: Iterable[tuple[str, Tensor | None]],
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
     done: Training | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint folder: shards and index, the source's other files (config,
-    tokenizer, image processor, chat template) as they are, and a model card that says what was
-    `done`. Tensors keep their dtype. See `new_export`."""
+    """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index, the
+    source's other files (config, tokenizer, image processor, chat template) as they are, and a
+    model card that says what was `done`. Tensors keep their dtype. See `new_export`."""
     with new_export(out, mark) as partial:
-        writer = _ShardWriter(source, table, partial, max_shard_bytes)
+        writer = _ShardWriter(source, names, partial, max_shard_bytes)
         for name, tensor in named:
             assert tensor is not None
             check_finite(name, tensor, out)
@@ -179,10 +180,10 @@ class _ShardWriter:
     Which tensor goes to which shard follows from names and sizes alone.
     """
 
-    def __init__(self, source: HFCheckpoint, table: Sequence[Entry], folder: Path, max_bytes: int):
+    def __init__(self, source: HFCheckpoint, names: Sequence[str], folder: Path, max_bytes: int):
         self.source = source
         self.folder = folder
-        self.shard_of, self.total_bytes = plan_shards(source, table, max_bytes)
+        self.shard_of, self.total_bytes = plan_shards(source, names, max_bytes)
         self.left = Counter(self.shard_of.values())
         self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
 
@@ -209,6 +210,8 @@ class _ShardWriter:
         copy_files(self.source.path, self.folder)
         if self.source.new_tokens is not None:
             self.source.new_tokens.write(self.folder)
+        if self.source.is_untied:
+            untie(self.folder)
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -234,12 +237,12 @@ def _stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[s
 
 
 def plan_shards(
-    source: HFCheckpoint, table: Sequence[Entry], max_bytes: int
+    source: HFCheckpoint, names: Sequence[str], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """Tensors in the order of the table, cut into shards of at most max_bytes, so that a shard is
+    """Tensors in the order of their names, cut into shards of at most max_bytes, so that a shard is
     complete and written before the next one fills."""
     number, filled, total, numbers = 0, 0, 0, {}
-    for name in [stored for each in exported(table) for stored in _names_of(each, source)]:
+    for name in [stored for each in names for stored in _names_of(each, source)]:
         info = source.tensors[name]
         size = prod(info.shape) * FLOATS[info.dtype].itemsize
         if filled and filled + size > max_bytes:

@@ -19,6 +19,9 @@ from megatron_vlm.distributed.grid import CutGroup
 from megatron_vlm.family.family import Family
 from megatron_vlm.family.sizes import ModelSizes, Part, TensorSpec, TextSizes
 
+# Names of ours: of the head, and of the norm before it.
+HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
+
 # Reads a slice of a checkpoint tensor: name, and for each of its first dimensions (start, end).
 ReadSlice = Callable[[str, Sequence[tuple[int, int] | None]], Tensor]
 
@@ -108,7 +111,7 @@ def columns(width: int) -> Layout:
     )
 
 
-def _vocab_rows(vocab: int) -> Layout:
+def vocab_rows(vocab: int) -> Layout:
     """Rows padded to a multiple of TP; the padding is zero and never leaves memory."""
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
@@ -205,7 +208,7 @@ def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDi
     """Every parameter of every stage, in one order on all ranks."""
     specs = {tensor.name: tensor for tensor in sizes.tensors}
     names, last = family.names, (dims.pp - 1, dims.virtual_stages - 1)
-    vocab = _vocab_rows(sizes.text.vocab)
+    vocab = vocab_rows(sizes.text.vocab)
 
     def entry(
         ours: str,
@@ -231,10 +234,10 @@ def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDi
                 full = [names.layer(number) + name for name in theirs]
                 place = stage, chunk
                 entries.append(entry(f"decoder.layers.{local}.{ours}", full, layout, place))
-    entries.append(entry("decoder.final_layernorm.weight", [names.final_norm], WHOLE, last))
+    entries.append(entry(LAST_NORM, [names.final_norm], WHOLE, last))
     if not sizes.tied:
-        entries.append(entry("output_layer.weight", [names.head], vocab, last))
+        entries.append(entry(f"{HEAD}.weight", [names.head], vocab, last))
     elif dims.pp > 1:
         copy = [names.embedding]
-        entries.append(entry("output_layer.weight", copy, vocab, last, Origin.copy))
+        entries.append(entry(f"{HEAD}.weight", copy, vocab, last, Origin.copy))
     return entries

@@ -4,7 +4,8 @@ names, slices. With tokens to add it reads as if they, and their rows, were in i
 import os
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -60,6 +61,7 @@ class HFCheckpoint:
         self._means: dict[str, Tensor] = {}  # of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}  # as they are stored
+        self.is_untied = False  # see `untied`
         self.experts = StoredExperts(Form.out_in)
 
     def read_headers(self) -> None:
@@ -75,6 +77,21 @@ class HFCheckpoint:
         if self.sizes.text.experts is not None:
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.experts = find_form(str(self.path), shapes, self.sizes)
+
+    def stored_as(self, name: str) -> str:
+        """The tensor that has a weight's values: of a tied head the embedding."""
+        names = self.family.names
+        return names.embedding if self.sizes.tied and name == names.head else name
+
+    def untied(self) -> "HFCheckpoint":
+        """For the export of a tied model whose head has become another matrix than the embedding:
+        the same with a head of its own, in the embedding's type."""
+        found = copy(self)
+        found.sizes = replace(self.sizes, tied=False, tensors=self.sizes.with_head)
+        head = self.family.names.head
+        found.tensors = {**self.tensors, head: self.tensors[self.stored_as(head)]}
+        found.is_untied = True
+        return found
 
     def read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
         """A slice of one tensor, (start, end) for each leading dimension; None takes all of it."""

@@ -5,11 +5,14 @@ Where the logits of all positions would be too many, they are made for one slice
 after the other, and once more in the backward pass. Slices of the vocabulary, unlike chunks of
 tokens, leave the gradient of each weight a single matrix product.
 
+The logits are a sum of products, each of an input and a weight: of the hidden states and the head's
+own weight, and where the head has an adapter, of what its A makes of them and its B.
+
 Shapes: N supervised places, M targets (as many, unless places have several), H width of the
-decoder, V this rank's part of the padded vocabulary, v a slice of it.
+decoder, I that of an input, V this rank's part of the padded vocabulary, v a slice of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,11 +23,11 @@ from torch import Tensor
 LOGITS_AT_ONCE = 2**26
 
 Also = Literal["entropy", "hits"]
+Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
 
 
 def predict(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
+    products: Sequence[Factors],
     targets_M: Tensor,
     vocab: int,
     tp_group: dist.ProcessGroup,
@@ -32,20 +35,36 @@ def predict(
     of_M: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-prob of each target [M], in fp32; the rows of the weight past the real vocabulary get no
-    probability. Where places have several targets, `of_M` says which place each belongs to; else
-    each has one. `also`, of places with one, makes it [2, N]: beside it the entropy of each
-    distribution in nats, or 1 where the target is the likeliest token ("hits").
-    At a `temperature` other than 1 there is no backward pass."""
+    """Log-prob of each target [M], in fp32, of logits that are the sum of these products; the rows
+    of the weights past the real vocabulary get no probability. Where places have several targets,
+    `of_M` says which place each belongs to; else each has one. `also`, of places with one, makes it
+    [2, N]: beside it the entropy of each distribution in nats, or 1 where the target is the
+    likeliest token ("hits"). At a `temperature` other than 1 there is no backward pass."""
     assert also is None or of_M is None
     assert temperature == 1 or not torch.is_grad_enabled()
-    first = dist.get_rank(tp_group) * len(weight_VH)
-    valid = min(max(vocab - first, 0), len(weight_VH))
+    first, valid = part_of(products, vocab, tp_group)
     columns = Columns(targets_M - first, of_M)
-    found: Tensor = _Predict.apply(
-        hidden_NH, weight_VH, columns, valid, tp_group, also, temperature
-    )
+    given = [factor for factors in products for factor in factors]
+    found: Tensor = _Predict.apply(columns, valid, tp_group, also, temperature, *given)
     return found
+
+
+def part_of(
+    products: Sequence[Factors], vocab: int, tp_group: dist.ProcessGroup
+) -> tuple[int, int]:
+    """Where this rank's part of the vocabulary begins, and how many tokens there are in it."""
+    rows = len(products[0][1])
+    first = dist.get_rank(tp_group) * rows
+    return first, min(max(vocab - first, 0), rows)
+
+
+def logits_of(products: Sequence[Factors], start: int, end: int) -> Tensor:
+    """The logits [N, v] of a slice of this rank's part of the vocabulary, summed in fp32."""
+    (hidden_NH, weight_VH), *others = products
+    logits_Nv = (hidden_NH @ weight_VH[start:end].T).float()
+    for input_NI, weight_VI in others:
+        _add_product(logits_Nv, input_NI, weight_VI[start:end].T)
+    return logits_Nv
 
 
 class Columns:
@@ -162,20 +181,20 @@ class _Predict(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
         columns: Columns,
         valid: int,
         group: dist.ProcessGroup,
         also: Also | None,
         temperature: float,
+        *given: Tensor,
     ) -> Tensor:
-        softmax = _Softmax(columns, len(hidden_NH), also)
-        ctx.slices = list(slices(len(hidden_NH), valid))
+        products, places = _paired(given), len(given[0])
+        softmax = _Softmax(columns, places, also)
+        ctx.slices = list(slices(places, valid))
         ctx.group, ctx.also, ctx.columns = group, also, columns
         exp_Nv = None
         for start, end in ctx.slices:
-            logits_Nv = (hidden_NH @ weight_VH[start:end].T).float()
+            logits_Nv = logits_of(products, start, end)
             if temperature != 1:
                 logits_Nv /= temperature
             exp_Nv = softmax.add(logits_Nv, start)
@@ -189,7 +208,7 @@ class _Predict(torch.autograd.Function):
         if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
             probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
         log_sum_N = softmax.highest_N + log_total_N
-        ctx.save_for_backward(hidden_NH, weight_VH, log_sum_N, entropy_N, probs_Nv)
+        ctx.save_for_backward(log_sum_N, entropy_N, probs_Nv, *given)
         if also is None:
             return log_probs_M
         return torch.stack([log_probs_M, entropy_N if also == "entropy" else softmax.hits_N])
@@ -197,30 +216,53 @@ class _Predict(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log p_v + H)."""
-        hidden_NH, weight_VH, log_sum_N, entropy_N, probs_Nv = ctx.saved_tensors
+        log_sum_N, entropy_N, probs_Nv, *given = ctx.saved_tensors
+        products = _paired(given)
         of_log_prob_M = grads[0] if ctx.also is None else grads[0][0]
-        of_log_prob_N = ctx.columns.per_place(of_log_prob_M, len(hidden_NH))
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_NH = torch.zeros_like(hidden_NH, dtype=torch.float) if needs_hidden else None
-        grad_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        of_log_prob_N = ctx.columns.per_place(of_log_prob_M, len(log_sum_N))
+        sums = [
+            _Gradients(*factors, *needed)
+            for factors, needed in zip(products, _paired(ctx.needs_input_grad[5:]), strict=True)
+        ]
         for start, end in ctx.slices:
-            part_vH = weight_VH[start:end]
             if probs_Nv is None:
-                logits_Nv = (hidden_NH @ part_vH.T).float()
-                probs = logits_Nv.sub_(log_sum_N[:, None]).exp_()
+                probs = logits_of(products, start, end).sub_(log_sum_N[:, None]).exp_()
             else:
                 probs = probs_Nv
             of_entropy_N = grads[0][1] if ctx.also == "entropy" else None
             slope_Nv = _slope(probs, of_log_prob_N, entropy_N, of_entropy_N)
-            slope_Nv = ctx.columns.add(slope_Nv, start, of_log_prob_M).to(weight_VH.dtype)
-            if grad_NH is not None:
-                _add_product(grad_NH, slope_Nv, part_vH)
-            if grad_VH is not None:
-                torch.mm(slope_Nv.T, hidden_NH, out=grad_VH[start:end])
-        if grad_NH is not None:
-            dist.all_reduce(grad_NH, group=ctx.group)  # each rank has seen its part of the weight
-            grad_NH = grad_NH.to(hidden_NH.dtype)
-        return grad_NH, grad_VH, None, None, None, None, None
+            slope_Nv = ctx.columns.add(slope_Nv, start, of_log_prob_M).to(given[0].dtype)
+            for each in sums:
+                each.add(slope_Nv, start, end)
+        found = [each for of_product in sums for each in of_product.whole(ctx.group)]
+        return None, None, None, None, None, *found
+
+
+class _Gradients:
+    """Those of the two factors of a product, as far as they are needed."""
+
+    def __init__(self, input_NI: Tensor, weight_VI: Tensor, of_input: bool, of_weight: bool):
+        self.input_NI, self.weight_VI = input_NI, weight_VI
+        self.grad_NI = torch.zeros_like(input_NI, dtype=torch.float) if of_input else None
+        self.grad_VI = torch.zeros_like(weight_VI) if of_weight else None
+
+    def add(self, slope_Nv: Tensor, start: int, end: int) -> None:
+        """What a slice of the vocabulary contributes."""
+        if self.grad_NI is not None:
+            _add_product(self.grad_NI, slope_Nv, self.weight_VI[start:end])
+        if self.grad_VI is not None:
+            torch.mm(slope_Nv.T, self.input_NI, out=self.grad_VI[start:end])
+
+    def whole(self, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
+        """Both, that of the input from all ranks: each has seen its part of the weight."""
+        if self.grad_NI is None:
+            return None, self.grad_VI
+        dist.all_reduce(self.grad_NI, group=group)
+        return self.grad_NI.to(self.input_NI.dtype), self.grad_VI
+
+
+def _paired(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _slope(
@@ -234,9 +276,9 @@ def _slope(
     return slope_Nv.mul_(-of_entropy_N[:, None]).sub_(probs_Nv.mul_(of_log_prob_N[:, None]))
 
 
-def _add_product(sum_NH: Tensor, slope_Nv: Tensor, weight_vH: Tensor) -> None:
-    """sum += slope @ weight, summed in fp32 whatever the dtype of the two."""
-    if weight_vH.dtype is torch.float:
-        sum_NH.addmm_(slope_Nv, weight_vH)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in fp32 whatever the dtype of the two."""
+    if right.dtype is torch.float:
+        total.addmm_(left, right)
     else:
-        sum_NH.add_(slope_Nv @ weight_vH)
+        total.add_(left @ right)

@@ -1,35 +1,37 @@
 """The likeliest tokens at each place, without the logits of the whole vocabulary at once.
 
-Shapes: N places, H width of the decoder, V this rank's part of the padded vocabulary, v a slice of
-it, k the tokens that are wanted of each place, T the ranks of TP, 2 an id and its log-prob.
+Shapes: N places, v a slice of this rank's part of the padded vocabulary, k the tokens that are
+wanted of each place, T the ranks of TP, 2 an id and its log-prob.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.model.head import slices
+from megatron_vlm.model.head import Factors, logits_of, part_of, slices
 
 
 @torch.no_grad()
 def likeliest_tokens(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
+    products: Sequence[Factors],
     count: int,
     temperature: float,
     vocab: int,
     tp_group: dist.ProcessGroup,
 ) -> Tensor:
     """The `count` likeliest tokens of each place, the likeliest first, with their log-probs at this
-    temperature: [N, k, 2] in float64, which holds both exactly. The same on all TP ranks."""
-    first = dist.get_rank(tp_group) * len(weight_VH)
-    valid = min(max(vocab - first, 0), len(weight_VH))
+    temperature, of logits as `predict` makes them: [N, k, 2] in float64, which holds both exactly.
+    The same on all TP ranks."""
+    first, valid = part_of(products, vocab, tp_group)
+    hidden_NH = products[0][0]
     places = len(hidden_NH)
     logits_Nk = hidden_NH.new_full((places, count), -torch.inf, dtype=torch.float)
     ids_Nk = torch.zeros(places, count, dtype=torch.long, device=hidden_NH.device)
     total_N = hidden_NH.new_full((places,), -torch.inf, dtype=torch.float)  # log of the sum
     for start, end in slices(places, valid):
-        logits_Nv = (hidden_NH @ weight_VH[start:end].T).float() / temperature
+        logits_Nv = logits_of(products, start, end) / temperature
         total_N = torch.logaddexp(total_N, logits_Nv.logsumexp(dim=1))
         ids_v = torch.arange(first + start, first + end, device=ids_Nk.device)
         found_Nk = logits_Nv.topk(min(count, end - start), dim=1)

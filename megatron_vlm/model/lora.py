@@ -42,14 +42,17 @@ class Adapters(nn.ModuleDict):
     """
 
     def __init__(
-        self, linear: nn.Module, plan: AdaptedLinear, lora: LoraConfig, tp: dist.ProcessGroup
+        self, weight: Tensor, plan: AdaptedLinear, lora: LoraConfig, tp: dist.ProcessGroup
     ):
+        """`weight`: this rank's part of that of the layer."""
         ranks = 1 if plan.cut is None else dist.get_world_size(tp)
         self.rows = [slot.base.shape[0] // (ranks if plan.cut == 0 else 1) for slot in plan.slots]
+        if len(plan.slots) == 1:
+            self.rows = [len(weight)]  # those of a vocabulary are padded
         inputs = plan.slots[0].base.shape[1] // (ranks if plan.cut == 1 else 1)
         super().__init__(
             {
-                slot.leaf: LowRank(lora.rank, inputs, rows, linear.weight)  # type: ignore[arg-type]
+                slot.leaf: LowRank(lora.rank, inputs, rows, weight)
                 for slot, rows in zip(plan.slots, self.rows, strict=True)
                 if slot.adapted
             }
@@ -71,6 +74,13 @@ class Adapters(nn.ModuleDict):
             slot: F.linear(part, self._of(slot).B) for slot, part in zip(slots, parts, strict=True)
         }
         return self._joined(added)
+
+    def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` adds as two factors, the second transposed: of the head, which never has
+        all its outputs at once, and which itself sums the first one's gradient over the ranks."""
+        (slot,) = self.plan.slots
+        low_rank = self._of(slot)
+        return F.linear(self._dropped(x, slot), low_rank.A) * self.scale, low_rank.B
 
     def _of(self, slot: Slot) -> LowRank:
         found = self[slot.leaf]
@@ -135,13 +145,14 @@ def attach(
     """Give this stage's linear layers their adapters, as the submodule `lora`; the names of all
     other parameters stay."""
     for plan in plans:
-        linear = chunks[plan.chunk].get_submodule(plan.name)
-        linear.lora = (
-            ExpertAdapters(linear, lora)
-            if isinstance(linear, ExpertLinear)
-            else Adapters(linear, plan, lora, tp)
-        )
-        linear.register_forward_hook(_add)
+        chunk: Any = chunks[plan.chunk]
+        linear = chunk.get_submodule(plan.name)
+        if isinstance(linear, ExpertLinear):
+            linear.lora = ExpertAdapters(linear, lora)
+        else:
+            weight = chunk.head_weight if plan.is_head else linear.weight
+            linear.lora = Adapters(weight, plan, lora, tp)
+        linear.register_forward_hook(_add_to_logits if plan.is_head else _add)
 
 
 def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -150,6 +161,11 @@ def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
     if isinstance(output, tuple):
         return (output[0] + added, *output[1:])
     return output + added
+
+
+def _add_to_logits(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """Summed in fp32, as `predict` sums them."""
+    return (output[0].float() + linear.lora(*args), *output[1:])
 
 
 @contextmanager

@@ -198,6 +198,13 @@ class Qwen3VLGPTModel(GPTModel):
         pass on."""
         return hidden_states
 
+    @property
+    def head_weight(self) -> Tensor:
+        """On the last stage this rank's part of the head's weight, which may be the embedding's."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
     def _head(
         self,
         hidden_SBH: Tensor,
@@ -209,9 +216,7 @@ class Qwen3VLGPTModel(GPTModel):
         temperature: float = 1.0,
     ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
-        weight = self.output_layer.weight
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
+        weight = self.head_weight
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
             picked_BS = loss_mask if labels is None else labels != IGNORE
@@ -221,13 +226,17 @@ class Qwen3VLGPTModel(GPTModel):
             places_N = _places(picked_BS)
             labels = None if labels is None else labels.T.flatten()[places_N]
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, places_N)
-        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
-        if likeliest is not None:
-            return likeliest_tokens(hidden_NH, weight, *likeliest, vocab, tp_group)
-        if labels is None:
+        if likeliest is None and labels is None:
             logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
             return logits_N1V[:, 0]
-        return predict(hidden_NH, weight, labels, vocab, tp_group, also, of_M, temperature)
+        products = [(hidden_NH, weight)]
+        if (adapters := getattr(self.output_layer, "lora", None)) is not None:
+            products.append(adapters.factors(hidden_NH))
+        vocab, tp_group = self.sizes.text.vocab, self.pg_collection.tp
+        if likeliest is not None:
+            return likeliest_tokens(products, *likeliest, vocab, tp_group)
+        assert labels is not None
+        return predict(products, labels, vocab, tp_group, also, of_M, temperature)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
         """What the next stage gets: the hidden states, then the features its layers will add."""

@@ -13,7 +13,7 @@ from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.adapters import adapted, is_of_experts
-from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.family.sizes import ModelSizes, Part
 from megatron_vlm.model.head import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.shapes import BatchSizes
@@ -88,21 +88,31 @@ def stage_memory(
 def as_trained(cfg: Config, sizes: ModelSizes) -> Config:
     """With the freeze_* of the model that say what is kept for the backward: a part with adapters
     keeps what goes into its layers, as one that is trained whole does."""
-    parts, _ = _with_adapters(cfg, sizes)
+    parts = _with_adapters(cfg, sizes).parts
     vision, merger, language = (not (learns(cfg, each) or each in parts) for each in SWITCHES)
     model = replace(cfg.model, freeze_vision=vision, freeze_merger=merger, freeze_language=language)
     return replace(cfg, model=model)
 
 
-def _with_adapters(cfg: Config, sizes: ModelSizes) -> tuple[frozenset[str], bool]:
-    """The parts that have adapters, and whether experts do."""
-    return _adapted_by(sizes, cfg.lora.targets) if cfg.lora.rank else (frozenset(), False)
+@dataclass(frozen=True)
+class _Adapted:
+    """What has adapters."""
+
+    parts: frozenset[str] = frozenset()  # of the tower, the projectors and the decoder
+    experts: bool = False
+    head: bool = False
+
+
+def _with_adapters(cfg: Config, sizes: ModelSizes) -> _Adapted:
+    return _adapted_by(sizes, cfg.lora.targets) if cfg.lora.rank else _Adapted()
 
 
 @lru_cache(maxsize=8)
-def _adapted_by(sizes: ModelSizes, targets: tuple[str, ...]) -> tuple[frozenset[str], bool]:
-    weights = adapted(sizes.tensors, targets)
-    return frozenset(weight.part.switch for weight in weights), any(map(is_of_experts, weights))
+def _adapted_by(sizes: ModelSizes, targets: tuple[str, ...]) -> _Adapted:
+    weights = adapted(sizes.with_head, targets)
+    before = [weight for weight in weights if weight.part is not Part.head]
+    parts = frozenset(weight.part.switch for weight in before)
+    return _Adapted(parts, any(map(is_of_experts, weights)), len(before) < len(weights))
 
 
 def in_flight(dims: ParallelDims, stage: int, batches: int) -> set[tuple[int, ...]]:
@@ -134,6 +144,9 @@ def activations(
     its backward."""
     text, vision = sizes.text, sizes.vision
     layers, tokens = dims.layers_per_stage[place], batch.padded_tokens
+    frozen = all(getattr(cfg.model, f"freeze_{part}") for part in SWITCHES)
+    if place == 0 and frozen:  # adapters of the head alone: nothing before it has a gradient
+        return _kept_of_head(cfg, sizes, batch) * itemsize if dims.is_last(place) else 0
     values = tokens * layers * layer_values(cfg, sizes, dims.tp)
     # Features that have not been added yet arrive with the hidden states.
     arriving = dims.features_after(place - 1, vision.deepstack) if batch.patches else 0
@@ -144,8 +157,14 @@ def activations(
         values += patches * patch_values(cfg, sizes)
     if dims.is_last(place):
         norm = 1 if cfg.model.freeze_language else 2
-        values += norm * tokens * text.hidden + batch.supervised * text.hidden
+        values += norm * tokens * text.hidden + _kept_of_head(cfg, sizes, batch)
     return values * itemsize
+
+
+def _kept_of_head(cfg: Config, sizes: ModelSizes, batch: BatchSizes) -> int:
+    """Numbers: what goes into the head, and what its adapter's A makes of that."""
+    low = cfg.lora.rank if _with_adapters(cfg, sizes).head else 0
+    return batch.supervised * (sizes.text.hidden + low)
 
 
 def _working(
@@ -194,7 +213,7 @@ def kept_of_layer(cfg: Config, sizes: ModelSizes, tp: int) -> int:
     if text.experts is not None:  # the mean layer; each token goes to several experts
         share = len(text.experts.layers) / text.layers
         # What goes into their layers is needed for the gradient of weights, and of adapters.
-        inputs = learning or _with_adapters(cfg, sizes)[1]
+        inputs = learning or _with_adapters(cfg, sizes).experts
         rows = (2 if inputs else 1) * text.hidden + (4 if inputs else 3) * text.experts.ffn
         sparse = text.experts.top_k * rows + text.hidden + 3 * text.experts.count
         mlp = round(share * sparse + (1 - share) * mlp)

@@ -116,6 +116,7 @@ def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int)
         yield Held(text.hidden, language)  # the final norm
         if not sizes.tied or dims.pp > 1:
             yield vocabulary
+        yield from adapters.get(module_of(sizes.head), ())
     if first:
         yield from _tower(cfg, sizes, adapters)
 
@@ -155,7 +156,7 @@ def _adapters(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> dict[str, t
     """A and B on one rank, by the module: a decoder's begins with `layers`. Where the weight's rows
     are cut over TP, B's are, and where its columns are, A's; the replicas share out experts'."""
     found, rank = {}, cfg.lora.rank
-    for weight in adapted(sizes.tensors, cfg.lora.targets) if cfg.lora.rank else ():
+    for weight in adapted(sizes.with_head, cfg.lora.targets) if cfg.lora.rank else ():
         *count, rows, columns = weight.shape
         name = module_of(weight)
         if weight.part is Part.decoder:
@@ -164,6 +165,8 @@ def _adapters(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> dict[str, t
                 columns //= dims.tp
             else:
                 rows //= dims.tp
+        elif weight.part is Part.head:
+            rows = dims.padded_vocab(rows) // dims.tp
         experts = prod(count) // dims.ep if count else 1
         shared = bool(count) and dims.ep > 1
         found[name] = (

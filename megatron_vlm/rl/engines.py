@@ -1,10 +1,11 @@
 """vLLM beside the trainer: how it is started, and weights for it from all ranks."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.data.batch.dataset import DataSet
-from megatron_vlm.family.sizes import Part
+from megatron_vlm.family.sizes import Part, TensorSpec
 from megatron_vlm.hub import folder_of
 from megatron_vlm.sampling import Adapter, EngineSettings
 from megatron_vlm.sampling.engines import Engines, side_by_side
@@ -27,9 +28,15 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         pictures=rl.engine_pictures or max(1, most + more),
         videos=rl.engine_videos,
         lora_rank=cfg.lora.rank,
-        lora_vision=any(weight.part is not Part.decoder for weight in worker.adapted),
+        lora_vision=in_tower(worker.adapted),
         options=side_by_side(rl.engine_gpus) | rl.engine_options,
     )
+
+
+def in_tower(weights: Sequence[TensorSpec]) -> bool:
+    """Whether some are in the vision tower or its mergers: vLLM serves adapters there only where it
+    was told so when it began."""
+    return any(weight.part in (Part.vision, Part.merger) for weight in weights)
 
 
 def renew(worker: MegatronWorker, engines: Engines | None, version: int, folder: Path) -> None:

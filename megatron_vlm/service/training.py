@@ -34,6 +34,9 @@ from megatron_vlm.step.optimizer import AdamStep
 
 Done = tuple[Outcome, Changes]
 
+# Which part each switch of lora_config gives adapters.
+_PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}
+
 
 class ModelCalls:
     """On rank 0. Each method does a call, and returns its answer and what else has changed."""
@@ -50,11 +53,11 @@ class ModelCalls:
     def create_model(self, call: Call, body: bytes) -> Done:
         form = forms.CreateModel.model_validate_json(body)
         lora = form.lora_config or forms.LoraForm(rank=0)
-        targets = ("attention",) * lora.train_attn + ("mlp",) * lora.train_mlp
+        targets = tuple(part for flag, part in _PARTS.items() if getattr(lora, flag))
         if lora.rank and not targets:
             raise RequestError(
-                "lora_config: train_unembed alone is not supported, since the unembedding has no "
-                "adapters here; set train_attn or train_mlp"
+                f"lora_config: rank={lora.rank}, and {', '.join(_PARTS)} are all false, so that "
+                "nothing would learn; set one of them"
             )
         seed = call.seed if lora.seed is None else lora.seed
         made = ModelForm(lora.rank, seed % 2**31, targets if lora.rank else ())
@@ -74,8 +77,7 @@ class ModelCalls:
     ) -> Done:
         facts: dict[str, Any] = {"form": made.plain(), "moments": moments}
         if made.rank:  # what weights_info tells
-            facts |= {"train_attn": "attention" in made.targets, "train_mlp": "mlp" in made.targets}
-            facts["train_unembed"] = False
+            facts |= {flag: part in made.targets for flag, part in _PARTS.items()}
         change = ModelChange(id, state="ready", facts=facts)
         return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
 

@@ -57,7 +57,8 @@ class WeightGather:
             self.groups += _forward_order(chunk)
             for part in _parts(chunk.module):
                 wait = partial(self._wait, _groups_of(chunk, part))
-                part.register_forward_pre_hook(lambda *_, wait=wait: wait())
+                runs = _before_head(chunk.module, part) or part
+                runs.register_forward_pre_hook(lambda *_, wait=wait: wait())
 
     def start(self) -> None:
         """Begin to gather what the step has computed."""
@@ -86,6 +87,13 @@ def _parts(model: Any) -> Iterator[nn.Module]:
     for part in (model.decoder.final_layernorm, getattr(model, "output_layer", None)):
         if part is not None:
             yield part
+
+
+def _before_head(model: Any, part: nn.Module) -> nn.Module | None:
+    """What runs before the head, where that is the part: most of what the head does is no forward
+    of its layer (model/head.py)."""
+    is_head = part is getattr(model, "output_layer", None)
+    return model.decoder.final_layernorm if is_head else None
 
 
 def _groups_of(chunk: DistributedDataParallel, part: nn.Module) -> list[Any]:
