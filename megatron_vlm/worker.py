@@ -174,11 +174,13 @@ class MegatronWorker:
         self.gather.finish()
         return self._held
 
-    def forward(self, batch: Batch) -> list[Tensor]:
-        """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
-        where a token is not supervised; of a row with targets, in their shape. The same on every
-        rank of the replica."""
-        return self.stage.score(self.micro_batches(batch))
+    def forward(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs of each row's supervised tokens at this temperature, fp32 on the host: one
+        tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
+        shape. The same on every rank of the replica."""
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"forward: temperature={temperature}; give a temperature above 0")
+        return self.stage.score(self.micro_batches(batch), temperature)
 
     def likeliest(self, batch: Batch, count: int, temperature: float = 1.0) -> list[Tensor]:
         """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this

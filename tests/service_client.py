@@ -129,6 +129,12 @@ class Client:
                 raise FailedError(f"{found['category']}: {found['error']}")
             return found
 
+    def sampled(self, promise: str) -> Any:
+        """The SampleResponse of a promise."""
+        answer = message("SampleResponse")
+        answer.ParseFromString(self.result(promise))
+        return answer
+
     def _sent(self, path: str, **content: Any) -> httpx.Response:
         """Sent again, the same, while the service is gone, as the public client does."""
         ends = time.monotonic() + self.patience_s
@@ -248,9 +254,7 @@ class Sampler:
 
     def sample(self, chunks: Chunks, n: int = 1, more: Any = None, **params: Any) -> Any:
         """The SampleResponse."""
-        answer = message("SampleResponse")
-        answer.ParseFromString(self.client.result(self.ask(chunks, n, more, **params)))
-        return answer
+        return self.client.sampled(self.ask(chunks, n, more, **params))
 
     def log_probs(self, chunks: Chunks) -> np.ndarray:
         """Of the prompt; nan where there is none."""

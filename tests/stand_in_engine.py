@@ -1,10 +1,13 @@
 """An engine without a model, for tests of what surrounds one. It is started as the real one is,
 after its own path: `python stand_in_engine.py SERVE SOCKET BUFFER`, and uses the link beside SERVE.
 
-An answer's ids are its seed and the engine's version, its log-prob the number of the weights that
-it was given last. What a prompt begins with says how it is answered: HELD, once the file `release`
-of its options exists; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it before.
-Where the environment has REPLAYS, a folder, it has the answers: see tests/test_agreement.py.
+An answer's ids are its seed, the engine's version and its process, its log-prob the number of the
+weights that it was given last, and with them of the adapter that it names. With the option `vocab`
+they are ids of it: of the seed and of that number. The file `asked` gets a line for each request.
+What a prompt begins with says how it is answered: HELD, once the file `release` of its options
+exists; SLOW, after a while; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it
+before. Where the environment has REPLAYS, a folder, it has the answers: see
+tests/test_agreement.py.
 """
 
 import hashlib
@@ -12,16 +15,24 @@ import json
 import os
 import queue
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-HELD, DEADLY, DEADLY_ONCE = 11, 12, 13
+HELD, DEADLY, DEADLY_ONCE, SLOW = 11, 12, 13, 14
+SLOW_S = 0.3
 REPLAYS = "STAND_IN_REPLAYS"
 
 
 def number_of(values: bytes, before: int = 0) -> int:
     """Of weights, the next of which are these."""
     return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
+
+
+def contents(folder: str) -> bytes:
+    """Of its weights; where it has none, its name."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return b"".join(file.read_bytes() for file in files) or folder.encode()
 
 
 def replay_of(prompt: list[int]) -> str:
@@ -32,8 +43,9 @@ def replay_of(prompt: list[int]) -> str:
 
 class StandIn:
     def __init__(self, link: Any) -> None:
-        self.link, self.version, self.number = link, 0, 0
+        self.link, self.version, self.number, self.first = link, 0, 0, ""
         self.held: list[dict[str, Any]] = []
+        self.slow: list[tuple[float, dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -44,6 +56,8 @@ class StandIn:
                 (self.replay if known else self.handle)(message)
             except queue.Empty:
                 pass
+            while self.slow and self.slow[0][0] < time.monotonic():
+                self.answer(self.slow.pop(0)[1])
             if self.held and Path(self.options["release"]).exists():
                 while self.held:
                     self.answer(self.held.pop(0))
@@ -56,6 +70,7 @@ class StandIn:
     def handle(self, message: dict[str, Any]) -> None:
         number, do = message["id"], message["do"]
         if do == "load":
+            self.first = message["folder"]
             if not self.load(**message["options"]):
                 self.link.refuse(number, self.options["fail"])
                 return
@@ -76,9 +91,13 @@ class StandIn:
                     return
                 self.number = number_of(bytes(found[1]), self.number)
         elif do in ("folder", "adapt"):
-            self.number = number_of(message["folder"].encode(), self.number * (do == "adapt"))
+            self.number = self.number_in(message["folder"], self.number * (do == "adapt"))
         self.version = message.get("version", self.version)
         self.link.answer(number, None)
+
+    def number_in(self, folder: str, before: int) -> int:
+        """Of the weights there: 0 of those that it began with."""
+        return 0 if folder == self.first else number_of(contents(folder), before)
 
     def load(self, **options: Any) -> bool:
         """Whether it has started."""
@@ -86,9 +105,14 @@ class StandIn:
         if (stumble := Path(options.get("stumble", "/nowhere"))).exists():
             stumble.unlink()
             os._exit(4)
+        while "loads" in options and not Path(options["loads"]).exists():
+            time.sleep(0.01)
         return "fail" not in options
 
     def sample(self, message: dict[str, Any]) -> None:
+        if "asked" in self.options:
+            with Path(self.options["asked"]).open("a") as file:
+                print(json.dumps([message["prompt"], message.get("adapter")]), file=file)
         kind = message["prompt"][0]
         once = Path(self.options.get("once", "/nowhere"))
         if kind == DEADLY or (kind == DEADLY_ONCE and not once.exists()):
@@ -96,14 +120,22 @@ class StandIn:
             once.parent.mkdir(exist_ok=True)
             once.touch()
             os._exit(3)
-        if kind == HELD:
+        if kind == SLOW:
+            self.slow.append((time.monotonic() + SLOW_S, message))
+        elif kind == HELD:
             self.held.append(message)
         else:
             self.answer(message)
 
     def answer(self, message: dict[str, Any]) -> None:
-        one = {"log_probs": [float(self.number)], "ended": "stop"}
+        number, ended = self.number, {"ended": "stop"}
+        if adapter := message.get("adapter"):
+            number = self.number_in(adapter, number)
+        one = {**ended, "log_probs": [float(number)]}
         samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
+        if vocab := self.options.get("vocab"):
+            one = {**ended, "log_probs": [-1.0, -2.0]}
+            samples = [{**one, "ids": [s % vocab, number % vocab]} for s in message["seeds"]]
         self.link.answer(message["id"], {"samples": samples, "version": self.version})
 
 

@@ -206,9 +206,10 @@ def test_a_string_stops(loop, sampler, base, prompts):
 
     def split_by(free: Completion) -> tuple[int, str] | None:
         """The place of a token, and the end of its text with the beginning of the next one's."""
-        words = [tokenizer.decode(each) for each in free.ids]
+        words = [tokenizer.decode(each, skip_special_tokens=True) for each in free.ids]
         for place, (one, two) in enumerate(pairwise(words)):
-            stop, before = one[-1:] + two[:1], tokenizer.decode(free.ids[: place + 1])
+            stop = one[-1:] + two[:1]
+            before = tokenizer.decode(free.ids[: place + 1], skip_special_tokens=True)
             # Bytes of a random model are seldom whole characters, which are waited for.
             if place > 1 and (one + two).isascii() and len(stop) == 2 and stop not in before:
                 return place, stop

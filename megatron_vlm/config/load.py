@@ -150,9 +150,11 @@ def _typed(composed: Any) -> Config:
     values["lora"] |= {name: _names(values["lora"][name]) for name in ("targets", "train")}
     data["ignore_keys"] = _names(data["ignore_keys"])
     data["add_tokens"] = _names(data["add_tokens"])
-    rl = values["rl"]
-    rl["engine_gpus"] = _names(rl["engine_gpus"])
-    dicts = ((data, "template_kwargs"), (rl, "engine_options"), (values["serve"], "limits"))
+    engines = (values["rl"], values["serve"])
+    for group in engines:
+        group["engine_gpus"] = _names(group["engine_gpus"])
+    dicts = [(data, "template_kwargs"), (values["serve"], "limits")]
+    dicts += [(group, "engine_options") for group in engines]
     for group, name in dicts:
         group[name] = {} if group[name] is None else group[name]
     groups: dict[str, Any] = {key: kind for key, kind in key_types().items() if is_dataclass(kind)}

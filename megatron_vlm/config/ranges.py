@@ -54,6 +54,7 @@ _KEYS = {
         launch.processes rl.turns rl.processes rl.samples rl.max_new_tokens rl.max_tokens
         rl.max_rounds rl.updates rl.sampler_rows rl.engine_max_len rl.engine_pictures
         serve.max_rank serve.adapters serve.snapshots serve.full_snapshots serve.sampler_rows
+        serve.engine_max_len
     """,
     Range(0, 2**32 - 1): "data.seed train.seed",
     Range(0, 65535): "serve.port",

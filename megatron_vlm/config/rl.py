@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_vlm.config.engine import check_engine
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import check_training
 from megatron_vlm.errors import ConfigError
@@ -64,25 +65,9 @@ def _check_clipping(cfg: Config) -> None:
 
 def _check_sampler(cfg: Config) -> None:
     rl = cfg.rl
-    if rl.sampler == "vllm" and rl.engine is None:
-        raise ConfigError(
-            "rl.sampler=vllm needs rl.engine, the Python of an environment that has vLLM, such as "
-            ".venv-vllm/bin/python after `make vllm-env`"
-        )
-    if rl.sampler == "own" and (rl.engine is not None or rl.engine_gpus or rl.engine_options):
-        raise ConfigError(
-            "rl.sampler=own starts no engine, and rl.engine, rl.engine_gpus or rl.engine_options "
-            "is set; give rl.sampler=vllm, or leave them out"
-        )
+    check_engine(cfg, "rl")
     if rl.sampler == "own" and rl.off_policy_steps:
         raise ConfigError(
             "rl.off_policy_steps=1 draws samples while a step trains, and with rl.sampler=own the "
             "same processes would do both; give rl.sampler=vllm, or 0"
         )
-    if rl.sampler == "vllm" and cfg.data.add_tokens:
-        raise ConfigError(
-            "rl.sampler=vllm with data.add_tokens: an engine begins with model.path, which lacks "
-            "them; export a model that has them first, or choose rl.sampler=own"
-        )
-    if not isinstance(rl.engine_options, dict):
-        raise ConfigError(f"rl.engine_options={rl.engine_options!r}: give {{NAME: VALUE}}")

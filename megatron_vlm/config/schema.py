@@ -233,7 +233,12 @@ class ServeConfig:
     snapshots: int = 8  # adapters in memory that are sampled from
     full_snapshots: int = 1  # whole models, likewise
     save_seconds: float = 300.0  # of work that a service that was killed has to do again, at most
-    sampler_rows: int = 64  # samples of one pass, in each replica
+    sampler: Literal["own", "vllm"] = "own"  # the trainer's own decoder, or an engine beside it
+    sampler_rows: int = 64  # samples of one pass of our own, in each replica
+    engine: str | None = None  # Python of the environment that has vLLM
+    engine_gpus: tuple[str, ...] = ()  # of each engine, such as "6" or "4,5"; (): one engine
+    engine_max_len: int | None = None  # tokens of a prompt and its answer; null: 32768 at most
+    engine_options: dict[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
     limits: dict[str, Any] = field(default_factory=dict)  # of requests: see docs/serve.md
 
 

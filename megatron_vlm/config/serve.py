@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_vlm.config.engine import check_engine
 from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.config.validate import require
 from megatron_vlm.errors import ConfigError
@@ -23,4 +24,5 @@ def check_serve(cfg: Config) -> None:
             f"serve.keys={serve.keys}: there is no such file; make it with megatron-vlm serve-key "
             f"NAME {serve.keys}"
         )
+    check_engine(cfg, "serve")
     require(cfg, "model.path")

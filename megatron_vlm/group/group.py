@@ -44,10 +44,14 @@ class WorkerGroup:
         self.ranks = ranks
         self.dims = ranks.dims
 
-    def forward(self, batch: BatchLike) -> Future[list[Tensor]]:
+    def forward(self, batch: BatchLike, temperature: float = 1.0) -> Future[list[Tensor]]:
         """Log-probs of each row's supervised tokens, as MegatronWorker.forward gives them."""
         parts = even_parts(batch, self.dims.dp)
-        return self.ranks.call(lambda found: _in_order(found)[: len(batch)], "forward", parts)
+
+        def join(found: list[list[Tensor]]) -> list[Tensor]:
+            return _in_order(found)[: len(batch)]
+
+        return self.ranks.call(join, "forward", parts, temperature)
 
     def likeliest(
         self, batch: BatchLike, count: int, temperature: float = 1.0

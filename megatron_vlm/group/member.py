@@ -45,8 +45,8 @@ class Member:
         except Exception as error:
             raise of_rank(error, dist.get_rank()) from error
 
-    def forward(self, part: ReplicaBatch) -> list[Tensor]:
-        return self.worker.forward(self._prepare(part))
+    def forward(self, part: ReplicaBatch, temperature: float) -> list[Tensor]:
+        return self.worker.forward(self._prepare(part), temperature)
 
     def likeliest(self, part: ReplicaBatch, count: int, temperature: float) -> list[Tensor]:
         return self.worker.likeliest(self._prepare(part), count, temperature)

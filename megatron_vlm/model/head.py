@@ -33,17 +33,19 @@ def predict(
     tp_group: dist.ProcessGroup,
     also: Also | None = None,
     of_M: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Log-prob of each target [M], in fp32, of logits that are the sum of these products; the rows
     of the weights past the real vocabulary get no probability. Where places have several targets,
     `of_M` says which place each belongs to; else each has one. `also`, of places with one, makes it
     [2, N]: beside it the entropy of each distribution in nats, or 1 where the target is the
-    likeliest token ("hits")."""
+    likeliest token ("hits"). At a `temperature` other than 1 there is no backward pass."""
     assert also is None or of_M is None
+    assert temperature == 1 or not torch.is_grad_enabled()
     first, valid = part_of(products, vocab, tp_group)
     columns = Columns(targets_M - first, of_M)
     given = [factor for factors in products for factor in factors]
-    found: Tensor = _Predict.apply(columns, valid, tp_group, also, *given)
+    found: Tensor = _Predict.apply(columns, valid, tp_group, also, temperature, *given)
     return found
 
 
@@ -183,6 +185,7 @@ class _Predict(torch.autograd.Function):
         valid: int,
         group: dist.ProcessGroup,
         also: Also | None,
+        temperature: float,
         *given: Tensor,
     ) -> Tensor:
         products, places = _paired(given), len(given[0])
@@ -191,7 +194,10 @@ class _Predict(torch.autograd.Function):
         ctx.group, ctx.also, ctx.columns = group, also, columns
         exp_Nv = None
         for start, end in ctx.slices:
-            exp_Nv = softmax.add(logits_of(products, start, end), start)
+            logits_Nv = logits_of(products, start, end)
+            if temperature != 1:
+                logits_Nv /= temperature
+            exp_Nv = softmax.add(logits_Nv, start)
         factor_N = softmax.gather(group)
         log_total_N = softmax.total_N.log()
         # In this order: the sum of the two would round the highest logit's own digits away.
@@ -216,7 +222,7 @@ class _Predict(torch.autograd.Function):
         of_log_prob_N = ctx.columns.per_place(of_log_prob_M, len(log_sum_N))
         sums = [
             _Gradients(*factors, *needed)
-            for factors, needed in zip(products, _paired(ctx.needs_input_grad[4:]), strict=True)
+            for factors, needed in zip(products, _paired(ctx.needs_input_grad[5:]), strict=True)
         ]
         for start, end in ctx.slices:
             if probs_Nv is None:
@@ -229,7 +235,7 @@ class _Predict(torch.autograd.Function):
             for each in sums:
                 each.add(slope_Nv, start, end)
         found = [each for of_product in sums for each in of_product.whole(ctx.group)]
-        return None, None, None, None, *found
+        return None, None, None, None, None, *found
 
 
 class _Gradients:

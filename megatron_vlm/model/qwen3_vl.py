@@ -213,6 +213,7 @@ class Qwen3VLGPTModel(GPTModel):
         also: Also | None = None,
         of_M: Tensor | None = None,
         likeliest: tuple[int, float] | None = None,
+        temperature: float = 1.0,
     ) -> Tensor:
         """The head, on supervised positions only: the others carry no loss."""
         weight = self.head_weight
@@ -235,7 +236,7 @@ class Qwen3VLGPTModel(GPTModel):
         if likeliest is not None:
             return likeliest_tokens(products, *likeliest, vocab, tp_group)
         assert labels is not None
-        return predict(products, labels, vocab, tp_group, also, of_M)
+        return predict(products, labels, vocab, tp_group, also, of_M, temperature)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
         """What the next stage gets: the hidden states, then the features its layers will add."""

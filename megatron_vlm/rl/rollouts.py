@@ -11,11 +11,11 @@ from typing import Protocol
 from megatron_vlm.data.batch.dataset import DataSet, Handle
 from megatron_vlm.data.batch.position import Position
 from megatron_vlm.errors import DataError
-from megatron_vlm.rl.desk import Desk, RoundDesk
-from megatron_vlm.rl.engines import Engines
+from megatron_vlm.rl.desk import Desk, EngineDesk, RoundDesk
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.orders import EVERY_S, Orders
 from megatron_vlm.rl.play import Table
+from megatron_vlm.sampling.engines import Engines
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class EngineRollouts:
         return found
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
-        desk = self.engines.desk(self.table.settings)
+        desk = EngineDesk(self.engines.sampler, self.table.settings)
         return self.engines.submit(collect(self.table, desk, step, position))
 
     def close(self) -> None:

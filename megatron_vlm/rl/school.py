@@ -12,7 +12,7 @@ from megatron_vlm.data.batch.position import Position
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.feed.feeder import StepData
-from megatron_vlm.rl.engines import Engines, renew
+from megatron_vlm.rl.engines import renew, settings_of
 from megatron_vlm.rl.figures import rl_line
 from megatron_vlm.rl.judges import Judges, JudgeSettings
 from megatron_vlm.rl.learner import Apart, Learner, joined
@@ -23,6 +23,7 @@ from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollo
 from megatron_vlm.rl.shown import write_samples
 from megatron_vlm.run.lines import tells_load
 from megatron_vlm.run.run import Run
+from megatron_vlm.sampling.engines import Engines
 from megatron_vlm.worker import StepMetrics
 
 
@@ -74,7 +75,8 @@ class School:
         else:
             self.engines = Engines()
             self.opened.callback(self.engines.close)
-            self.engines.start(self.run.worker, self.table.data, self.orders.wait)
+            settings = settings_of(self.run.worker, self.table.data)
+            self.engines.start(settings, self.cfg.rl.engine_gpus, self.orders.wait)
             last = self.run.total_steps - 1
             self.rollouts = EngineRollouts(self.table, self.orders, self.engines, last)
         self.opened.callback(self.rollouts.close)

@@ -38,10 +38,16 @@ class EngineSettings:
     max_len: int = 4096  # tokens of a prompt and its answer together
     pictures: int = 8  # of a prompt, at most
     videos: int = 0  # likewise
-    lora_rank: int = 0  # of the adapters that it may be given; 0: none
+    lora_rank: int = 0  # of the adapters that it may be given, at most; 0: none
+    adapters: int = 1  # different ones that requests under way may name
     lora_vision: bool = False  # whether they have parts in the vision tower and its mergers
     options: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
     start_s: float = 1800.0  # how long it may take to load
+
+    @property
+    def most_adapters(self) -> int:
+        """`adapters`, or what the options say in its place."""
+        return int(self.options.get("max_loras", self.adapters))
 
 
 class EngineDiedError(Exception):
@@ -102,7 +108,8 @@ class Engine:
         return engine
 
     async def _load(self, version: int) -> None:
-        names = ("folder", "dtype", "max_len", "pictures", "videos", "lora_rank", "lora_vision")
+        names = ["folder", "dtype", "max_len", "pictures", "videos"]
+        names += ["lora_rank", "lora_vision", "adapters"]
         given = {name: getattr(self.settings, name) for name in names}
         await self.ask("load", **given, version=version, options=dict(self.settings.options))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class VllmSampler:
         self.buffer, self.kept = SharedBuffer(BUFFER_BYTES), Kept(keep)
         self.newest = Newest()
         self.gate = Gate()
+        self.suspects = asyncio.Lock()  # of a request that is asked for the last time
         self.renewing = asyncio.Lock()  # whoever gives weights: the buffer is one
         self.replicas = [EngineReplica(each, self._start, self._renew) for each in replicas]
 
@@ -81,14 +82,22 @@ class VllmSampler:
         return await Engine.start(self.settings, environment, self.buffer.file, 0)
 
     async def sample(
-        self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]
+        self,
+        prompt: Row,
+        settings: SamplingSettings,
+        seeds: Sequence[int],
+        adapter: Adapter | None = None,
     ) -> list[Completion]:
-        """An answer for each seed, all with the weights of one version."""
+        """An answer for each seed, all with the weights of one version. `adapter`: one for this
+        request alone, beside whole weights, in a folder that stays as it is; up to
+        `settings.adapters` different ones are drawn with at the same time."""
         request = self.prompts.request(prompt, settings, seeds)
         if not seeds:
             return []
+        named = {} if adapter is None else {"adapter": adapter.folder}
         async with self.gate.among_others():
-            answer = await self._ask("sample", request.fields, request.pixels, len(seeds))
+            fields = {**request.fields, **named}
+            answer = await self._ask("sample", fields, request.pixels, len(seeds))
         return [
             Completion(
                 tuple(each["ids"]), tuple(each["log_probs"]), each["ended"], answer["version"]
@@ -108,18 +117,21 @@ class VllmSampler:
         self, do: str, fields: Mapping[str, Any], pixels: Sequence[bytes], samples: int
     ) -> dict[str, Any]:
         died: EngineDiedError | None = None
-        for _ in range(ASKED):
-            replica, engine = await self._idlest()
-            replica.in_flight += samples
-            try:
-                answer: dict[str, Any] = await engine.ask(do, body=pixels, **fields)
-                replica.answered()
-                return answer
-            except EngineDiedError as error:
-                died = error
-                replica.lost(engine, error)
-            finally:
-                replica.in_flight -= samples
+        for again in range(ASKED):
+            # The last time, those whose engines have died come one by one: the prompt that they
+            # died of, if it was one, takes none of the others along.
+            async with self.suspects if again == ASKED - 1 else nullcontext():
+                replica, engine = await self._idlest()
+                replica.in_flight += samples
+                try:
+                    answer: dict[str, Any] = await engine.ask(do, body=pixels, **fields)
+                    replica.answered()
+                    return answer
+                except EngineDiedError as error:
+                    died = error
+                    replica.lost(engine, error)
+                finally:
+                    replica.in_flight -= samples
         length = len(fields.get("expected", fields["prompt"]))
         raise SamplerError(
             f"a prompt of {length} tokens was asked {ASKED} times, and each time the engine died; "

@@ -45,11 +45,24 @@ class SampleAsk:
     # Where no log-prob is given: at the first token, and before the last ones where only these are
     # asked for. Those of pictures have some: clients multiply them by weights of 0.
     hidden_S: np.ndarray
+    answers: tuple[Completion, ...] | None = None  # that an engine has drawn
 
     @property
     def alike(self) -> tuple[SamplingSettings, int]:
         """What requests that are drawn together have in common."""
         return self.settings, self.n
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether answers of an engine lack something that only the ranks can say: an engine gives
+        log-probs of the answers' tokens, at temperature 1."""
+        asked = self.prompt_log_probs or self.top_prompt or self.top_sample
+        return bool(asked) or self.targets is not None or self.is_tempered
+
+    @property
+    def is_tempered(self) -> bool:
+        """Whether the log-probs of its answers are of another temperature than 1."""
+        return self.settings.temperature not in (0, 1)
 
 
 @dataclass(frozen=True)
@@ -71,22 +84,37 @@ class StopWords:
         return ids, [text for text in texts if special[text] is None]
 
 
+@dataclass(frozen=True)
+class SampleBounds:
+    """What samples may ask for."""
+
+    most_tokens: int  # of an answer, where the request names no number
+    longest: int  # a prompt and its answer together
+    whose: str = "the model"  # as errors say it
+    least_temperature: float = 0.0  # but for 0
+
+
 def read_ask(
-    body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, most_tokens: int
+    body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, bounds: SampleBounds
 ) -> SampleAsk:
     """The request; what is wrong in it is said by field. `drawn_seed` is its own where it gives
     none."""
     form = forms.SampleForm.model_validate_json(body)
     prompt = reader.prompt(read_prompt({"chunks": form.prompt.chunks}, "prompt"), "prompt")
     params, length = form.sampling_params, len(prompt.ids_S)
-    room = reader.longest - length
+    room = bounds.longest - length
     if room < 1:
         raise RequestError(
-            f"prompt: {length} tokens, and the model takes {reader.longest} with the answer"
+            f"prompt: {length} tokens, and {bounds.whose} takes {bounds.longest} with the answer"
+        )
+    if 0 < params.temperature < bounds.least_temperature:
+        raise RequestError(
+            f"sampling_params.temperature: {params.temperature}, and {bounds.whose} draws with "
+            f"{bounds.least_temperature} at least; give 0, which takes the likeliest, or more"
         )
     ids, texts = stops.of(params.stop)
     settings = SamplingSettings(
-        min(params.max_tokens or most_tokens, room),
+        min(params.max_tokens or bounds.most_tokens, room),
         params.temperature,
         max(params.top_k, 0),
         params.top_p,
@@ -111,14 +139,43 @@ def read_ask(
 
 
 def draw(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
-    """Answers to requests that are alike, by the ranks' model or weights of this name."""
+    """Answers to requests that are alike, by the ranks' model or weights of this name; those that
+    an engine has drawn with them are completed."""
     settings, n = asks[0].alike
     prompts = [ask.prompt for ask in asks]
-    found = orders.sample(weights, prompts, settings, n, [ask.seed for ask in asks])
+    if asks[0].answers is None:
+        found = orders.sample(weights, prompts, settings, n, [ask.seed for ask in asks])
+    else:
+        found = _at_temperature(orders, weights, asks)
     scored = _scored(orders, weights, asks)
     return [
         write_samples(_samples(orders, weights, ask, answers, log_probs))
         for ask, answers, log_probs in zip(asks, found, scored, strict=True)
+    ]
+
+
+def written(ask: SampleAsk) -> bytes:
+    """Answers of an engine that lack nothing."""
+    assert ask.answers is not None and not ask.needs_ranks
+    return write_samples(
+        Samples(_sampled(ask.answers, [None] * len(ask.answers)), None, None, None)
+    )
+
+
+def _at_temperature(
+    orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]
+) -> list[list[Completion]]:
+    """The answers of an engine, with log-probs at the temperature that they were drawn at: the
+    engine says those at 1, which say too little of a single token to be tempered."""
+    answers = [list(ask.answers or ()) for ask in asks]
+    if not asks[0].is_tempered:
+        return answers
+    pairs = [(ask.prompt, each) for ask, mine in zip(asks, answers, strict=True) for each in mine]
+    rows = [replace(continued(prompt, each.ids), values_S={}) for prompt, each in pairs]
+    scored = iter(orders.forward(weights, rows, asks[0].settings.temperature))
+    return [
+        [replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist())) for each in mine]
+        for mine in answers
     ]
 
 
@@ -164,19 +221,18 @@ def _samples(
     if ask.targets is not None:
         targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
     tops = _tops(orders, weights, ask, answers)
-    return Samples(
-        tuple(
-            Sampled(
-                np.array(answer.ids, dtype=np.int32),
-                np.array(answer.log_probs, dtype=np.float32),
-                answer.ended == "stop",
-                top,
-            )
-            for answer, top in zip(answers, tops, strict=True)
-        ),
-        prompt_log_probs,
-        top_prompt,
-        targets,
+    return Samples(_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
+
+
+def _sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
+    return tuple(
+        Sampled(
+            np.array(answer.ids, dtype=np.int32),
+            np.array(answer.log_probs, dtype=np.float32),
+            answer.ended == "stop",
+            top,
+        )
+        for answer, top in zip(answers, tops, strict=True)
     )
 
 

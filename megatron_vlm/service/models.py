@@ -110,9 +110,9 @@ class Models:
             ]
         )
 
-    def forward(self, name: str, batch: BatchLike) -> list[Any]:
+    def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Any]:
         """Log-probs of the targets of each row."""
-        return self.groups[name].forward(batch).result()
+        return self.groups[name].forward(batch, temperature).result()
 
     def likeliest(self, name: str, batch: BatchLike, count: int, temperature: float) -> list[Any]:
         """The likeliest tokens where a row has targets."""

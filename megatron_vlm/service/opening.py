@@ -12,7 +12,10 @@ from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.tokenizer import read_tokenizer, stop_ids
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hub import folder_of
-from megatron_vlm.service.drawing import StopWords
+from megatron_vlm.sampling import EngineSettings
+from megatron_vlm.sampling.engines import Engines, side_by_side
+from megatron_vlm.service.drawer import LEAST_TEMPERATURE, Drawer
+from megatron_vlm.service.drawing import SampleBounds, StopWords
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.desk import ServerFacts
 from megatron_vlm.service.front.keys import ApiKeys
@@ -24,6 +27,8 @@ from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.service import Service
+
+ENGINE_MAX_LEN = 32768  # unless the model or serve.engine_max_len says less or more
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,17 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
     journal = Journal(Path(cfg.run), Bounds(limits.open_calls, limits.open_bytes, limits.models))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes)
-    readings = Readings(journal, reader, _stop_words(cfg), limits.max_tokens, base.dims.dp)
-    service = Service(cfg, orders, journal, readings)
+    bounds = _bounds(cfg, limits, reader.longest)
+    readings = Readings(journal, reader, _stop_words(cfg), bounds, base.dims.dp)
+    drawer = None
+    if cfg.serve.sampler == "vllm":  # before anybody can ask: loading takes minutes
+        settings = engine_settings(cfg, orders, limits, bounds)
+        engines = Engines()
+        opened.callback(engines.close)
+        engines.start(settings, cfg.serve.engine_gpus, orders.wait)
+        drawer = Drawer(engines, journal, readings, settings.most_adapters)
+        drawer.start()
+    service = Service(cfg, orders, journal, readings, drawer)
     service.residents.remove_strangers()
     app = make_app(journal, limits, keys, _facts(cfg, orders), service.gauges)
     front = FrontServer(app, cfg.serve.host, cfg.serve.port)
@@ -63,6 +77,31 @@ def limits_of(given: Mapping[str, Any]) -> RequestLimits:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(f"serve.limits: {name}={value!r}; give a number above 0")
     return replace(usual, **{name: known[name](value) for name, value in given.items()})
+
+
+def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
+    if cfg.serve.sampler == "own":
+        return SampleBounds(limits.max_tokens, longest)
+    longest = min(longest, cfg.serve.engine_max_len or ENGINE_MAX_LEN)
+    whose = "the engine (serve.engine_max_len)"
+    return SampleBounds(limits.max_tokens, longest, whose, LEAST_TEMPERATURE)
+
+
+def engine_settings(
+    cfg: Config, orders: ModelOrders, limits: RequestLimits, bounds: SampleBounds
+) -> EngineSettings:
+    """The settings of every engine."""
+    serve, base = cfg.serve, orders.models.base
+    return EngineSettings(
+        python=str(serve.engine),
+        folder=str(base.source.path),
+        dtype=str(base.chunks[0].config.params_dtype).removeprefix("torch."),
+        max_len=bounds.longest,
+        pictures=limits.pictures,
+        lora_rank=serve.max_rank,
+        adapters=serve.snapshots,
+        options=side_by_side(serve.engine_gpus) | serve.engine_options,
+    )
 
 
 def _stop_words(cfg: Config) -> StopWords:

@@ -63,8 +63,9 @@ class ModelOrders:
         done: list[StepMetrics] = self._give(order, *batches)
         return done
 
-    def forward(self, name: str, rows: Sequence[Row]) -> list[Tensor]:
-        found: list[Tensor] = self._give({"do": "forward", "name": name}, rows)
+    def forward(self, name: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Tensor]:
+        order = {"do": "forward", "name": name, "temperature": temperature}
+        found: list[Tensor] = self._give(order, rows)
         return found
 
     def likeliest(

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatron_vlm.service.batches import Batch, read_batch
-from megatron_vlm.service.drawing import SampleAsk, StopWords, read_ask
+from megatron_vlm.service.drawing import SampleAsk, SampleBounds, StopWords, read_ask
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, Call
 from megatron_vlm.service.rows import RowReader
@@ -23,12 +23,11 @@ class Readings:
         journal: Journal,
         reader: RowReader,
         stops: StopWords,
-        most_tokens: int,
+        bounds: SampleBounds,
         replicas: int,
     ):
-        """`most_tokens` of a sample that names no number."""
         self.journal, self.reader, self.stops = journal, reader, stops
-        self.most_tokens, self.replicas = most_tokens, replicas
+        self.bounds, self.replicas = bounds, replicas
         self.pool = ThreadPoolExecutor(1, "read")
         self.futures: dict[str, Future[Any]] = {}
 
@@ -74,11 +73,20 @@ class Readings:
             future = self.futures[call.request_id] = _settled(lambda: self._read(call))
         return future
 
-    def _read(self, call: Call) -> Batch | SampleAsk:
+    def sample(self, call: Call) -> SampleAsk:
+        """What a sample asks for, read here and now; in any thread."""
         body = self.journal.body(call.request_id)
+        return read_ask(body, self.reader, self.stops, call.seed, self.bounds)
+
+    def put(self, call: Call, ask: SampleAsk) -> None:
+        """What a sample asks for was read elsewhere."""
+        if call.request_id not in self.futures:
+            self.futures[call.request_id] = _settled(lambda: ask)
+
+    def _read(self, call: Call) -> Batch | SampleAsk:
         if call.kind == SAMPLE:
-            return read_ask(body, self.reader, self.stops, call.seed, self.most_tokens)
-        return self.batch(body)
+            return self.sample(call)
+        return self.batch(self.journal.body(call.request_id))
 
 
 def _settled(work: Callable[[], Any]) -> "Future[Any]":

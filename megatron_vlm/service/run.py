@@ -52,7 +52,11 @@ def _lead(cfg: Config, orders: "ModelOrders", opened: ExitStack) -> None:
     from megatron_vlm.distributed.agree import Stopped
     from megatron_vlm.service.opening import open_service
 
-    found = open_service(cfg, orders, opened)
+    try:
+        found = open_service(cfg, orders, opened)
+    except Stopped:  # while the engines load
+        orders.end()
+        return
     dims = orders.models.base.dims
     say(
         f"{__version__} serves {cfg.model.path} at {found.address} (tp={dims.tp} pp={dims.pp} "

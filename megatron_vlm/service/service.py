@@ -13,31 +13,39 @@ from pydantic import ValidationError
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.process import say
-from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.batches import Batch
+from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, draw
+from megatron_vlm.service.failures import USERS, failure_of
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Failure, Finished, Outcome
+from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Finished, Outcome
 from megatron_vlm.service.orders import EVERY_S, ModelOrders
 from megatron_vlm.service.progress import ProgressLine
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.residents import Resident, Residents
 from megatron_vlm.service.training import ModelCalls
-from megatron_vlm.service.turns import Turns
+from megatron_vlm.service.turns import PER_SWAP, Turns
 from megatron_vlm.service.wire.values import RequestError
 
 AHEAD = 4  # calls of a model that are read while others are done
-PER_SWAP = 4  # seconds that go to others for each second in which a model is brought into memory
-
-USERS = (RequestError, DataError, ConfigError, ValidationError)
 
 
 class Service:
     """Everything that rank 0 does beside the ranks' work."""
 
-    def __init__(self, cfg: Config, orders: ModelOrders, journal: Journal, readings: Readings):
+    def __init__(
+        self,
+        cfg: Config,
+        orders: ModelOrders,
+        journal: Journal,
+        readings: Readings,
+        drawer: Drawer | None = None,
+    ):
+        """`drawer`: draws samples beside the ranks, which draw them otherwise."""
+        self.drawer, self.samples = drawer, 0
         self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
         self.residents = Residents(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
@@ -52,7 +60,7 @@ class Service:
         """Until a signal, which raises Stopped."""
         while True:
             self.orders.wait()
-            calls = self.journal.next_calls(AHEAD)
+            calls = self._next()
             self.progress.tell(self.gauges, len(calls))
             self.readings.begin(calls)
             ready = [call for call in calls if self._is_first(call, calls)]
@@ -60,10 +68,21 @@ class Service:
                 self.journal.wait(EVERY_S / 2)
                 continue
             call = self.turns.next(ready, self._tenant, self._delay)
-            if self.grouping.more_come(call, ready):
+            if self.drawer is None and self.grouping.more_come(call, ready):
                 self.journal.wait(GATHER_S)
                 continue
             self.turn(call, ready)
+
+    def _next(self) -> Sequence[Call]:
+        """Calls for the ranks: where an engine draws the samples, those that it leaves to them."""
+        if self.drawer is None:
+            return self.journal.next_calls(AHEAD)
+        self.drawer.check()
+        self._count()
+        drawn = list(self.drawer.drawn.values())
+        for call, ask in drawn:
+            self.readings.put(call, ask)
+        return [*self.journal.next_calls(AHEAD, samples=False), *(call for call, _ in drawn)]
 
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
         """Do a call, and whatever is done best together with it."""
@@ -137,7 +156,7 @@ class Service:
             self.residents.model(call.owner)
 
     def _fail(self, together: Sequence[Call], error: Exception) -> None:
-        self.journal.finish_all([Finished(e.request_id, _failure(error)) for e in together])
+        self.journal.finish_all([Finished(e.request_id, failure_of(error)) for e in together])
 
     def _done(self, call: Call) -> Any:
         method: Callable[..., Any] = getattr(self.training, call.kind)
@@ -157,7 +176,7 @@ class Service:
             try:
                 read.append((call, self.readings.take(call)))
             except USERS as error:
-                finished.append(Finished(call.request_id, _failure(error)))
+                finished.append(Finished(call.request_id, failure_of(error)))
         if read:
             finished += self._learnt(read)
         self.journal.finish_all(finished)
@@ -171,7 +190,7 @@ class Service:
         except MegatronVLMError as error:
             if len(read) > 1:
                 return [finished for each in read for finished in self._learnt([each])]
-            return [Finished(read[0][0].request_id, _failure(error))]
+            return [Finished(read[0][0].request_id, failure_of(error))]
         return [
             Finished(call.request_id, *of_it) for (call, _), of_it in zip(read, done, strict=True)
         ]
@@ -191,10 +210,10 @@ class Service:
                 weights = self.residents.weights(sampler)  # the same for all of them
                 fine.append(call)
             except USERS as error:
-                finished.append(Finished(call.request_id, _failure(error)))
+                finished.append(Finished(call.request_id, failure_of(error)))
         if fine:
             answers = draw(self.orders, weights, asks)
-            self.gauges["samples_total"] += sum(ask.n for ask in asks)
+            self.samples += sum(ask.n for ask in asks)
             finished += [
                 Finished(call.request_id, Outcome(answer, "protobuf"))
                 for call, answer in zip(fine, answers, strict=True)
@@ -225,19 +244,16 @@ class Service:
 
     def close(self) -> None:
         """Keep what is in memory; what waits is done when the service starts again."""
+        if self.drawer is not None:
+            self.drawer.close()
         self.readings.close()
         self.residents.keep_all()
 
     def _count(self) -> None:
+        self.gauges["samples_total"] = float(self.samples)
+        if self.drawer is not None:
+            self.gauges["samples_total"] += self.drawer.samples
+            self.gauges["samples_under_way"] = float(len(self.drawer.admission.inside))
         self.gauges.update(self.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.residents.models))
         self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
-
-
-def _failure(error: Exception) -> Failure:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        return Failure(f"{where}: {first['msg']}", "user")
-    user = isinstance(error, USERS) and not isinstance(error, CheckpointError)
-    return Failure(str(error), "user" if user else "server")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_vlm.service.journal.values import Call
 
 FORGOTTEN_S = 600.0
+PER_SWAP = 4  # seconds that go to others for each second in which weights are brought into memory
 MANY = 1000  # names, before any is forgotten
 
 

@@ -115,18 +115,29 @@ class Stage:
         )
         return output
 
-    def predict(self, chunk: Any, batch: StageInput, also: Also | None = None) -> Tensor:
+    def predict(
+        self,
+        chunk: Any,
+        batch: StageInput,
+        also: Also | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
         """A chunk's output for a micro-batch; on the last stage the log-probs of its targets."""
         heads = {"labels": batch.targets_M, "loss_mask": batch.places_N, "of_M": batch.of_M}
-        return self.call(chunk, batch, **heads, also=also)
+        return self.call(chunk, batch, **heads, also=also, temperature=temperature)
 
-    def score(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs of each row's supervised tokens, fp32 on the host: one tensor [S] a row, zero
-        where a token is not supervised; of a row with targets, in their shape. The same on every
-        rank of the replica. Replicas that share experts call it together, one that has nothing to
-        score without batches."""
+    def score(self, batches: Sequence[MicroBatch], temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs of each row's supervised tokens at this temperature, fp32 on the host: one
+        tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
+        shape. The same on every rank of the replica. Replicas that share experts call it together,
+        one that has nothing to score without batches."""
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            output = self.predict(chunk, next(data), temperature=temperature)
+            return output, as_it_is
+
         with self.evaluating():
-            outputs = self.run(batches, self._score_step, forward_only=True)
+            outputs = self.run(batches, step, forward_only=True)
         return self.per_row(batches, outputs)
 
     def likeliest(
@@ -186,11 +197,6 @@ class Stage:
             flat.copy_(torch.cat(list(outputs)))
         self.grid.from_last_stage(flat)
         return flat.cpu().split(list(sizes))
-
-    def _score_step(self, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-        batch = next(data)
-        output = self.predict(chunk, batch)
-        return output, as_it_is
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

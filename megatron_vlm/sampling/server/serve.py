@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from adapters import NamedAdapters, rank_for
 from given import given, seen
 from link import Link
 from wire import Message
@@ -41,8 +42,9 @@ class Server:
     def __init__(self, link: Link):
         self.link = link
         self.engine: Any = None
-        self.adapter: Any = None
-        self.adapters = 0  # that were ever served
+        self.special: list[str] = []  # tokens that are no text
+        self.adapter: Any = None  # of requests that name none
+        self.adapters = NamedAdapters()
         self.version = 0
         self.asked: dict[int, Asked] = {}
 
@@ -81,6 +83,7 @@ class Server:
         videos: int,
         lora_rank: int,
         lora_vision: bool,
+        adapters: int,
         version: int,
         options: dict[str, Any],
     ) -> str:
@@ -93,7 +96,10 @@ class Server:
         if current_platform.is_cpu():
             let_generators_rewind()
         lora = dict(
-            enable_lora=True, max_lora_rank=lora_rank, enable_tower_connector_lora=lora_vision
+            enable_lora=True,
+            max_lora_rank=rank_for(lora_rank),
+            max_loras=adapters,
+            enable_tower_connector_lora=lora_vision,
         )
         arguments = dict(
             model=folder,
@@ -106,6 +112,7 @@ class Server:
         )
         self.engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | options)))
         self._try()
+        self.special = list(self.engine.get_tokenizer().all_special_tokens)
         self.version = version
         return str(vllm.__version__)
 
@@ -124,17 +131,20 @@ class Server:
         settings: Message,
         never: list[int],
         seeds: list[int],
+        adapter: str | None = None,
         **prompt: Any,
     ) -> None:
         """Draw an answer for each seed. `prompt`: see given.py; it is to become `expected`. Ids
-        that are `never` drawn are so only at a temperature of 0."""
+        that are `never` drawn are so only at a temperature of 0. `adapter`: the folder of the one
+        to draw with, in place of what `adapt` says."""
         asked = self.asked[number] = Asked(expected, [None] * len(seeds))
         try:
             taken = given(**prompt)
+            lora = self.adapter if adapter is None else self.adapters.of(self.engine, adapter)
             for place, seed in enumerate(seeds):
-                params = sampling_params(settings, never, seed)
+                params = sampling_params(settings, never, seed, self.special)
                 name = f"{number}-{place}"
-                self.engine.add_request(name, taken, params, lora_request=self.adapter)
+                self.engine.add_request(name, taken, params, lora_request=lora)
                 asked.names.append(name)
         except Exception:
             self._forget_request(number)
@@ -191,11 +201,7 @@ class Server:
 
     def adapt(self, folder: str, version: int) -> None:
         """An adapter's folder, for all requests from now on."""
-        from vllm.lora.request import LoRARequest
-
-        former, self.adapters = self.adapter, self.adapters + 1
-        self.adapter = LoRARequest(f"adapter-{self.adapters}", self.adapters, folder)
-        self.engine.add_lora(self.adapter)
+        former, self.adapter = self.adapter, self.adapters.new(self.engine, folder)
         if former is not None:
             self.engine.remove_lora(former.lora_int_id)
         self._renew(version)
@@ -208,6 +214,7 @@ class Server:
         finally:
             served.model = began_with  # whose tokenizer and processor it goes on with
         self.adapter = None
+        self.adapters.forget()
         self._renew(version)
 
     def _renew(self, version: int) -> None:
@@ -242,13 +249,15 @@ def let_generators_rewind() -> None:
     torch.Generator = Generator  # type: ignore[misc]
 
 
-def sampling_params(settings: Message, never: list[int], seed: int) -> Any:
+def sampling_params(settings: Message, never: list[int], seed: int, special: list[str]) -> Any:
     """Only what the settings say ends an answer, and its log-probs are the model's own: vLLM's
-    default, `raw_logprobs`."""
+    default, `raw_logprobs`. Stop strings are looked for in the text without `special` tokens, as
+    our own sampler does, unless one has such a token in it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     greedy, stops = settings["temperature"] == 0, settings["stop_strings"]
+    shown = any(token in stop for stop in stops for token in special)
     return SamplingParams(
         max_tokens=settings["max_tokens"],
         temperature=settings["temperature"],
@@ -260,7 +269,7 @@ def sampling_params(settings: Message, never: list[int], seed: int) -> Any:
         ignore_eos=True,
         logprobs=0,
         detokenize=bool(stops),
-        skip_special_tokens=False,  # a stop string may be one
+        skip_special_tokens=not shown,
         logit_bias=None if greedy else dict.fromkeys(never, float("-inf")),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

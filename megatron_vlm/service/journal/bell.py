@@ -15,12 +15,22 @@ class Bell:
         self._condition = threading.Condition()
         self._rung = False
         self._listeners: list[Listener] = []
+        self._ringers: list[Callable[[], None]] = []
 
     def ring(self) -> None:
         """There may be a call that can be done, or another reason to look."""
         with self._condition:
             self._rung = True
             self._condition.notify_all()
+            ringers = tuple(self._ringers)
+        for ringer in ringers:
+            ringer()
+
+    def when_rung(self, ringer: Callable[[], None]) -> None:
+        """Have `ringer` called each time, in the thread that rings: for whoever does not wait here.
+        It must be quick and not raise."""
+        with self._condition:
+            self._ringers.append(ringer)
 
     def wait(self, seconds: float | None) -> bool:
         """Until it rings, or has rung since the last time; whether it has."""

@@ -10,6 +10,7 @@ from megatron_vlm.service.journal.changes import apply
 from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.values import (
     CREATION,
+    SAMPLE,
     Call,
     Failure,
     Finished,
@@ -26,13 +27,15 @@ _CALL = (
 )
 
 
-def next_calls(db: sqlite3.Connection, ahead: int, of_key: int) -> list[Call]:
+def next_calls(db: sqlite3.Connection, ahead: int, of_key: int, samples: bool = True) -> list[Call]:
     """What may be done now, in the order of acceptance; of what has no order so much of a key."""
+    kinds = "" if samples else f" AND kind != '{SAMPLE}'"
     # A call of a model waits for the model and for the calls before it, anything else for nobody.
     # Of each key the first ones: thousands of one must not hide those of the others.
     free = db.execute(
         f"SELECT {_CALL} FROM (SELECT *, row_number() OVER (PARTITION BY key ORDER BY number)"
-        " AS place FROM calls WHERE done IS NULL AND model IS NULL) AS calls WHERE place <= ?",
+        f" AS place FROM calls WHERE done IS NULL AND model IS NULL{kinds}) AS calls"
+        " WHERE place <= ?",
         (of_key,),
     )
     found = [(row["number"], _call(row)) for row in free]
@@ -50,6 +53,16 @@ def next_calls(db: sqlite3.Connection, ahead: int, of_key: int) -> list[Call]:
     # Of a model, the later calls follow the first one, whatever order they arrived in.
     found.sort(key=lambda one: (one[0], one[1].seq))
     return [call for _, call in found]
+
+
+def samples(db: sqlite3.Connection, after: int) -> list[Call]:
+    """Those that are not done and were accepted after the call of this number, in order."""
+    rows = db.execute(
+        f"SELECT {_CALL} FROM calls WHERE done IS NULL AND kind = '{SAMPLE}' AND number > ?"
+        " ORDER BY number",
+        (after,),
+    )
+    return [_call(row) for row in rows]
 
 
 def waiting(db: sqlite3.Connection) -> list[Call]:

@@ -109,6 +109,10 @@ class Journal:
         self._bell.kept(kept)
         return bool(done)
 
+    def when_rung(self, ringer: Callable[[], None]) -> None:
+        """Have `ringer` called when there may be a call to do, in whatever thread."""
+        self._bell.when_rung(ringer)
+
     # -- the engine: calls
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -119,7 +123,7 @@ class Journal:
         """Wake who waits, for example to stop."""
         self._bell.ring()
 
-    def next_calls(self, ahead: int = 1, of_key: int = 512) -> list[Call]:
+    def next_calls(self, ahead: int = 1, of_key: int = 512, samples: bool = True) -> list[Call]:
         """All calls that may be done now, in the order in which they were accepted.
 
         Of a model these are the next one, or the next `ahead` where none is missing between them:
@@ -128,7 +132,11 @@ class Journal:
         when the process died: done by itself it cannot take others along.
         """
         with self._store.read() as db:
-            return calls.next_calls(db, ahead, of_key)
+            return calls.next_calls(db, ahead, of_key, samples)
+
+    def samples(self, after: int) -> list[Call]:
+        """Samples that are not done, of those that were accepted after the call of this number."""
+        return self._read(calls.samples, after)
 
     def body(self, request_id: str) -> bytes:
         """What the client sent, unpacked: protobuf for forward_backward, else JSON."""
