@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from tests.batches import token_ids
 from tests.pool import free_port
 from tests.reference import load_reference, row_logits
 from tests.service_client import (
@@ -342,6 +343,18 @@ def test_mistakes_leave_a_model_usable(client, path):
     with pytest.raises(FailedError, match=r"user: .*rank=5000|422"):
         client.model(5000)
     assert sampler.sample([[5]], max_tokens=1).sequences
+
+
+def test_a_sample_that_is_refused_takes_no_others_along(client, path):
+    """Of several that are drawn together; placeholders without a picture are found out there."""
+    sampler = client.sampler(base_model=path)
+    good = [sampler.ask([[place, 7]], max_tokens=2, seed=place, stop=[]) for place in range(3)]
+    bad = sampler.ask([[5, token_ids().image, 6]], max_tokens=2, stop=[])
+    good += [sampler.ask([[place, 7]], max_tokens=2, seed=place, stop=[]) for place in range(3)]
+    with pytest.raises(FailedError, match=r"user: .*image"):
+        client.result(bad)
+    found = [client.result(each) for each in good]
+    assert found[:3] == found[3:]
 
 
 def story(client: Client, path: str) -> Any:

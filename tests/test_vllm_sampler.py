@@ -395,15 +395,16 @@ class _Stream:
 
 
 def test_adapters_are_drawn_with(loop, pool, base, prompts, tmp_path):
-    """One after the other, and none again after whole weights."""
-    language = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    """One after the other, and none again after whole weights; or by the requests that name one,
+    beside others that want none. Adapters of the head are those that a CPU would not let go of."""
+    language = r"lm_head|.*language_model.*\.(q|k|v|o|gate|up|down)_proj"
     folders = []
     for seed in (3, 4):
         torch.manual_seed(seed)
         lora = LoraConfig(r=8, lora_alpha=16, target_modules=language, init_lora_weights=False)
         model = get_peft_model(load_reference(base), lora)
         folders.append(tmp_path / f"adapter-{seed}")
-        model.save_pretrained(folders[-1])
+        model.save_pretrained(folders[-1], save_embedding_layers=False)
         merged = tmp_path / f"merged-{seed}"
         model.merge_and_unload().save_pretrained(merged)
 
@@ -415,14 +416,17 @@ def test_adapters_are_drawn_with(loop, pool, base, prompts, tmp_path):
             found.append(await ask_all(sampler, prompts[:8], DRAWN))
         await sampler.update(load_tensors(base), 3)
         found.append(await ask_all(sampler, prompts[:8], DRAWN))
+        named = Adapter(str(folders[0]))
+        for adapter in (named, None):
+            asked = [sampler.sample(each, DRAWN, [1], adapter) for each in prompts[:8]]
+            found.append(await asyncio.gather(*asked))
         await sampler.close()
         return found
 
     found = asyncio.run(steps())
-    for version, (name, samples) in enumerate(
-        zip(("", "merged-3", "merged-4", ""), found, strict=True)
-    ):
-        assert {each.version for [each] in samples} == {version}
+    names = ("", "merged-3", "merged-4", "", "merged-3", "")
+    for version, (name, samples) in enumerate(zip(names, found, strict=True)):
+        assert {each.version for [each] in samples} == {min(version, 3)}
         folder = whole(base, tmp_path / name, tmp_path / f"whole-{version}") if name else base
         assert worst(ours(pool, folder, answered(prompts[:8], samples)), samples) < TOLERANCE
 

