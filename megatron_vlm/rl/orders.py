@@ -1,7 +1,6 @@
 """What rank 0 has all ranks do between two optimizer steps: rank 0 alone has the prompts, the
 rewards and the environments, and all ranks draw and learn."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,15 +8,14 @@ from typing import Any
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
-from megatron_vlm.distributed.messages import all_gather_json, broadcast_bytes, broadcast_json
+from megatron_vlm.distributed.agree import Signals, Stopped
+from megatron_vlm.distributed.lead import Lead
+from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.desk import AskedPrompt
 from megatron_vlm.sampling.sampler import SamplerError
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.worker import MegatronWorker
-
-EVERY_S = 2.0  # that others hear of rank 0 where it only waits
 
 
 class Orders:
@@ -25,14 +23,13 @@ class Orders:
     to stop."""
 
     def __init__(self, worker: MegatronWorker, signals: Signals):
-        self.worker, self.signals = worker, signals
-        self.device = worker.platform.device
+        self.worker = worker
+        self.lead = Lead(worker.watchdog, signals, worker.platform.device)
         self.rows = worker.cfg.rl.sampler_rows
-        self.last = time.monotonic()
 
     def wait(self) -> None:
         """On rank 0, often: it waits for a reward or an engine, and is alive."""
-        if time.monotonic() - self.last > EVERY_S:
+        if self.lead.is_silent:
             self._give({"do": "wait"})
 
     def draw(
@@ -60,34 +57,22 @@ class Orders:
     def follow(self) -> tuple[bytes, dict[str, Any]]:
         """On the others: take orders until rank 0 tells what it has."""
         while True:
-            order, content = self._take()
+            self._meet()
+            order, contents = self.lead.hear()
             if order["do"] == "draw":
-                rows = rows_of(TensorBatch.from_bytes(content))
+                rows = rows_of(TensorBatch.from_bytes(contents[0]))
                 self._draw(rows, SamplingSettings.of(order["settings"]), order["n"], order["seeds"])
             elif order["do"] == "fail":
                 raise (DataError if order["data"] else SamplerError)(order["text"])
             elif order["do"] == "go on":
-                return content, order["facts"]
+                return contents[0], order["facts"]
 
-    def _give(self, order: dict[str, Any], content: bytes = b"") -> None:
+    def _give(self, order: dict[str, Any], *contents: bytes) -> None:
         self._meet()
-        broadcast_json(order | {"has_content": bool(content)}, 0, None, self.device)
-        if content:
-            broadcast_bytes(content, 0, None, self.device)
-
-    def _take(self) -> tuple[dict[str, Any], bytes]:
-        self._meet()
-        order = broadcast_json(None, 0, None, self.device)
-        content = b""
-        if order["has_content"]:
-            content = broadcast_bytes(None, 0, None, self.device)
-        return order, content
+        self.lead.tell(order, contents)
 
     def _meet(self) -> None:
-        self.last = time.monotonic()
-        self.worker.watchdog.alive()
-        vote = Vote.OK if self.signals.received is None else Vote.STOP
-        if agree(vote, self.device) == Vote.STOP:
+        if self.lead.meet():
             raise Stopped
 
     def _draw(
@@ -104,7 +89,7 @@ class Orders:
             self.rows,
         )
         said = [[each.plain() for each in answers] for answers in found] if grid.leads else []
-        of_ranks = all_gather_json(said, None, self.device)
+        of_ranks = all_gather_json(said, None, self.lead.device)
         of_replicas = [of_ranks[dims.leader_of(replica)] for replica in range(grid.dp.size)]
         return [
             [

@@ -10,10 +10,12 @@ from typing import Protocol
 
 from megatron_vlm.data.batch.dataset import DataSet, Handle
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.distributed.beside import result_of
+from megatron_vlm.distributed.lead import EVERY_S
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.desk import Desk, EngineDesk, RoundDesk
 from megatron_vlm.rl.episode import Group
-from megatron_vlm.rl.orders import EVERY_S, Orders
+from megatron_vlm.rl.orders import Orders
 from megatron_vlm.rl.play import Table
 from megatron_vlm.sampling.engines import Engines
 
@@ -128,7 +130,7 @@ class EngineRollouts:
 
     def take(self, step: int, position: Position) -> Rollout:
         begun, self.begun = self.begun or self._begin(step, position), None
-        found: Rollout = self.engines.wait(begun, self.orders.wait)
+        found: Rollout = result_of(begun, self.orders.wait)
         if self.ahead and step < self.last_step:
             self.begun = self._begin(step + 1, found.after)
         return found

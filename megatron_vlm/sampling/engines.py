@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from megatron_vlm.distributed.beside import result_of
 from megatron_vlm.sampling.engine import EngineSettings
 from megatron_vlm.sampling.vllm_sampler import VllmSampler
 
 T = TypeVar("T")
-_POLL_S = 0.5
 
 
 class Engines:
@@ -29,7 +29,7 @@ class Engines:
         `waiting` is called until they have loaded."""
         replicas = [{"CUDA_VISIBLE_DEVICES": each} for each in gpus] or [{}]
         starting = VllmSampler.start(settings, replicas)
-        self._sampler = self.wait(self.submit(starting), waiting)
+        self._sampler = result_of(self.submit(starting), waiting)
 
     @property
     def sampler(self) -> VllmSampler:
@@ -40,16 +40,6 @@ class Engines:
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Have the loop do it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
-
-    def wait(self, work: "Future[T]", waiting: Callable[[], None]) -> T:
-        """Its result; `waiting` is called until then."""
-        while True:
-            try:
-                return work.result(_POLL_S)
-            except TimeoutError:
-                if work.done():
-                    raise
-                waiting()
 
     def close(self) -> None:
         """End them, and whatever the loop still does."""

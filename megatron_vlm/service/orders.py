@@ -1,18 +1,16 @@
 """What rank 0 has all ranks do: it alone hears the clients, and all ranks compute."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
-from megatron_vlm.distributed.messages import broadcast_bytes, broadcast_json
+from megatron_vlm.distributed.agree import Signals, Stopped
+from megatron_vlm.distributed.lead import Lead
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.models import Loss, ModelForm, Models
@@ -20,24 +18,20 @@ from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import StepMetrics
 
-EVERY_S = 2.0  # that the others hear of rank 0 where it only waits
-
 
 class ModelOrders:
     """The calls of Models on rank 0, each made on every rank."""
 
     def __init__(self, models: Models, signals: Signals):
         self.models, self.signals = models, signals
-        self.device = models.base.platform.device
-        self.alone = dist.get_world_size() == 1
-        self.last = time.monotonic()
+        self.lead = Lead(models.watchdog, signals, models.base.platform.device)
         self.stopping = False
 
     # -- rank 0
 
     def wait(self) -> None:
         """Often, also where there is nothing to do. Raises Stopped once a rank was told to stop."""
-        if time.monotonic() - self.last >= EVERY_S or self.signals.received is not None:
+        if self.lead.is_silent or self.signals.received is not None:
             self._give({"do": "wait"})
 
     def make(
@@ -97,54 +91,35 @@ class ModelOrders:
         self._give({"do": "end"})
 
     def _give(self, order: dict[str, Any], *rows: Sequence[Row]) -> Any:
-        if self._meet() and not self.stopping:
+        if self.lead.meet() and not self.stopping:
             # The others wait for an order by now. Those that follow are the last ones.
             self.stopping = True
-            self._say({"do": "wait"}, [])
+            self.lead.tell({"do": "wait"})
             raise Stopped
         batches = [batch_of(each) for each in rows]
-        self._say(order, batches)
+        self.lead.tell(order, [] if self.lead.alone else [each.to_bytes() for each in batches])
         return _perform(self.models, order, batches)
-
-    def _say(self, order: dict[str, Any], batches: Sequence[TensorBatch]) -> None:
-        if self.alone:
-            return
-        broadcast_json(order | {"batches": len(batches)}, 0, None, self.device)
-        for batch in batches:
-            broadcast_bytes(batch.to_bytes(), 0, None, self.device)
 
     # -- the others
 
     def follow(self) -> None:
         """Take orders until the service ends."""
         while True:
-            self._meet()
-            order = broadcast_json(None, 0, None, self.device)
+            self.lead.meet()
+            order, contents = self.lead.hear()
             if order["do"] == "end":
                 return
-            batches = [
-                TensorBatch.from_bytes(broadcast_bytes(None, 0, None, self.device))
-                for _ in range(order["batches"])
-            ]
             try:
-                _perform(self.models, order, batches)
+                _perform(self.models, order, list(map(TensorBatch.from_bytes, contents)))
             except BrokenError:
                 raise
             except MegatronVLMError:
                 continue  # rank 0 has it, too, and tells the client
 
-    def _meet(self) -> bool:
-        """Whether any rank was told to stop."""
-        self.last = time.monotonic()
-        self.models.watchdog.alive()
-        vote = Vote.OK if self.signals.received is None else Vote.STOP
-        return agree(vote, self.device) == Vote.STOP
-
 
 def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
     """On every rank, from what was said: so all understand the same."""
     what = dict(order)
-    what.pop("batches", None)
     if (do := what.pop("do")) in ("wait", "end"):
         return None
     names = [what.pop("name")] if "name" in what else []

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Stopped
+from megatron_vlm.distributed.lead import EVERY_S
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
@@ -22,7 +23,7 @@ from megatron_vlm.service.failures import USERS, failure_of
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Finished, Outcome
-from megatron_vlm.service.orders import EVERY_S, ModelOrders
+from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.progress import ProgressLine
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.residents import Resident, Residents

@@ -4,12 +4,15 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.config.lora import Exported
+from megatron_vlm.distributed.beside import beside
 from megatron_vlm.service.batches import Batch, figures_of, metrics_of
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.journal.calls import model_id, sampler_id
@@ -231,7 +234,9 @@ class ModelCalls:
         self.orders.save(resident.id, str(folder), moments)
         if kind == "external":
             out = folder.with_name(f"{folder.name}-export")
-            export_checkpoint(str(folder), str(out), kind="adapter" if resident.form.rank else None)
+            form_of: Exported | None = "adapter" if resident.form.rank else None
+            export = partial(export_checkpoint, str(folder), str(out), kind=form_of)
+            beside(export, self.orders.wait)
             folder = out
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
