@@ -117,8 +117,8 @@ def padding_in_softmax() -> Iterator[None]:
 
     right = model.predict
 
-    def wrong(hidden, weight, targets, vocab, *more):
-        return right(hidden, weight, targets, 10**9, *more)
+    def wrong(products, targets, vocab, *more):
+        return right(products, targets, 10**9, *more)
 
     with mock.patch.object(model, "predict", wrong):
         yield
