@@ -167,6 +167,7 @@ def lives(running: Any, path: str, asking: Any) -> list[Any]:
         return found
 
 
+@pytest.mark.slow
 def test_models_that_share_a_pass_get_what_they_get_in_turns(tiny, tmp_path):
     path, port = tiny(vocab=VOCAB), free_port()
     with served(path, tmp_path / "turns", port, *SETTINGS) as running:
