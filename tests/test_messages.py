@@ -36,6 +36,7 @@ def exchange() -> dict[str, Any]:
         "first": gather_json(mine, CPU),
         "from 1": broadcast_json(mine, 1, None, CPU),
         "from 0": broadcast_json(mine, 0, None, CPU),
+        "nothing": broadcast_bytes(b"" if rank == 0 else None, 0, None, CPU),
         "bytes": broadcast_bytes(b"\0\xff" if rank == 1 else None, 1, None, CPU),
     }
     if rank == 0:
@@ -46,7 +47,8 @@ def exchange() -> dict[str, Any]:
 
 def test_messages_arrive_as_they_were_sent(pool):
     first, second = pool.run(exchange, 2)
-    same = {"all": VALUES, "from 1": None, "from 0": VALUES[0], "bytes": b"\0\xff"}
+    same = {"all": VALUES, "from 1": None, "from 0": VALUES[0]}
+    same |= {"bytes": b"\0\xff", "nothing": b""}
     assert first == {**same, "first": VALUES}
     assert second == {**same, "first": [], "sent": VALUES[0]}
 

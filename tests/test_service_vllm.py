@@ -20,7 +20,7 @@ from tests.recipes import PYTHON, Cookbook, write_sums
 from tests.reference import load_reference, row_logits
 from tests.service_client import Client, Running, Sampler, log_probs_of, served, start, tokens_of
 from tests.service_requests import Chunks, around, picture, row_of, targeted_log_probs
-from tests.test_tinker_recipes import ROWS, check_sums
+from tests.test_tinker_recipes import ROWS, SHORT, check_sums
 
 pytestmark = [
     pytest.mark.slow,  # each engine takes 15 s to start
@@ -231,6 +231,6 @@ def test_a_recipe_learns_from_its_samples(tmp_path, record_property):
         sums = book.trained(
             *("math_rl.train", "sums", "env=arithmetic", f"load_checkpoint_path={taught.state}"),
             *("loss_fn=importance_sampling", "groups_per_batch=6", "group_size=6", "max_steps=3"),
-            *("learning_rate=1e-3", "eval_every=0"),
+            *("learning_rate=1e-3", "eval_every=0", SHORT),
         )
     check_sums(sums, record_property)

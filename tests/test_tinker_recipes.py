@@ -119,6 +119,11 @@ class Numbers:
     sums: Trained
 
 
+# Of math_rl: answers of two tokens. From 0.3 to 0.6 of them end by themselves in the first step,
+# which is what is rewarded: some of six groups of six are sure to have both kinds.
+SHORT = "max_tokens=2"
+
+
 def run_all(book: Cookbook, log: str, adapters: str) -> Numbers:
     """Each for a few steps; what has adapters begins with those of a checkpoint."""
     start = f"load_checkpoint_path={adapters}"
@@ -136,7 +141,7 @@ def run_all(book: Cookbook, log: str, adapters: str) -> Numbers:
         sums = pool.submit(
             *(book.trained, "math_rl.train", f"{log}/sums", "env=arithmetic", start),
             *("loss_fn=importance_sampling", "groups_per_batch=6", "group_size=6", "max_steps=3"),
-            *("learning_rate=1e-3", "eval_every=0"),
+            *("learning_rate=1e-3", "eval_every=0", SHORT),
         )
         return Numbers(classes.result(), chats.result(), sums.result())
 
@@ -197,10 +202,7 @@ def check_sums(sums: Trained, record_property) -> None:
     assert all(abs(each) < KL for each in first)
     # Half the mean of the squares, where signs do not cancel.
     assert all(each < KL**2 for each in second)
-    # Later there may be none: all answers may end as they have to, which is what is rewarded first.
-    assert sums.of("grad_norm")[0] > 0.1
-    # The part that ends so. Measured: from 0.61 to 0.83 in the first step, up to 0.92 and more.
-    assert max(sums.of("env/all/format")) > 0.75
+    assert max(sums.of("grad_norm")) > 0.1
 
 
 def test_samples_of_sums_are_of_the_model_that_learns(place: Place, record_property):

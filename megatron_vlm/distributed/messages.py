@@ -23,7 +23,10 @@ def broadcast_bytes(mine: bytes | None, source: int, group: Group, device: torch
     assert mine is not None or not is_source
     size = _number(len(mine) if mine is not None and is_source else 0, device)
     dist.broadcast(size, source, group=group)
-    data = _packed(mine, device) if is_source else _empty(int(size), device)
+    count = len(mine) if mine is not None and is_source else int(size)
+    if not count:
+        return b""
+    data = _packed(mine, device) if mine is not None and is_source else _empty(count, device)
     dist.broadcast(data, source, group=group)
     return _unpacked(data)
 
