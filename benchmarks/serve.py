@@ -36,7 +36,7 @@ from megatron_vlm.config.schema import (
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import TinySpec, write_tiny
 from megatron_vlm.service.front.keys import add_key
-from megatron_vlm.step.backward import run_backward
+from megatron_vlm.step.backward import LossCall, run_backward
 from megatron_vlm.step.completions import SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker
@@ -214,9 +214,8 @@ def stage(rank: int, port: int, path: str, pipe: Connection) -> None:
     rows = targeted(tokens(MICRO_BATCH, LONG))
 
     def run(workers: list[MegatronWorker]) -> None:
-        run_backward(
-            [worker.backward(rows, True, "cross_entropy", 1.0, True, {}) for worker in workers]
-        )
+        asked = LossCall(per_token=True, divisor=1.0, accumulate=True)
+        run_backward([worker.backward(rows, asked) for worker in workers])
 
     def turns() -> float:
         for worker in workers:

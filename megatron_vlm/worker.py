@@ -53,7 +53,7 @@ from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.planner.auto import settled
 from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.backward import Backward, StepMetrics, run_backward
+from megatron_vlm.step.backward import Backward, LossCall, StepMetrics, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS, TextOf, sample
 from megatron_vlm.step.expert_choices import check_routing
@@ -241,30 +241,22 @@ class MegatronWorker:
         the weights of the supervised tokens. With `accumulate` the gradients are added to those of
         the calls since the last optim_step; after an error these are as they were.
         """
-        return run_backward(
-            [self.backward(batch, return_per_token_outputs, loss, divisor, accumulate, options)]
-        )[0]
+        asked = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
+        [done] = run_backward([self.backward(batch, asked)])
+        return done
 
-    def backward(
-        self,
-        batch: Batch,
-        per_token: bool,
-        loss: str | LossFunction,
-        divisor: float | None,
-        accumulate: bool,
-        options: Mapping[str, float],
-    ) -> Backward:
+    def backward(self, batch: Batch, asked: LossCall) -> Backward:
         """A forward_backward, checked and ready for run_backward, which also takes those of other
         workers beside the same base."""
         assert self.gradients is not None, "made without training"
-        check_divisor(divisor)
-        objective = Objective.create(loss, options)
+        check_divisor(asked.divisor)
+        objective = Objective.create(asked.loss, asked.options)
         batches = self.micro_batches(batch, objective.value_names)
         objective.check_targets(batches)
         check_built(self.chunks[0].config, self.dims)
         step = partial(self._loss_step, objective)
         model = self.stage, self.gradients, self.cfg.model
-        return Backward(*model, batches, step, objective, divisor, per_token, accumulate)
+        return Backward(*model, batches, step, objective, asked)
 
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None

@@ -14,7 +14,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.service.grouping import FULL, Grouping
 from megatron_vlm.service.journal.values import Call, Changes, Failure, Outcome
-from megatron_vlm.service.service import Service
+from megatron_vlm.service.service import finished_by
 from tests.pool import free_port
 from tests.service_client import Client, Model, read_output, served
 from tests.test_service import STEPS, VOCAB, data_of
@@ -200,14 +200,13 @@ class PickyCalls:
 
 
 def test_one_that_is_refused_takes_no_others_along():
-    service: Any = object.__new__(Service)
-    service.training = PickyCalls([])
+    picky = PickyCalls([])
     read = [(call("a", "fine"), None), (call("b", "bad"), None), (call("c", "good"), None)]
-    found = service._learnt(read)
+    found = finished_by(picky.forward_backward, read)
     assert [each.request_id for each in found] == ["a", "b", "c"]
     assert [each.outcome for each in found] == [
         Outcome(b"fine"),
         Failure("the rows are bad", "user"),
         Outcome(b"good"),
     ]
-    assert service.training.asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+    assert picky.asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]

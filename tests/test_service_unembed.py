@@ -3,7 +3,6 @@
 by itself or beside the others."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tests.pool import free_port
+from tests import test_service
 from tests.reference import load_reference
-from tests.service_client import Client, FailedError, Model, Running, served
+from tests.service_client import Client, FailedError, Model
 from tests.test_lora_head import pytestmark as pytestmark  # what PEFT warns of
 from tests.test_service import (
     PROMPTS,
@@ -41,17 +40,7 @@ def path(tiny) -> str:
     return tiny(vocab=VOCAB, tied=True)
 
 
-@pytest.fixture(scope="module")
-def running(path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("service")
-    with served(path, folder, free_port(), "train.micro_batch_size=2") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(running: Running, path: str) -> Iterator[Client]:
-    with Client(running.url, path) as found:
-        yield found
+running, client = test_service.running, test_service.client  # of this file's model
 
 
 def only(*parts: str) -> dict[str, bool]:

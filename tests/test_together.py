@@ -15,7 +15,7 @@ from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 from megatron_vlm.group import local_group
 from megatron_vlm.group.together import SummedLoss, backward_together
-from megatron_vlm.step.backward import StepMetrics, run_backward
+from megatron_vlm.step.backward import LossCall, StepMetrics, run_backward
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import Case, collect_grads, my_rows
@@ -50,7 +50,7 @@ Doing = Callable[[list[MegatronWorker], Sequence[Call]], list[StepMetrics]]
 def calls(number: int) -> list[Call]:
     """A call of each of three models: of very different lengths, by different losses; the last one
     without any supervised token where `number` is 1."""
-    first, second, third = make_rows(MIXED, seed=number), make_rows(MIXED, seed=number + 10), []
+    first, second = make_rows(MIXED, seed=number), make_rows(MIXED, seed=number + 10)
     weighted = [
         replace(row, values_S={"weights": torch.linspace(-1, 2, len(row.ids_S))}) for row in second
     ]
@@ -74,7 +74,7 @@ def in_turns(workers: list[MegatronWorker], asked: Sequence[Call]) -> list[StepM
 def together(workers: list[MegatronWorker], asked: Sequence[Call]) -> list[StepMetrics]:
     return run_backward(
         [
-            worker.backward(my_rows(rows), True, loss, 1.0, True, options)
+            worker.backward(my_rows(rows), LossCall(True, loss, 1.0, True, options))
             for worker, (rows, loss, options) in zip(workers, asked, strict=True)
         ]
     )
@@ -133,8 +133,8 @@ def failing(path: str) -> Any:
     rows = make_rows(MIXED)
     workers[0].forward_backward(rows[:3], accumulate=True)
     before = collect_grads(workers[0])
-    second = workers[1].backward(rows, False, refuse, None, True, {})
-    first = workers[0].backward(rows, False, "cross_entropy", None, True, {})
+    second = workers[1].backward(rows, LossCall(loss=refuse, accumulate=True))
+    first = workers[0].backward(rows, LossCall(accumulate=True))
     with pytest.raises(RefusedError):
         run_backward([first, second])
     after = collect_grads(workers[0])

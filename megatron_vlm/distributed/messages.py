@@ -19,14 +19,14 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 def broadcast_bytes(mine: bytes | None, source: int, group: Group, device: torch.device) -> bytes:
     """What rank `source` (of the whole job) gives, on every rank of the group."""
-    is_source = dist.get_rank() == source
-    assert mine is not None or not is_source
-    size = _number(len(mine) if mine is not None and is_source else 0, device)
+    given = mine if dist.get_rank() == source else None
+    assert given is not None or dist.get_rank() != source
+    size = _number(0 if given is None else len(given), device)
     dist.broadcast(size, source, group=group)
-    count = len(mine) if mine is not None and is_source else int(size)
+    count = int(size) if given is None else len(given)
     if not count:
         return b""
-    data = _packed(mine, device) if mine is not None and is_source else _empty(count, device)
+    data = _empty(count, device) if given is None else _packed(given, device)
     dist.broadcast(data, source, group=group)
     return _unpacked(data)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts, prompt_parts
+from megatron_vlm.step.backward import LossCall
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.decode import ROWS
 from megatron_vlm.step.losses import LossFunction, Objective, check_divisor
@@ -97,8 +98,8 @@ class WorkerGroup:
             log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
             return replace(found[0], log_probs=log_probs)
 
-        args = (return_per_token_outputs, loss, divisor, accumulate, options)
-        return self.ranks.call(join, "forward_backward", parts, *args)
+        asked = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
+        return self.ranks.call(join, "forward_backward", parts, asked)
 
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None

@@ -16,9 +16,9 @@ from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.group.parts import ReplicaBatch
-from megatron_vlm.step.backward import Backward, run_backward
+from megatron_vlm.step.backward import Backward, LossCall, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.step.losses import LossFunction, Objective
+from megatron_vlm.step.losses import Objective
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
@@ -54,35 +54,16 @@ class Member:
     def routing(self, part: ReplicaBatch) -> list[Tensor]:
         return self.worker.routing(self._prepare(part))
 
-    def forward_backward(
-        self,
-        part: ReplicaBatch,
-        return_per_token_outputs: bool,
-        loss: str | LossFunction,
-        divisor: float | None,
-        accumulate: bool,
-        options: dict[str, float],
-    ) -> StepMetrics:
-        asked = self.backward(part, return_per_token_outputs, loss, divisor, accumulate, options)
-        [done] = run_backward([asked])
-        self.has_gradients = True
+    def forward_backward(self, part: ReplicaBatch, asked: LossCall) -> StepMetrics:
+        [done] = backward_of([self], [part], [asked])
         return done
 
-    def backward(
-        self,
-        part: ReplicaBatch,
-        return_per_token_outputs: bool,
-        loss: str | LossFunction,
-        divisor: float | None,
-        accumulate: bool,
-        options: dict[str, float],
-    ) -> Backward:
+    def backward(self, part: ReplicaBatch, asked: LossCall) -> Backward:
         """A forward_backward that is ready to be done."""
-        if not accumulate:  # even where the rows are refused
+        if not asked.accumulate:  # even where the rows are refused
             self._forget()
-        batches = self._prepare(part, Objective.create(loss, options).value_names)
-        asked = return_per_token_outputs, loss, divisor, accumulate, options
-        return self.worker.backward(batches, *asked)
+        batches = self._prepare(part, Objective.create(asked.loss, asked.options).value_names)
+        return self.worker.backward(batches, asked)
 
     def optim_step(self, lr: float | None, adam: AdamStep | None) -> tuple[float, float]:
         if not self.has_gradients and not (adam and adam.without_gradients):
@@ -136,6 +117,17 @@ class Member:
         message = "another rank cannot take its rows; see its message"
         with fail_together(self.worker.platform.device, FailedElsewhereError, message):
             return self.worker.micro_batches(part.whole(), value_names, part.first_row)
+
+
+def backward_of(
+    members: Sequence[Member], parts: Sequence[ReplicaBatch], asked: Sequence[LossCall]
+) -> list[StepMetrics]:
+    """forward_backward of different models on this rank, in one pass through the pipeline."""
+    every = zip(members, parts, asked, strict=True)
+    done = run_backward([member.backward(part, of_it) for member, part, of_it in every])
+    for member in members:
+        member.has_gradients = True
+    return done
 
 
 class FailedElsewhereError(DataError):

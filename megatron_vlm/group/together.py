@@ -6,9 +6,9 @@ from functools import partial
 
 from megatron_vlm.group.group import WorkerGroup
 from megatron_vlm.group.local import LocalRanks
-from megatron_vlm.group.member import Member, of_rank
+from megatron_vlm.group.member import Member, backward_of, of_rank
 from megatron_vlm.group.parts import BatchLike, ReplicaBatch, even_parts
-from megatron_vlm.step.backward import Backward, StepMetrics, run_backward
+from megatron_vlm.step.backward import LossCall, StepMetrics
 from megatron_vlm.step.losses import Objective
 
 
@@ -21,6 +21,11 @@ class SummedLoss:
     batch: BatchLike
     loss: str
     options: Mapping[str, float]
+
+    @property
+    def call(self) -> LossCall:
+        """What each rank is asked for."""
+        return LossCall(True, self.loss, 1.0, True, self.options)
 
 
 def backward_together(asked: Sequence[SummedLoss]) -> list[StepMetrics]:
@@ -42,16 +47,9 @@ def _run(
 ) -> list[StepMetrics]:
     """On this rank."""
     try:
-        ready: list[Backward] = [
-            member.backward(part, True, each.loss, 1.0, True, dict(each.options))
-            for member, part, each in zip(members, parts, asked, strict=True)
-        ]
-        done = run_backward(ready)
+        return backward_of(members, parts, [each.call for each in asked])
     except Exception as error:
         raise of_rank(error, members[0].worker.grid.rank) from error
-    for member in members:
-        member.has_gradients = True
-    return done
 
 
 def _local(group: WorkerGroup) -> LocalRanks:

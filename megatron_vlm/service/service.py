@@ -6,6 +6,7 @@ the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,13 +17,19 @@ from megatron_vlm.distributed.lead import EVERY_S
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
-from megatron_vlm.service.batches import Batch
 from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, draw
 from megatron_vlm.service.failures import USERS, failure_of
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import SAMPLE, TRAINING, Call, Finished, Outcome
+from megatron_vlm.service.journal.values import (
+    SAMPLE,
+    TRAINING,
+    Call,
+    Changes,
+    Finished,
+    Outcome,
+)
 from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.progress import ProgressLine
 from megatron_vlm.service.readings import Readings
@@ -179,64 +186,35 @@ class Service:
             except USERS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if read:
-            finished += self._learnt(read)
+            finished += finished_by(self.training.forward_backward, read)
         self.journal.finish_all(finished)
-
-    def _learnt(self, read: Sequence[tuple[Call, Batch]]) -> list[Finished]:
-        """Where one of several is refused, each is done alone."""
-        try:
-            done = self.training.forward_backward(read)
-        except (BrokenError, Stopped):
-            raise
-        except MegatronVLMError as error:
-            if len(read) > 1:
-                return [finished for each in read for finished in self._learnt([each])]
-            return [Finished(read[0][0].request_id, failure_of(error))]
-        return [
-            Finished(call.request_id, *of_it) for (call, _), of_it in zip(read, done, strict=True)
-        ]
 
     # -- samples
 
     def _draw(self, together: Sequence[Call]) -> None:
-        asks: list[SampleAsk] = []
-        fine, finished = [], []
+        asked: list[tuple[Call, SampleAsk]] = []
+        finished = []
         weights = ""
         for call in together:
             sampler = self.journal.sampler(call.owner)
             try:
                 if sampler is None:
                     raise RequestError("sampling_session_id: the session has ended")
-                asks.append(self.readings.take(call))
+                ask = self.readings.take(call)
                 weights = self.residents.weights(sampler)  # the same for all of them
-                fine.append(call)
+                asked.append((call, ask))
             except USERS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
-        if fine:
-            finished += self._drawn(weights, fine, asks)
+        if asked:
+            finished += finished_by(partial(self._answers, weights), asked)
         self.journal.finish_all(finished)
 
-    def _drawn(
-        self, weights: str, calls: Sequence[Call], asks: Sequence[SampleAsk]
-    ) -> list[Finished]:
-        """Where one of several is refused, each is drawn alone."""
-        try:
-            answers = draw(self.orders, weights, asks)
-        except (BrokenError, Stopped):
-            raise
-        except MegatronVLMError as error:
-            if len(calls) == 1:
-                return [Finished(calls[0].request_id, failure_of(error))]
-            return [
-                finished
-                for call, ask in zip(calls, asks, strict=True)
-                for finished in self._drawn(weights, [call], [ask])
-            ]
-        self.samples += sum(ask.n for ask in asks)
-        return [
-            Finished(call.request_id, Outcome(answer, "protobuf"))
-            for call, answer in zip(calls, answers, strict=True)
-        ]
+    def _answers(
+        self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]
+    ) -> list[tuple[Outcome, Changes]]:
+        answers = draw(self.orders, weights, [ask for _, ask in asked])
+        self.samples += sum(ask.n for _, ask in asked)
+        return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
     def _tenant(self, call: Call) -> str:
         """Whose work it is: a model's, or that of weights which are sampled from."""
@@ -275,3 +253,20 @@ class Service:
         self.gauges.update(self.training.gauges)
         self.gauges["models_in_memory"] = float(len(self.residents.models))
         self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
+
+
+def finished_by(
+    do: Callable[[Sequence[tuple[Call, Any]]], list[tuple[Outcome, Changes]]],
+    calls: Sequence[tuple[Call, Any]],
+) -> list[Finished]:
+    """Calls that are done together, each with what it asks for. Where one of several is refused,
+    each is done alone."""
+    try:
+        done = do(calls)
+    except (BrokenError, Stopped):
+        raise
+    except MegatronVLMError as error:
+        if len(calls) == 1:
+            return [Finished(calls[0][0].request_id, failure_of(error))]
+        return [finished for each in calls for finished in finished_by(do, [each])]
+    return [Finished(call.request_id, *of_it) for (call, _), of_it in zip(calls, done, strict=True)]

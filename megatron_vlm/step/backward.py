@@ -1,6 +1,6 @@
 """forward_backward on this rank: the schedule, the division, and what is reported."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.model.router_losses import RouterLosses
 from megatron_vlm.step.expert_load import busiest, take_expert_load
 from megatron_vlm.step.gradients import Gradients
-from megatron_vlm.step.losses import Objective, totals
+from megatron_vlm.step.losses import LossFunction, Objective, totals
 from megatron_vlm.step.pipeline import ForwardStep, Stage
 from megatron_vlm.step.router_losses import router_losses, values_of, with_losses
 from megatron_vlm.step.together import run_together
@@ -35,6 +35,17 @@ class StepMetrics:
     expert_load_LE: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class LossCall:
+    """What a forward_backward is asked for, beside its batch; see MegatronWorker."""
+
+    per_token: bool = False  # log-probs on the host of every rank
+    loss: str | LossFunction = "cross_entropy"
+    divisor: float | None = None  # of the summed loss; None: the weights of the supervised tokens
+    accumulate: bool = False  # add to the gradients there are
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Backward:
     """A forward_backward of one model on this rank, ready to be done."""
@@ -45,9 +56,7 @@ class Backward:
     batches: Sequence[MicroBatch]
     step: ForwardStep
     objective: Objective
-    divisor: float | None  # of the summed loss; None: the weights of the supervised tokens
-    per_token: bool  # log-probs on the host of every rank
-    accumulate: bool  # add to the gradients there are
+    asked: LossCall
 
     def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
         """Of what the last stage reports: the loss and the supervised tokens of the global batch,
@@ -55,7 +64,7 @@ class Backward:
         loss_sum, count, weight, means = totals(
             self.objective, self.batches, outputs, self.stage.grid, self.stage.device
         )
-        divided_by = self.divisor or weight or 1.0
+        divided_by = self.asked.divisor or weight or 1.0
         if count not in (0, divided_by):  # Megatron has divided by the count
             self.gradients.scale(count / divided_by)
         self.gradients.took(len(self.batches), count)
@@ -70,7 +79,7 @@ class Backward:
         """What the caller gets to know."""
         loss, count, means = found
         log_probs = None
-        if self.per_token:
+        if self.asked.per_token:
             pieces = [out["log_probs_N"] for out in outputs]
             log_probs = self.stage.per_row(self.batches, pieces)
         stage = self.stage
@@ -85,9 +94,9 @@ def run_backward(asked: Sequence[Backward]) -> list[StepMetrics]:
     with ExitStack() as calls:
         for each in asked:
             each.stage.train(True)
-            calls.enter_context(each.gradients.of_call(each.accumulate))
+            calls.enter_context(each.gradients.of_call(each.asked.accumulate))
         losses = [
-            router_losses(each.model, each.stage, each.batches, each.step, each.divisor)
+            router_losses(each.model, each.stage, each.batches, each.step, each.asked.divisor)
             for each in asked
         ]
         steps = [with_losses(each.step, of_it) for each, of_it in zip(asked, losses, strict=True)]

@@ -51,7 +51,7 @@ def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
         )
     if crow is not None:
         crow, column_C = _numbers(said, "sparse_crow_indices"), _numbers(said, "sparse_col_indices")
-        check_csr(crow, column_C, len(data), shape, WHERE)
+        check_csr(crow, column_C, len(data), shape, f"{WHERE}.sparse_")
         return PromptTargets(_compact(data, crow), shape, crow, column_C)
     if len(data) != shape[0] * shape[1]:
         raise RequestError(

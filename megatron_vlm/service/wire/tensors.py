@@ -101,7 +101,7 @@ def _made_dense(tensor: Any, shape: Sequence[int], where: str) -> np.ndarray:
     values = _numbers(csr.values, tensor.dtype, f"{where}.sparse_csr.values")
     crow = _array(csr.crow_indices, "<i8", f"{where}.sparse_csr.crow_indices")
     column = _array(csr.col_indices, "<i8", f"{where}.sparse_csr.col_indices")
-    row = check_csr(crow, column, len(values), (rows, columns), f"{where}.sparse_csr", "")
+    row = check_csr(crow, column, len(values), (rows, columns), f"{where}.sparse_csr.")
     found = np.zeros((rows, columns), values.dtype)
     found[row, column] = values
     return found
@@ -112,15 +112,14 @@ def check_csr(
     column: np.ndarray,
     values: int,
     shape: tuple[int, int],
-    where: str,
-    prefix: str = "sparse_",
+    fields: str,
 ) -> np.ndarray:
-    """The row of each value; refused where the indices do not fit the shape. Names of fields begin
-    with the prefix."""
+    """The row of each value; refused where the indices do not fit the shape. `fields` is how the
+    names of both begin."""
     rows, columns = shape
-    _check_rows(crow, rows, values, f"{where}.{prefix}crow_indices")
+    _check_rows(crow, rows, values, f"{fields}crow_indices")
     row = np.repeat(np.arange(rows), np.diff(crow))
-    _check_columns(column, row, columns, f"{where}.{prefix}col_indices")
+    _check_columns(column, row, columns, f"{fields}col_indices")
     return row
 
 
