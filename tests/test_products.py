@@ -1,0 +1,91 @@
+# .venv/bin/python -m pytest tests/test_products.py
+"""Which library multiplies fp32 matrices on the CPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_vlm.distributed import products
+
+FASTER = (
+    torch.backends.cpu.get_cpu_capability() == "AVX512" and products._vendor() == "AuthenticAMD"
+)
+MULTIPLY = """
+import torch
+from megatron_vlm.distributed.device import pick_platform
+pick_platform("cpu")
+torch.randn(400, 384) @ torch.randn(384, 512)
+"""
+
+
+@pytest.fixture(autouse=True)
+def same_after() -> Iterator[None]:
+    """The setting is the process's."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def amd(monkeypatch) -> None:
+    monkeypatch.setattr(products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+def test_the_vendor_is_read():
+    with open("/proc/cpuinfo") as lines:
+        assert f"vendor_id\t: {products._vendor()}\n" in lines
+
+
+def test_another_vendor_keeps_mkl(amd, monkeypatch):
+    monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
+    products.take_faster_products()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_narrower_vectors_keep_mkl(amd, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    products.take_faster_products()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_would_round_is_put_back(amd, monkeypatch):
+    monkeypatch.setattr(products, "products_are_fp32", lambda: False)
+    products.take_faster_products()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_product_that_rounds_is_noticed():
+    assert products.products_are_fp32()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not products.products_are_fp32()
+
+
+def test_products_stay_fp32_here():
+    """Whatever this processor is: against float64, by the size of the sums."""
+    products.take_faster_products()
+    generator = torch.Generator().manual_seed(0)
+    for rows, inner, columns in ((1, 384, 1152), (37, 384, 1152), (400, 1152, 384), (64, 4096, 64)):
+        a = torch.randn(rows, inner, generator=generator)
+        b = torch.randn(inner, columns, generator=generator)
+        error = (a @ b - a.double() @ b.double()).norm() / (a.double() @ b.double()).norm()
+        assert error < 3e-6, (rows, inner, columns, error)
+
+
+@pytest.mark.skipif(not FASTER, reason="for AMD's processors with AVX-512, by /proc/cpuinfo")
+def test_onednn_multiplies_without_amx():
+    said = subprocess.run(
+        [sys.executable, "-c", MULTIPLY],
+        env={**os.environ, "ONEDNN_VERBOSE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    ours = [line for line in said.splitlines() if ",exec," in line and "400x384:384x512" in line]
+    assert len(ours) == 1, said
+    assert "avx512_core" in ours[0] and "amx" not in ours[0], ours
