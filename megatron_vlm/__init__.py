@@ -1,6 +1,8 @@
 """megatron_vlm: fine-tune Qwen3-VL on Megatron-Core, equal to Hugging Face at every layout."""
 
+import sys
 import warnings
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -16,3 +18,9 @@ for _message in (
     "The .grad attribute of a Tensor that is not a leaf",
 ):
     warnings.filterwarnings("ignore", message=_message)
+
+# As it is imported, megatron-core 0.16.1 has torch.compile take its fusions, for which torch loads
+# its whole compiler: a third of the seconds until a worker is there. None of them is called here.
+_jit = ModuleType("megatron.core.jit")
+_jit.jit_fuser = lambda function: function  # type: ignore[attr-defined]
+sys.modules.setdefault("megatron.core.jit", _jit)

@@ -137,6 +137,15 @@ def test_what_data_workers_import_is_imported_meanwhile(
     assert done.stdout == f"{started}\n", done.stderr
 
 
+def test_a_worker_does_not_load_torchs_compiler():
+    """Megatron would, for fusions that are not called. What is compiled here loads it then."""
+    script = "import sys, megatron_vlm.worker; print('torch._inductor.compile_fx' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_the_ranks_that_load_are_known_early(tp, pp):
     parallel = ParallelConfig(tp=tp, pp=pp)
