@@ -1,8 +1,8 @@
 """megatron_vlm: fine-tune Qwen3-VL on Megatron-Core, equal to Hugging Face at every layout."""
 
-import sys
 import warnings
-from types import ModuleType
+
+from megatron_vlm.fusions import compile_as_called
 
 __version__ = "0.1.0"
 
@@ -19,8 +19,4 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", message=_message)
 
-# As it is imported, megatron-core 0.16.1 has torch.compile take its fusions, for which torch loads
-# its whole compiler: a third of the seconds until a worker is there. None of them is called here.
-_jit = ModuleType("megatron.core.jit")
-_jit.jit_fuser = lambda function: function  # type: ignore[attr-defined]
-sys.modules.setdefault("megatron.core.jit", _jit)
+compile_as_called()

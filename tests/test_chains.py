@@ -83,6 +83,27 @@ def test_what_is_compiled_computes_the_same(pool):
     assert graphs == [4] * 8
 
 
+def call_fusion() -> tuple[int, int, float]:
+    """The graphs before and after a call of a fusion of Megatron's, and its relative error."""
+    from megatron.core.fusions.fused_bias_swiglu import swiglu
+
+    torch._dynamo.reset()
+    counters.clear()
+    before = counters["stats"]["unique_graphs"]
+    both = torch.randn(6, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    made, eager = swiglu(both), Chains().swiglu(both)
+    after = counters["stats"]["unique_graphs"]
+    return before, after, float((made - eager).abs().max() / eager.abs().max())
+
+
+@pytest.mark.slow
+@compiling
+def test_megatrons_fusions_are_compiled_as_they_are_called(pool):
+    [(before, after, error)] = pool.run(call_fusion, 1)
+    assert (before, after) == (0, 1)
+    assert error < 1e-6
+
+
 def broken(graph: Any, inputs: Any) -> Any:
     raise RuntimeError("cc1plus: not found\nand more")
 
