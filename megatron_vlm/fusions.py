@@ -20,16 +20,18 @@ def compile_as_called() -> None:
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled at its first call."""
+    """The function, compiled at its first call; within another that is compiled, a part of that."""
 
-    @functools.cache
-    def compiled() -> Callable[..., Any]:
-        import torch
-
-        return torch.compile(function)
+    compiled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
+        import torch
+
+        nonlocal compiled
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        compiled = compiled or torch.compile(function)
+        return compiled(*args, **kwargs)
 
     return call
