@@ -43,7 +43,8 @@ SIDE_BY_SIDE := $(addprefix tests/test_,agreement_vllm.py fuzz.py sequences.py c
 	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
 	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py sinks.py hostile.py \
 	targets.py likeliest.py shared_weights.py service_losses.py tinker_converters.py tinker_client.py \
-	together.py lora_head.py lora_head_files.py lora_head_vllm.py service_unembed.py service_vllm.py)
+	together.py lora_head.py lora_head_files.py lora_head_vllm.py service_unembed.py service_vllm.py \
+	agreement.py golden.py rl.py loader.py prepare.py run_report.py early.py) tests/device
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))

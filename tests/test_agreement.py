@@ -328,6 +328,7 @@ def test_one_that_does_not_is_unlike(name, world, pool, replays):
     assert f"tokens: {left}, " in found[0][1]
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_where_they_differ(world, replays, capfd):
     row, own = world.rows[1], world.answers[1]
     write_replay(replays, world, row, honest(row, world.tables), shifted(own))

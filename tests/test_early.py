@@ -123,7 +123,7 @@ main(sys.argv[1:])
     [
         ("train {ok} data.num_workers=2", {}, True),
         ("train {ok} data.num_workers=0", {}, False),
-        ("eval {base} data.eval={data} platform=cpu", {}, True),
+        pytest.param("eval {base} data.eval={data} platform=cpu", {}, True, marks=pytest.mark.slow),
         ("train {ok} parallel.pp=2", {"RANK": "2", "WORLD_SIZE": "4"}, False),
     ],
 )

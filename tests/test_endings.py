@@ -37,9 +37,8 @@ def hold() -> None:
     next(found)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_data_workers_end_with_a_killed_trainer(number):
     """They hold its output open, too: `train | tee log` would never end."""
     marked = Marked(outside_of_jobs())

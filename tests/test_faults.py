@@ -276,7 +276,11 @@ class Dying:
     ("number", "remedy"),
     [
         (signal.SIGKILL, "as the kernel does where memory runs out: give the job more memory, or"),
-        (signal.SIGBUS, "as happens where shared memory runs out: enlarge /dev/shm"),
+        pytest.param(
+            signal.SIGBUS,
+            "as happens where shared memory runs out: enlarge /dev/shm",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_killed_data_worker_is_named(number, remedy):

@@ -41,6 +41,7 @@ GROUPS = {
     "tables": ["parquet", "arrow", "save_to_disk"],
     "media": [*fuzz.PICTURES, "mp4"],
 }
+OTHERS = ("own", "data")  # of which a few take as long as of all the rest
 QUICK = 6
 
 
@@ -64,7 +65,10 @@ def test_every_kind_is_in_a_group():
     assert sum(SLOW.get(kind, COUNT) for kind in fuzz.KINDS) >= 19_900
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    ["model", "tables", "media", *(pytest.param(g, marks=pytest.mark.slow) for g in OTHERS)],
+)
 def test_some_mutated_files(group, tmp_path):
     for found in alone(some, GROUPS[group], str(tmp_path)).result:
         check(found, QUICK)

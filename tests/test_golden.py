@@ -103,7 +103,9 @@ def run(name: str) -> list[dict[str, str]]:
         return run_trainer(Path(folder), LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", ["worker", *LAYOUTS])
+@pytest.mark.parametrize(
+    "name", ["worker", "trainer", pytest.param("trainer_pp2", marks=pytest.mark.slow)]
+)
 def test_golden_losses(name: str):
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, "-m", "tests.test_golden", name]

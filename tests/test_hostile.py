@@ -247,6 +247,7 @@ def encode_word(model: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_word_of_10_mb_is_not_tokenized(tiny):
     """3,000 MiB where it is; 510 where not, of which 100 are for imports."""
     assert alone(encode_word, tiny()).grown < 1000

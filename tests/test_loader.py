@@ -354,6 +354,7 @@ def test_a_stream_with_worker_processes(stream, tiny):
     assert load(*args, shuffle_window=6, num_workers=2) == load(*args, shuffle_window=6)
 
 
+@pytest.mark.slow
 def test_mixed_streams(stream, tiny):
     spec, cache = stream
     both = [{**spec, "weight": 3}, {**spec, "weight": 1}]

@@ -72,7 +72,7 @@ def slow(*values):
     [
         (ALL, layout(tp=2, pp=2), {}),
         (BESIDE_MERGER, layout(dp=2), {}),
-        (Adapter(), layout(pp=2, dp=2, ep=2), {**EXPERTS, "dense_layers": 1}),
+        slow(Adapter(), layout(pp=2, dp=2, ep=2), {**EXPERTS, "dense_layers": 1}),
         slow(replace(ALL, rslora=True), layout(pp=2), {}),
         slow(Adapter(("q_proj", "linear_fc1")), layout(tp=2), {}),
         slow(Adapter(("layers.2.mlp.experts.down_proj",)), layout(dp=2, ep=2), EXPERTS),

@@ -103,6 +103,7 @@ CHAIN = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_ends_its_moves_as_it_began(pool, tiny, tmp_path):
     """From one process over every way to share out experts and back: after each move the same
     bits, of weights and of the optimizer's state, and at the end the next step is that of the run
@@ -243,6 +244,7 @@ def test_a_replica_with_nothing_to_score_takes_part(pool, tiny, expected):
         assert float((found - want).abs().max() / want.abs().max()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path):
     """Of 13 questions one has 7 and the other 6, each with all its candidates."""
     file, path = write_set(tmp_path, 13), tiny(**EXPERTS)

@@ -98,6 +98,7 @@ def forge_all(port: int) -> None:
     time.sleep(2 * TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_a_stranger_cannot_end_the_job(job, nursery):
     """It can reach the store, list its keys and write to them, but does not have the secret. It is
     in a process of its own: a client closes a file twice once its store is gone (torch 2.13)."""

@@ -161,6 +161,7 @@ def test_cauldron_rows_become_messages(stand_in, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_limit_and_parquet_in_a_folder_of_the_subset(script, tmp_path):
     folder = tmp_path / "all" / "ai2d"
     folder.mkdir(parents=True)

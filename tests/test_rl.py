@@ -147,7 +147,7 @@ def test_every_layout_draws_and_learns_the_same(pool, folder, model, alone, name
         assert mine["kl"] == pytest.approx(theirs["kl"], rel=1e-3, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["pp2", "pp2dp2"])
+@pytest.mark.parametrize("name", ["pp2", pytest.param("pp2dp2", marks=pytest.mark.slow)])
 def test_so_do_they_over_several_turns(pool, folder, model, looks, name):
     world, parallel = LAYOUTS[name]
     environment = f"rl.environment={TASKS}:Looks"
@@ -163,8 +163,9 @@ def test_the_weights_do_learn(alone, model):
     assert min(moved) > 100 * TOLERANCE
 
 
-RECIPES = ["grpo", "dapo", "cispo"]
-RECIPES += [pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "dr_grpo", "gspo")]
+RECIPES = ["grpo", "cispo"]
+OTHERS = ("rloo", "dr_grpo", "dapo", "gspo")
+RECIPES += [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -332,6 +332,7 @@ def test_losses_far_apart_begin_with_a_log_scale(report):
     assert not loss["log"] and not loss["positive"]
 
 
+@pytest.mark.slow
 def test_two_hundred_thousand_steps_are_thinned_and_keep_their_extremes(report):
     random = np.random.default_rng(0)
     losses = (2 + random.normal(0, 0.1, 200_000)).round(6).tolist()

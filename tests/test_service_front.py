@@ -729,6 +729,7 @@ def test_bodies_that_are_received_together_have_a_limit(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_slow_clients_do_not_hold_their_place(small):
     """A byte now and then, in the headers, after a first request, and in the body."""
     first = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

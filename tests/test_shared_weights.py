@@ -84,7 +84,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-QUICK = ("tp2-tied", "experts")
+QUICK = ("tp2-tied",)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[Case, dict[str, object]]] = {
     "experts-pp2": (layout(pp=2, **BALANCED), EXPERTS),
     "experts-ep2": (layout(dp=2, ep=2), EXPERTS),
 }
-QUICK = ("pp2-tied", "pp2x2", "experts-ep2")
+QUICK = ("pp2-tied",)
 
 Call = tuple[list[Row], str, dict[str, float]]
 Doing = Callable[[list[MegatronWorker], Sequence[Call]], list[StepMetrics]]

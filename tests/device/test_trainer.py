@@ -82,7 +82,12 @@ def on_stand_in(path: str, case: Case) -> float:
     return loss
 
 
-@pytest.mark.parametrize("name", CASES)
+def quick(*names: str) -> list[Any]:
+    """All cases; the others are slow."""
+    return [pytest.param(each, marks=() if each in names else pytest.mark.slow) for each in CASES]
+
+
+@pytest.mark.parametrize("name", quick("1", "tp2", "pp2"))
 def test_a_step_waits_as_often_as_its_budget_says(name, device_pool, pool, tiny):
     case, path = CASES[name], tiny()
     eager = replace(case, model={**case.model, "compile": False})
@@ -105,7 +110,7 @@ def whole_run(words: list[str]) -> tuple[int, str, list[Finding]]:
     return status, said, findings.all
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick("1", "pp2"))
 def test_a_whole_run_mixes_nothing(name, device_pool, tiny, tmp_path):
     """Training, evaluation with answers, checkpoints, resuming and an export."""
     case = CASES[name]
@@ -139,7 +144,7 @@ def through_a_group(path: str, case: Case, folder: str) -> list[Finding]:
     return findings.all
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2"])
+@pytest.mark.parametrize("name", [pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
 def test_a_group_mixes_nothing(name, device_pool, tiny, tmp_path):
     case = CASES[name]
     folder = str(tmp_path / "saved")
