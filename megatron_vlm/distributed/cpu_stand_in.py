@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device  # not loaded by torch itself
 
 
 def _making_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
