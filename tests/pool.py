@@ -7,6 +7,7 @@ world and returns what rank 0 .. world-1 returned. `fn` is a module-level functi
 import contextlib
 import gc
 import os
+import random
 import socket
 import tempfile
 import traceback
@@ -53,9 +54,12 @@ def _serve(connection: Connection) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """One that nobody listens on now, and that the kernel gives to nobody who asks for any: its
+    own begin at 32768."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Pool:

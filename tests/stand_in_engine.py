@@ -3,7 +3,9 @@ after its own path: `python stand_in_engine.py SERVE SOCKET BUFFER`, and uses th
 
 An answer's ids are its seed, the engine's version and its process, its log-prob the number of the
 weights that it was given last, and with them of the adapter that it names. With the option `vocab`
-they are ids of it: of the seed and of that number. The file `asked` gets a line for each request.
+they are ids of it: of the seed, and three of that number. The file `asked` gets a line for each
+request.
+
 What a prompt begins with says how it is answered: HELD, once the file `release` of its options
 exists; SLOW, after a while; DEADLY, by dying; DEADLY_ONCE, by dying if nobody has died of it
 before. Where the environment has REPLAYS, a folder, it has the answers: see
@@ -27,6 +29,11 @@ REPLAYS = "STAND_IN_REPLAYS"
 def number_of(values: bytes, before: int = 0) -> int:
     """Of weights, the next of which are these."""
     return int(hashlib.sha1(before.to_bytes(4) + values).hexdigest()[:8], 16)
+
+
+def ids_of(number: int, vocab: int) -> list[int]:
+    """Three ids of a vocabulary, by which weights are told apart."""
+    return [number // vocab**place % vocab for place in range(3)]
 
 
 def contents(folder: str) -> bytes:
@@ -134,8 +141,8 @@ class StandIn:
         one = {**ended, "log_probs": [float(number)]}
         samples = [{**one, "ids": [seed, self.version, os.getpid()]} for seed in message["seeds"]]
         if vocab := self.options.get("vocab"):
-            one = {**ended, "log_probs": [-1.0, -2.0]}
-            samples = [{**one, "ids": [s % vocab, number % vocab]} for s in message["seeds"]]
+            one, weights = {**ended, "log_probs": [-1.0, -2.0, -3.0, -4.0]}, ids_of(number, vocab)
+            samples = [{**one, "ids": [s % vocab, *weights]} for s in message["seeds"]]
         self.link.answer(message["id"], {"samples": samples, "version": self.version})
 
 

@@ -28,6 +28,7 @@ from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
 from tests.nursery import Nursery
+from tests.pool import free_port
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -379,8 +380,7 @@ def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
 def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, nursery, tmp_path):
     """As two terminals would start them."""
     words = arguments(folder, tiny(), "disagree", "parallel.pp=1")[4:]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = []
     for rank, world in enumerate(("2", "3")):

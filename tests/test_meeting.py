@@ -15,6 +15,7 @@ from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.rendezvous import MeetingError, join_world, of_this_attempt
 from megatron_vlm.errors import MegatronVLMError
 from tests.nursery import Child
+from tests.pool import free_port
 
 
 def attempt(store: dist.Store, world: int) -> list[dist.Store]:
@@ -110,9 +111,7 @@ def join(connection: Connection, variables: dict[str, str]) -> None:
 def test_a_second_job_at_the_same_port_ends_at_once(machines, world, nursery):
     """All of its ranks, also with another number of them; the first job has all of its own."""
     host = "127.0.0.1" if machines == "one" else socket.gethostname()
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     shared = {"MASTER_ADDR": host, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
 
     def start(count: int) -> list[Child]:

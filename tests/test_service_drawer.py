@@ -56,7 +56,7 @@ from tests.service_client import (
     start,
     tokens_of,
 )
-from tests.stand_in_engine import DEADLY, HELD, SLOW, contents, number_of
+from tests.stand_in_engine import DEADLY, HELD, SLOW, contents, ids_of, number_of
 
 STAND_IN = Path(__file__).parent / "stand_in_engine.py"
 PATIENCE_S = 60.0
@@ -185,7 +185,7 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
 
 def drawn_by(seed: int, n: int = 1, weights: int = 0) -> list[list[int]]:
     """What the stand-in answers."""
-    return [[(_spread(seed) + k) % VOCAB, weights % VOCAB] for k in range(n)]
+    return [[(_spread(seed) + k) % VOCAB, *ids_of(weights, VOCAB)] for k in range(n)]
 
 
 def adapter(desk: Desk, name: str) -> int:
@@ -560,10 +560,10 @@ SHORT = dict(seed=3, max_tokens=4)
 
 
 def weights_of(answer: Any) -> int:
-    """The number of the weights that the stand-in had."""
-    [[seed, weights]] = tokens_of(answer)
-    assert seed == _spread(3) % VOCAB
-    return weights
+    """The number of the weights that the stand-in had, of which it says three ids."""
+    [[seed, *ids]] = tokens_of(answer)
+    assert seed == _spread(3) % VOCAB and len(ids) == 3
+    return sum(id * VOCAB**place for place, id in enumerate(ids))
 
 
 def step(model: Model) -> None:
@@ -620,14 +620,14 @@ def test_the_ranks_complete_what_the_engine_has_drawn(life):
     plain = sampler.sample([[1, 2]], **SHORT)
     tempered = sampler.sample([[1, 2]], **SHORT, temperature=0.5)
     assert tokens_of(plain) == tokens_of(tempered)
-    assert log_probs_of(plain) == [[-1.0, -2.0]] != log_probs_of(tempered)
-    again = sampler.sample([[1, 2]], 1, {"topk_sample_logprobs": 400}, **SHORT, temperature=0.5)
+    assert log_probs_of(plain) == [[-1.0, -2.0, -3.0, -4.0]] != log_probs_of(tempered)
+    again = sampler.sample([[1, 2]], 1, {"topk_sample_logprobs": 512}, **SHORT, temperature=0.5)
     top = again.sequences[0].topk_sampled_logprobs
     ids, values = np.frombuffer(top.token_ids, "<i4"), np.frombuffer(top.logprobs, "<f4")
     for place, (token, value) in enumerate(
         zip(tokens_of(again)[0], log_probs_of(again)[0], strict=True)
     ):
-        found = dict(zip(ids.reshape(2, -1)[place], values.reshape(2, -1)[place], strict=True))
+        found = dict(zip(ids.reshape(4, -1)[place], values.reshape(4, -1)[place], strict=True))
         assert abs(found[token] - value) < 5e-6  # measured: 4.8e-7
     with pytest.raises(FailedError, match=r"server: a prompt of 2 tokens was asked 3 times"):
         sampler.sample([[DEADLY, 2]], **SHORT)
