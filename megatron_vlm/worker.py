@@ -28,6 +28,7 @@ from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.distributed.products import take_faster_products
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same, compared
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -142,6 +143,8 @@ class MegatronWorker:
     def _build(self) -> None:
         """The table of parameters, and this stage's chunks of the model with their adapters."""
         cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
+        if not self.platform.is_cuda:
+            take_faster_products(sizes.text.hidden, sizes.text.experts is not None)
         self.table: list[Entry] = name_table(family, sizes, cfg.model.backend, self.dims)
         linears = adapted_linears(self.table, self.adapted)
         self.table += adapter_entries(linears, cfg.lora.rank)

@@ -16,8 +16,8 @@ FASTER = (
 )
 MULTIPLY = """
 import torch
-from megatron_vlm.distributed.device import pick_platform
-pick_platform("cpu")
+from megatron_vlm.distributed.products import take_faster_products
+take_faster_products(384, False)
 torch.randn(400, 384) @ torch.randn(384, 512)
 """
 
@@ -44,19 +44,27 @@ def test_the_vendor_is_read():
 
 def test_another_vendor_keeps_mkl(amd, monkeypatch):
     monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
-    products.take_faster_products()
+    products.take_faster_products(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_narrower_vectors_keep_mkl(amd, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    products.take_faster_products()
+    products.take_faster_products(384, False)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(("width", "experts"), [(255, False), (256, True)])
+def test_models_that_would_lose_keep_mkl(amd, width, experts):
+    products.take_faster_products(256, False)
+    assert torch.get_float32_matmul_precision() == "medium"
+    products.take_faster_products(width, experts)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_what_would_round_is_put_back(amd, monkeypatch):
     monkeypatch.setattr(products, "products_are_fp32", lambda: False)
-    products.take_faster_products()
+    products.take_faster_products(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -68,7 +76,7 @@ def test_a_product_that_rounds_is_noticed():
 
 def test_products_stay_fp32_here():
     """Whatever this processor is: against float64, by the size of the sums."""
-    products.take_faster_products()
+    products.take_faster_products(384, False)
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in ((1, 384, 1152), (37, 384, 1152), (400, 1152, 384), (64, 4096, 64)):
         a = torch.randn(rows, inner, generator=generator)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.distributed.cpu_stand_in import install_cpu_stand_in, stand_in_installed
-from megatron_vlm.distributed.products import take_faster_products
 from megatron_vlm.errors import ConfigError
 
 T = TypeVar("T")
@@ -101,8 +100,7 @@ def peak_of(name: str) -> float | None:
 
 
 def pick_platform(name: str = "auto") -> Platform:
-    """The platform by name, ready to use: on the CPU the stand-in is installed, and the faster
-    library multiplies."""
+    """The platform by name, ready to use: on the CPU the stand-in is installed."""
     if name not in ("auto", "cuda", "cpu"):
         raise ConfigError(f"platform={name!r} is not one of auto, cuda, cpu")
     # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued: one
@@ -122,7 +120,6 @@ def pick_platform(name: str = "auto") -> Platform:
         torch.cuda.set_device(device)
         return Platform("cuda", device, "nccl", torch.bfloat16)
     install_cpu_stand_in()
-    take_faster_products()
     return Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
 
 

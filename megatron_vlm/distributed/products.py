@@ -4,6 +4,9 @@ torch takes MKL, which on AMD's processors does without AVX-512: on a Zen 5, one
 than twice as fast. torch asks oneDNN only where it may round the factors to bfloat16. oneDNN makes
 use of that on processors with AMX alone, which AMD's are not, and multiplies in fp32 elsewhere; one
 product tells whether it does.
+
+It takes 10 us more to begin a product, and half a millisecond for each shape that is new to it. So
+narrow models, and those with experts, whose tokens are others each time, keep MKL.
 """
 
 from pathlib import Path
@@ -11,18 +14,20 @@ from pathlib import Path
 import torch
 
 VENDOR = "AuthenticAMD"
+LEAST_WIDTH = 256  # of a decoder that gains
 SIZE = 256  # of the product that tells; torch keeps those of a few thousand operations for MKL
 
 
-def take_faster_products() -> None:
-    """Have oneDNN multiply where it is the faster one and keeps fp32. The processor decides, never
-    a clock: a run that is resumed multiplies as before. Changes the whole process; idempotent."""
+def take_faster_products(width: int, has_experts: bool) -> None:
+    """Have oneDNN multiply where it is the faster one and keeps fp32. Processor and model decide,
+    never a clock: a run that is resumed multiplies as before. Changes the whole process, whose last
+    model counts."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _vendor() != VENDOR:
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+    gains = width >= LEAST_WIDTH and not has_experts
+    torch.set_float32_matmul_precision("medium" if gains else "highest")
     if not products_are_fp32():
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
 
 
 def products_are_fp32() -> bool:
