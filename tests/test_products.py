@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_vlm.distributed import products
+from megatron_vlm.family.packed import by_runs
+from megatron_vlm.model.attention import SDPACoreAttention
 
 FASTER = (
     torch.backends.cpu.get_cpu_capability() == "AVX512" and products._vendor() == "AuthenticAMD"
@@ -97,3 +101,76 @@ def test_onednn_multiplies_without_amx():
     ours = [line for line in said.splitlines() if ",exec," in line and "400x384:384x512" in line]
     assert len(ours) == 1, said
     assert "avx512_core" in ours[0] and "amx" not in ours[0], ours
+
+
+class Seen(torch.autograd.Function):
+    """The identity, which notes how products are made when it runs, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        seen.append(torch.get_float32_matmul_precision())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(torch.get_float32_matmul_precision())
+        return grad, None
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[str]:
+    """How products are made within attention, in the order of calls."""
+    kernel, found = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda query, *args, **how: kernel(Seen.apply(query, found), *args, **how),
+    )
+    return found
+
+
+def heads(tokens: int, count: int, learns: bool = True) -> torch.Tensor:
+    return torch.randn(tokens, 1, count, 16).requires_grad_(learns)
+
+
+@pytest.mark.parametrize("learn", [(True, True, True), (True, False, True), (False, False, True)])
+def test_attention_keeps_mkl(seen, learn):
+    torch.manual_seed(0)
+    given = [heads(33, count, does) for count, does in zip((4, 2, 2), learn, strict=True)]
+    wanted = [x for x in given if x.requires_grad]
+    attention = SDPACoreAttention(SimpleNamespace())
+    expected = attention(*given)
+    gradient = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, wanted, gradient)
+    seen.clear()
+
+    torch.set_float32_matmul_precision("medium")
+    out = attention(*given)
+    gradients = torch.autograd.grad(out, wanted, gradient)
+    assert seen == ["highest"] * (2 if learn[0] else 1)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, gradients, expected_gradients))
+    with torch.no_grad():
+        assert torch.equal(attention(*given), expected)
+    assert seen[-1] == "highest" and torch.get_float32_matmul_precision() == "medium"
+
+
+def test_the_towers_attention_keeps_mkl(seen):
+    torch.manual_seed(0)
+    given = [heads(28, 2)[:, 0] for _ in range(3)]
+    expected = by_runs(*given, lengths=(8, 8, 12))
+    seen.clear()
+    torch.set_float32_matmul_precision("medium")
+    out = by_runs(*given, lengths=(8, 8, 12))
+    out.sum().backward()
+    assert seen == ["highest"] * 4
+    assert torch.equal(out, expected)
+
+
+def test_a_kernel_that_refuses_leaves_onednn():
+    torch.set_float32_matmul_precision("medium")
+    with pytest.raises(RuntimeError):
+        by_runs(*(torch.randn(4, 2, size) for size in (16, 8, 8)), lengths=(4,))
+    assert torch.get_float32_matmul_precision() == "medium"

@@ -6,12 +6,16 @@ use of that on processors with AMX alone, which AMD's are not, and multiplies in
 product tells whether it does.
 
 It takes 10 us more to begin a product, and half a millisecond for each shape that is new to it. So
-narrow models, and those with experts, whose tokens are others each time, keep MKL.
+narrow models, and those with experts, whose tokens are others each time, keep MKL. So does
+attention, whose kernel makes a product of each block of queries and keys.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 VENDOR = "AuthenticAMD"
 LEAST_WIDTH = 256  # of a decoder that gains
@@ -28,6 +32,44 @@ def take_faster_products(width: int, has_experts: bool) -> None:
     torch.set_float32_matmul_precision("medium" if gains else "highest")
     if not products_are_fp32():
         torch.set_float32_matmul_precision("highest")
+
+
+def by_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`attention(*inputs)`; where oneDNN multiplies, MKL does so within it, and in its backward."""
+    if torch.get_float32_matmul_precision() == "highest":
+        return attention(*inputs)
+    if torch.is_grad_enabled():
+        out: Tensor = _ByMkl.apply(attention, *inputs)  # type: ignore[no-untyped-call]
+        return out
+    return _with_mkl(attention, *inputs)
+
+
+class _ByMkl(torch.autograd.Function):
+    """Has a graph of its own for the kernel, whose backward is begun with MKL too."""
+
+    @staticmethod
+    def forward(ctx: Any, attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad():
+            ctx.out = _with_mkl(attention, *ctx.inputs)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        inputs, out = ctx.inputs, ctx.out
+        del ctx.inputs, ctx.out  # with all that the graph keeps
+        learn = [x for x in inputs if x.requires_grad]
+        found = iter(_with_mkl(torch.autograd.grad, out, learn, grad))
+        return None, *(next(found) if x.requires_grad else None for x in inputs)
+
+
+def _with_mkl(call: Callable[..., Any], *args: Any) -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return call(*args)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def products_are_fp32() -> bool:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
+from megatron_vlm.distributed.products import by_mkl
+
 HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None  # from torch 2.10 on
 
 
@@ -73,6 +75,6 @@ def by_runs(
     made = []
     for (length, _), *of_run in parts:
         given_XNLD = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_run)
-        out_XNLD = F.scaled_dot_product_attention(*given_XNLD)
+        out_XNLD = by_mkl(F.scaled_dot_product_attention, *given_XNLD)
         made.append(out_XNLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(made)

@@ -8,6 +8,7 @@ cache.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_vlm.distributed.products import by_mkl
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.model.kernels import TORCH, first_of
@@ -69,14 +71,18 @@ class SDPACoreAttention(MegatronModule):
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: Any, **__: Any
     ) -> Tensor:
+        attend = partial(
+            F.scaled_dot_product_attention,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
+        )
         with first_of(self.kernel):
-            out_BNSD = F.scaled_dot_product_attention(
+            out_BNSD = by_mkl(
+                attend,
                 query_SBND.permute(1, 2, 0, 3),
                 key_SBGD.permute(1, 2, 0, 3),
                 value_SBGD.permute(1, 2, 0, 3),
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
             )
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
@@ -116,12 +122,14 @@ class CachedAttention(MegatronModule):
     ) -> Tensor:
         """One new token a row. Alone it has no causal order, so the query heads that share a
         key/value head take the place of tokens, and no key is copied for each of them."""
-        out_BGRD = F.scaled_dot_product_attention(
+        attend = partial(
+            F.scaled_dot_product_attention, attn_mask=mask_B11T, scale=self.softmax_scale
+        )
+        out_BGRD = by_mkl(
+            attend,
             query_BND.unflatten(1, (key_BTGD.shape[2], -1)),
             key_BTGD.transpose(1, 2),
             value_BTGD.transpose(1, 2),
-            attn_mask=mask_B11T,
-            scale=self.softmax_scale,
         )
         return out_BGRD.flatten(1)[None]
 
