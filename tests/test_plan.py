@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,6 +90,8 @@ def test_seconds_of_work_by_hand():
     machine = Machine("by hand", matmul=10, attention=5, moved=2, link=4, network=1, layer_s=3)
     assert machine.seconds(Work(matmul=20, attention=10, moved=4, reduced=8)) == 2 + 2 + 2 + 2
     assert machine.seconds(Work(matmul=20, reduced=8, layers=2)) == 6 + 2  # kernels start late
+    one_by_one = replace(machine, starts_ahead=False)  # a CPU
+    assert one_by_one.seconds(Work(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
     assert machine.between(8) == 4 and machine.between(9) == 1
     assert gpu("L40S", 1e14).link < gpu("H100", 1e14).link
 

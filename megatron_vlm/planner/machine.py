@@ -15,16 +15,18 @@ class Machine:
     moved: float  # bytes read and written in its own memory
     link: float  # bytes to another device of the machine
     network: float  # bytes to a device of another machine
-    layer_s: float  # the least that a layer's forward takes, however few its tokens
+    layer_s: float  # to start the kernels of a layer's forward, however few its tokens
     devices: int = 8  # of a machine
+    starts_ahead: bool = True  # kernels run while the host starts those that follow
 
     def seconds(self, work: Work, ep: int = 1) -> float:
         """How long a rank takes for this work; `ep` neighbours share out the experts."""
         computed = (
             work.matmul / self.matmul + work.attention / self.attention + work.moved / self.moved
         )
+        started = work.layers * self.layer_s
         sent = work.reduced / self.link + self.exchange(work.exchanged, ep)
-        return max(computed, work.layers * self.layer_s) + sent
+        return (max(computed, started) if self.starts_ahead else computed + started) + sent
 
     def exchange(self, size: float, ranks: int) -> float:
         """Seconds of an all-to-all: links and network are busy at the same time."""
@@ -68,5 +70,6 @@ def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
     )
 
 
-# One core of a server, in fp32. Only the ratios matter: they decide how layers are split.
-CPU = Machine("a CPU core", 100e9, 80e9, 14e9, 2e9, 1e9, 1e-4)
+# One core of a server, in fp32, fitted to the stages of benchmarks/plan.py on a Zen 4. Only the
+# ratios matter: they decide how layers are split.
+CPU = Machine("a CPU core", 68e9, 110e9, 25e9, 2e9, 1e9, 2.5e-3, starts_ahead=False)
