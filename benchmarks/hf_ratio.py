@@ -35,8 +35,8 @@ from megatron_vlm.config.schema import (
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
-from megatron_vlm.distributed.products import take_faster_products
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.products import take_faster_products
 from megatron_vlm.worker import MegatronWorker
 
 WARM_UP, REPEATS = 2, 10

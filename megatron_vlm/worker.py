@@ -28,7 +28,6 @@ from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import under_launcher
-from megatron_vlm.distributed.products import take_faster_products
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same, compared
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -53,6 +52,7 @@ from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.lora import attach, drawing
 from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
 from megatron_vlm.planner.auto import settled
+from megatron_vlm.products import take_faster_products
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.backward import Backward, LossCall, StepMetrics, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_vlm.distributed import products
+from megatron_vlm import products
 from megatron_vlm.family.packed import by_runs
 from megatron_vlm.model.attention import SDPACoreAttention
 
@@ -20,7 +20,7 @@ FASTER = (
 )
 MULTIPLY = """
 import torch
-from megatron_vlm.distributed.products import take_faster_products
+from megatron_vlm.products import take_faster_products
 take_faster_products(384, False)
 torch.randn(400, 384) @ torch.randn(384, 512)
 """

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
-from megatron_vlm.distributed.products import by_mkl
+from megatron_vlm.products import by_mkl
 
 HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None  # from torch 2.10 on
 

@@ -17,10 +17,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.distributed.products import by_mkl
 from megatron_vlm.model.cache import KVCache
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.model.kernels import TORCH, first_of
+from megatron_vlm.products import by_mkl
 
 
 class ChainedAttention(SelfAttention):
