@@ -8,8 +8,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu.run import STEPS, unpack
 from benchmarks.gpu.tables import write_tables
+from benchmarks.gpu.work import STACKS, WHOLES, largest, needs
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "run.py"), "--dry", "--out"]
@@ -65,3 +68,23 @@ def test_wheels_are_unpacked(tmp_path):
         wheel.writestr("a/__init__.py", "x = 1")
     unpack(tmp_path / "wheels", tmp_path / "site")
     assert (tmp_path / "site" / "a" / "__init__.py").read_text() == "x = 1"
+
+
+@pytest.mark.parametrize(
+    ("gib", "stack", "whole"),
+    [
+        (139, "12 of the 36 layers of Qwen3-VL 8B", "Qwen3-VL 4B"),
+        (78, "4 of the 36 layers of Qwen3-VL 8B", "Qwen3-VL 2B"),
+        (47, None, "Qwen3-VL 2B, one row"),
+        (23, None, None),
+    ],
+)
+def test_a_device_measures_the_largest_model_that_it_holds(gib, stack, whole):
+    found = [largest(STACKS, gib * 2**30, "none"), largest(WHOLES, gib * 2**30, "full")]
+    assert [work and work.name for work in found] == [stack, whole]
+
+
+def test_the_models_are_listed_from_the_largest():
+    for works, recompute in ((STACKS, "none"), (WHOLES, "full")):
+        bytes_of = [needs(work, recompute) for work in works]
+        assert bytes_of == sorted(bytes_of, reverse=True)

@@ -1,13 +1,11 @@
-"""How fast it is: a stack of Qwen3-VL 8B's layers, and the whole of 4B beside an ordinary Hugging
+"""How fast it is: a stack of Qwen3-VL 8B's layers, and a whole model beside an ordinary Hugging
 Face loop, on rows of one length with a photograph each."""
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,126 +15,17 @@ import torch
 from gpu.correct import leave
 from gpu.machine import wait
 from gpu.step import Figures
+from gpu.work import DRY, STACKS, WHOLES, Work, flops, largest, make_rows, write_random
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
 from megatron_vlm.family import packed
-from megatron_vlm.family.qwen3_vl import sizes_of
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.worker import MegatronWorker
-
-SHARD = 2**31  # values of a file
-
-
-@dataclass(frozen=True)
-class Work:
-    """A model, and the rows of a step: all in one micro-batch."""
-
-    spec: TinySpec
-    rows: int = 4
-    tokens: int = 2048
-    side: int = 64  # patches of a picture's side
-    supervised: int = 512
-    steps: int = 4
-
-
-STACK = Work(
-    TinySpec(
-        layers=12,
-        hidden=4096,
-        intermediate=12288,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151_936,
-        vision_depth=27,
-        vision_hidden=1152,
-        vision_heads=16,
-        vision_intermediate=4304,
-    )
-)
-WHOLE = Work(
-    TinySpec(
-        layers=36,
-        hidden=2560,
-        intermediate=9728,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151_936,
-        tied=True,
-        vision_depth=24,
-        vision_hidden=1024,
-        vision_heads=16,
-        vision_intermediate=4096,
-    )
-)
-DRY = Work(TinySpec(), rows=2, tokens=64, side=8, supervised=16, steps=2)
-
-
-def write_random(folder: Path, spec: TinySpec, device: str) -> None:
-    """A checkpoint of these sizes in bf16, drawn on the device: the host would take minutes."""
-    folder.mkdir(parents=True)
-    tokenizer = train_tokenizer(min(spec.vocab, 512))
-    config = tiny_config(spec, tokenizer)
-    config.dtype = "bfloat16"
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_processor(folder, spec)
-    shards: list[dict[str, Tensor]] = [{}]
-    for tensor in sizes_of(config).tensors:
-        if sum(value.numel() for value in shards[-1].values()) > SHARD:
-            shards.append({})
-        made = 0.02 * torch.randn(tensor.shape, device=device)
-        if len(tensor.shape) == 1 and tensor.name.endswith("weight"):
-            made += 1  # a norm
-        shards[-1][tensor.name] = made.bfloat16().cpu()
-    where: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(shard, name)
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def make_rows(work: Work, path: Path) -> list[Row]:
-    """Text around a picture, whose patches are bytes as the loader's are."""
-    config = json.loads((path / "config.json").read_text())
-    picture = work.side**2 // 4
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for _ in range(work.rows):
-        ids = torch.randint(0, 250, (work.tokens,), generator=generator)
-        ids[8] = config["vision_start_token_id"]
-        ids[9 : 9 + picture] = config["image_token_id"]
-        labels = torch.full_like(ids, IGNORE)
-        labels[-work.supervised :] = ids[-work.supervised :]
-        values = 3 * work.spec.patch_size**2
-        patches = torch.randint(
-            0, 256, (work.side**2, values), generator=generator, dtype=torch.uint8
-        )
-        grid = torch.tensor([[1, work.side, work.side]])
-        rows.append(Row(ids, labels, patches, grid))
-    return rows
-
-
-def flops(work: Work, path: Path) -> float:
-    """Of a step: three times the forward of decoder, head on supervised tokens and tower. What is
-    recomputed and padding are not counted."""
-    from transformers import AutoConfig
-
-    model = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path)))
-    patches = work.side**2
-    return 3.0 * work.rows * model.row(work.tokens, work.supervised, patches, patches**2)
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
@@ -376,26 +265,35 @@ def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None)
     _say_speed(figures, name, work, flops(work, path), took, alone, peak)
 
 
-def _folder(figures: Figures, work: Work) -> Path:
+def _prepared(figures: Figures, works: Sequence[Work], recompute: str) -> tuple[Work, Path] | None:
+    """The largest of them that this device holds, and its weights on the disk."""
+    work: Work | None = DRY
+    if not figures.dry:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        work = largest(works, memory, recompute)
+        if work is None:
+            figures.say("not measured", f"{memory / 2**30:.0f} GiB hold none of these models")
+            return None
+    assert work is not None
+    figures.say("model", work.name)
     path = figures.scratch / f"random_{figures.step}"
     start = time.perf_counter()
     write_random(path, work.spec, figures.platform)
     figures.say("seconds_to_write_the_weights", time.perf_counter() - start)
-    return path
+    return work, path
 
 
 def stack(figures: Figures) -> None:
-    """Twelve of the 36 layers of 8B, with its tower, embedding and head: all that one GPU holds."""
-    work = DRY if figures.dry else STACK
-    measure_ours(figures, work, _folder(figures, work))
+    """As many layers of 8B, with its tower, embedding and head, as fit without recomputation."""
+    if prepared := _prepared(figures, STACKS, "none"):
+        measure_ours(figures, *prepared)
 
 
 def whole(figures: Figures) -> None:
-    """4B from end to end, ours and Hugging Face's."""
+    """A model from end to end, ours and Hugging Face's. It may have to recompute its layers."""
     from megatron_vlm.distributed.device import pick_platform
 
-    work = DRY if figures.dry else WHOLE
-    path = _folder(figures, work)
-    measure_ours(figures, work, path)
-    free()
-    measure_theirs(figures, work, path, pick_platform(figures.platform).peak_flops())
+    if prepared := _prepared(figures, WHOLES, "full"):
+        measure_ours(figures, *prepared)
+        free()
+        measure_theirs(figures, *prepared, pick_platform(figures.platform).peak_flops())

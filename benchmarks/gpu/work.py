@@ -1,0 +1,147 @@
+"""The models and rows that speed is measured with, and which of them a device holds."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.planner.memory import USABLE, stage_memory
+from megatron_vlm.planner.shapes import BatchSizes
+
+SHARD = 2**31  # values of a file
+BF16 = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model, and the rows of a step: all in one micro-batch."""
+
+    name: str
+    spec: TinySpec
+    rows: int = 4
+    tokens: int = 2048
+    side: int = 64  # patches of a picture's side
+    supervised: int = 512
+    steps: int = 4
+
+    @property
+    def batch(self) -> BatchSizes:
+        """As the planner knows it."""
+        patches = self.side**2
+        row = BatchSizes(1, self.tokens, self.supervised, patches, patches, patches**2)
+        return BatchSizes.of([row] * self.rows)
+
+
+QWEN3_VL_8B = TinySpec(
+    layers=36,
+    hidden=4096,
+    intermediate=12288,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=151_936,
+    vision_depth=27,
+    vision_hidden=1152,
+    vision_heads=16,
+    vision_intermediate=4304,
+)
+QWEN3_VL_4B = replace(
+    QWEN3_VL_8B,
+    hidden=2560,
+    intermediate=9728,
+    tied=True,
+    vision_depth=24,
+    vision_hidden=1024,
+    vision_intermediate=4096,
+)
+QWEN3_VL_2B = replace(QWEN3_VL_4B, layers=28, hidden=2048, intermediate=6144, heads=16)
+STACKS = [
+    Work(f"{layers} of the 36 layers of Qwen3-VL 8B", replace(QWEN3_VL_8B, layers=layers))
+    for layers in (12, 8, 4)
+]
+WHOLES = [
+    Work("Qwen3-VL 4B", QWEN3_VL_4B),
+    Work("Qwen3-VL 2B", QWEN3_VL_2B),
+    Work("Qwen3-VL 2B, one row", QWEN3_VL_2B, rows=1),
+]
+DRY = Work("tiny", TinySpec(), rows=2, tokens=64, side=8, supervised=16, steps=2)
+
+
+def largest(works: Sequence[Work], memory: int, recompute: str) -> Work | None:
+    """The first that a device of this many bytes trains."""
+    return next((work for work in works if needs(work, recompute) <= USABLE * memory), None)
+
+
+def needs(work: Work, recompute: str) -> int:
+    """Bytes, by the planner."""
+    sizes = sizes_of(tiny_config(work.spec, train_tokenizer(512)))
+    cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
+    dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
+    return stage_memory(cfg, sizes, dims, 0, [work.batch], BF16).total
+
+
+def write_random(folder: Path, spec: TinySpec, device: str) -> None:
+    """A checkpoint of these sizes in bf16, drawn on the device: the host would take minutes."""
+    folder.mkdir(parents=True)
+    tokenizer = train_tokenizer(min(spec.vocab, 512))
+    config = tiny_config(spec, tokenizer)
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_processor(folder, spec)
+    shards: list[dict[str, Tensor]] = [{}]
+    for tensor in sizes_of(config).tensors:
+        if sum(value.numel() for value in shards[-1].values()) > SHARD:
+            shards.append({})
+        made = 0.02 * torch.randn(tensor.shape, device=device)
+        if len(tensor.shape) == 1 and tensor.name.endswith("weight"):
+            made += 1  # a norm
+        shards[-1][tensor.name] = made.bfloat16().cpu()
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def make_rows(work: Work, path: Path) -> list[Row]:
+    """Text around a picture, whose patches are bytes as the loader's are."""
+    config = json.loads((path / "config.json").read_text())
+    picture = work.side**2 // 4
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(work.rows):
+        ids = torch.randint(0, 250, (work.tokens,), generator=generator)
+        ids[8] = config["vision_start_token_id"]
+        ids[9 : 9 + picture] = config["image_token_id"]
+        labels = torch.full_like(ids, IGNORE)
+        labels[-work.supervised :] = ids[-work.supervised :]
+        values = 3 * work.spec.patch_size**2
+        patches = torch.randint(
+            0, 256, (work.side**2, values), generator=generator, dtype=torch.uint8
+        )
+        grid = torch.tensor([[1, work.side, work.side]])
+        rows.append(Row(ids, labels, patches, grid))
+    return rows
+
+
+def flops(work: Work, path: Path) -> float:
+    """Of a step: three times the forward of decoder, head on supervised tokens and tower. What is
+    recomputed and padding are not counted."""
+    from transformers import AutoConfig
+
+    model = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path)))
+    patches = work.side**2
+    return 3.0 * work.rows * model.row(work.tokens, work.supervised, patches, patches**2)
