@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
 	row_maker.py hf.py tiny.py)
 
-.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-parity lint format docs bench scale clean
+.PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-torch test-parity lint format docs bench scale clean
 
 setup: .venv/ready
 
@@ -56,6 +56,21 @@ test-newest: .venv-newest/ready
 .venv-newest/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
 	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
+	touch $@
+
+# The quick tests with another torch that pyproject.toml allows, such as that of a machine with GPUs.
+# torch's builds for CUDA take gigabytes: make test-torch TORCH=2.11.0 PYTHON=python3.12
+TORCH ?= 2.11.0
+TESTS ?= tests
+test-torch: .venv-torch-$(TORCH)/ready
+	.venv-torch-$(TORCH)/bin/python -m pytest -m 'not slow' -n 2 --dist loadfile $(TESTS)
+	.venv-torch-$(TORCH)/bin/python benchmarks/gpu/run.py --dry --out .gpu
+
+.venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/pip install --quiet torch==$(TORCH)
+	grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	.venv-torch-$(TORCH)/bin/pip install --quiet --constraint .venv-torch-$(TORCH)/constraints.txt --editable '.[dev]'
 	touch $@
 
 test-parity: setup
@@ -152,4 +167,4 @@ scale: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_scale.py
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .venv-trl .venv-vllm .venv-tinker site .demo .demo-lora .reinforce .bench .gpu .wheels
+	rm -rf .venv .venv-newest .venv-torch-* .venv-docs .venv-trl .venv-vllm .venv-tinker site .demo .demo-lora .reinforce .bench .gpu .wheels

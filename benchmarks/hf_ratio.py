@@ -35,7 +35,10 @@ from megatron_vlm.config.schema import (
 from megatron_vlm.data.batch.cost import WorkModel
 from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
+from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.planner.auto import decide, with_layers
+from megatron_vlm.planner.shapes import BatchSizes, Mix
 from megatron_vlm.products import take_faster_products
 from megatron_vlm.worker import MegatronWorker
 
@@ -108,7 +111,7 @@ def loop(model: Any, rows: list[Row], lr: float) -> Callable[[], float]:
                 image_grid_thw=torch.cat([row.image_grid_I3 for row in part]),  # type: ignore[misc]
             )
         )
-    count = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
+    count = sum(sizes_of_row(row).supervised for row in rows)
 
     def step() -> float:
         total = 0.0
@@ -136,8 +139,16 @@ def our_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
 
 
 def pp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
-    """The same on one of two pipeline stages."""
-    return worker_step(path, rows, lr, ParallelConfig(pp=2, layers_per_stage="auto"))
+    """The same on one of two pipeline stages, split as a run splits them: by its rows. These go
+    through one by one, as stages wait less for each other the more micro-batches there are."""
+    cfg = Config(
+        model=ModelConfig(path=path),
+        parallel=ParallelConfig(pp=2, layers_per_stage="auto"),
+        train=TrainConfig(micro_batch_size=1, global_batch_size=len(rows)),
+    )
+    mix = Mix(tuple(map(sizes_of_row, rows)), "these")
+    layers = decide(cfg, HFCheckpoint(path).sizes, 2, pick_platform("cpu"), mix).layers
+    return worker_step(path, rows, lr, with_layers(cfg, layers).parallel, micro_batch=1)
 
 
 def dp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
@@ -152,6 +163,7 @@ def worker_step(
     lr: float,
     parallel: ParallelConfig,
     lora: LoraConfig = NO_ADAPTERS,
+    micro_batch: int = MICRO_BATCH,
 ) -> Callable[[], float]:
     """A step of a worker."""
     worker = MegatronWorker(
@@ -159,7 +171,7 @@ def worker_step(
             model=ModelConfig(path=path),
             lora=lora,
             parallel=parallel,
-            train=TrainConfig(micro_batch_size=MICRO_BATCH),
+            train=TrainConfig(micro_batch_size=micro_batch),
             optim=OptimConfig(lr=lr),
             platform="cpu",
         )
@@ -274,13 +286,18 @@ def _fastest_product() -> float:
 
 def flops(path: str, rows: list[Row]) -> float:
     """Of a step, as for MFU: three times the forward, head on supervised tokens, no padding."""
-    work, total = WorkModel.of(HFCheckpoint(path).sizes), 0
-    for row in rows:
-        assert row.image_grid_I3 is not None
-        patches = int(row.image_grid_I3.prod(-1).sum())
-        supervised = int((row.labels_S[1:] != IGNORE).sum())
-        total += work.row(len(row.ids_S), supervised, patches, patches**2)
-    return 3.0 * total
+    work = WorkModel.of(HFCheckpoint(path).sizes)
+    sizes = map(sizes_of_row, rows)
+    return 3.0 * sum(
+        work.row(row.tokens, row.supervised, row.patches, row.patch_pairs) for row in sizes
+    )
+
+
+def sizes_of_row(row: Row) -> BatchSizes:
+    """Of a row with one image, as a micro-batch of its own."""
+    assert row.image_grid_I3 is not None and len(row.image_grid_I3) == 1
+    patches, supervised = int(row.image_grid_I3.prod()), int((row.labels_S[1:] != IGNORE).sum())
+    return BatchSizes(1, len(row.ids_S), supervised, patches, patches, patches**2)
 
 
 def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:
@@ -295,8 +312,8 @@ def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:
         values, work = sum(math.prod(shape) for shape in shapes(path)), flops(path, rows)
     hf_s, our_s = seconds["hf"], seconds["1proc"]
     ratio = {side: _median(hf_s) / _median(taken) for side, taken in seconds.items()}
-    tokens = sum(len(row.ids_S) for row in rows)
-    supervised = sum(int((row.labels_S[1:] != IGNORE).sum()) for row in rows)
+    sizes = list(map(sizes_of_row, rows))
+    tokens, supervised = sum(row.tokens for row in sizes), sum(row.supervised for row in sizes)
     figures = {
         # The fastest step of each side: other users of the machine can only slow a step down.
         "hf_tokens_per_s": tokens / min(hf_s),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import ConfigError
@@ -40,14 +41,17 @@ def run_chains(chains: Chains, tokens: int, rows: int) -> list[Tensor]:
     mixed = random(tokens, rows, GROUPS * (QUERIES + 2) * HEAD)
     weights = random(HEAD), random(HEAD)
     angles = random(tokens, rows, HEAD // 2).detach()
+    seen, turns = random(tokens, 3 * QUERIES * HEAD), random(tokens, HEAD // 2).detach()
+    turns = torch.cat([turns, turns], dim=-1)
     made = [
         chains.norm(x, weight, 1e-6),
         chains.swiglu(both),
         chains.swiglu(of_experts),
         *chains.heads(mixed, angles.cos(), angles.sin(), *weights, GROUPS, 1e-6),
+        *chains.tower_heads(seen, turns.cos(), turns.sin(), QUERIES),
     ]
     sum((each * each.detach().cos()).sum() for each in made).backward()
-    grads = [each.grad for each in (x, weight, both, of_experts, mixed, *weights)]
+    grads = [each.grad for each in (x, weight, both, of_experts, mixed, *weights, seen)]
     with torch.no_grad():  # as in evaluation, and in the forward of a recomputed layer
         again = chains.norm(x, weight, 1e-6)
     return [*(each.detach() for each in made), again, *grads]
@@ -73,7 +77,19 @@ def compare(backend: str) -> tuple[float, list[int]]:
 def test_one_graph_serves_any_number_of_tokens(pool):
     [(worst, graphs)] = pool.run(compare, 1, "aot_eager")
     assert worst < 1e-6
-    assert graphs == [4] * 8  # three chains, and one of them without gradients
+    assert graphs == [5] * 8  # four chains, and one of them without gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_towers_heads_are_those_of_transformers(dtype):
+    torch.manual_seed(0)
+    mixed = torch.randn(12, 3 * QUERIES * HEAD).to(dtype)
+    angles = torch.randn(12, HEAD // 2).repeat(1, 2)
+    turns = angles.cos().to(dtype), angles.sin().to(dtype)
+    query, key, value = mixed.unflatten(1, (3, QUERIES, HEAD)).unbind(1)
+    expected = *apply_rotary_pos_emb_vision(query, key, *turns), value
+    made = Chains().tower_heads(mixed, *turns, QUERIES)
+    assert all(a.dtype is dtype and torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
 @pytest.mark.slow
@@ -81,7 +97,7 @@ def test_one_graph_serves_any_number_of_tokens(pool):
 def test_what_is_compiled_computes_the_same(pool):
     [(worst, graphs)] = pool.run(compare, 1, "inductor")
     assert worst < 5e-6  # measured: 1.3e-6
-    assert graphs == [4] * 8
+    assert graphs == [5] * 8
 
 
 def call_fusion() -> tuple[int, list[str], float]:
@@ -167,7 +183,7 @@ def counted(path: str, case: Case) -> tuple[list[int], list[float]]:
 def test_a_compiled_model_equals_hugging_face(name, pool, tiny):
     case, path = {
         "1x1x1": (layout(), tiny()),
-        "tp2-recompute": (layout(tp=2, recompute="full"), tiny()),
+        "tp2-recompute": (layout(tp=2, recompute="full", recompute_vision=True), tiny()),
         "experts-ep2": (layout(dp=2, ep=2), tiny(experts=8, layers=4)),
     }[name]
     case.model["compile"] = True
@@ -179,7 +195,7 @@ def test_a_compiled_model_equals_hugging_face(name, pool, tiny):
     compiled = pool.run(counted, case.world, path, case)
     case.model["compile"] = False
     eager = pool.run(counted, case.world, path, case)
-    expected = 6 if "recompute" in name else 3  # its first forward is without gradients
+    expected = 7 if "recompute" in name else 4  # its first forward is without gradients
     for (graphs, losses), (none, same) in zip(compiled, eager, strict=True):
         assert graphs == [expected] * 3 and none == [0] * 3
         assert losses == pytest.approx(same, rel=1e-4)

@@ -2,13 +2,12 @@
 behind torch.nn.attention.varlen get one, so that what calls them can be run."""
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen  # noqa: F401 - it makes the operators
-
-_registered: list[str] = []
 
 
 def _parts(starts: Tensor, *given: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -48,9 +47,8 @@ def _backward(
     return tuple(_joined(parts, grad.dtype) for parts in zip(*made, strict=True))
 
 
+@cache
 def register() -> None:
     """Once in a process."""
-    if not _registered:
-        for name, kernel in (("_varlen_attn", _forward), ("_varlen_attn_backward", _backward)):
-            torch.library.register_kernel(f"torch_attn::{name}", "cpu", kernel)
-            _registered.append(name)
+    for name, kernel in (("_varlen_attn", _forward), ("_varlen_attn_backward", _backward)):
+        torch.library.register_kernel(f"torch_attn::{name}", "cpu", kernel)

@@ -5,7 +5,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
 from megatron_vlm.family import packed
+from megatron_vlm.family.packed import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.chains import Chains
 from megatron_vlm.worker import MegatronWorker
@@ -70,21 +71,19 @@ def recompute(worker: MegatronWorker, kind: str | None) -> Iterator[None]:
 @contextmanager
 def not_compiled(worker: MegatronWorker) -> Iterator[None]:
     """As model.compile=false would have built it."""
-    modules = list(worker.chunks[0].modules())
-    layers = [module for module in modules if hasattr(module, "chains")]
-    mlps = [module for module in modules if hasattr(module, "activation_func")]
-    chosen, plain = [module.chains for module in layers], Chains()
-    try:
-        for module in layers:
-            module.chains = plain
-        for module in mlps:
-            module.activation_func = plain.swiglu
+    modules, plain = list(worker.chunks[0].modules()), Chains()
+    changed = {
+        "chains": [module for module in modules if hasattr(module, "chains")],
+        "activation_func": [module for module in modules if hasattr(module, "activation_func")],
+        "heads": [module for module in modules if isinstance(module, PackedAttention)],
+    }
+    values = {"chains": plain, "activation_func": plain.swiglu, "heads": plain.tower_heads}
+    with ExitStack() as stack:
+        for name, found in changed.items():
+            assert found, name
+            for module in found:
+                stack.enter_context(mock.patch.object(module, name, values[name]))
         yield
-    finally:
-        for module, chains in zip(layers, chosen, strict=True):
-            module.chains = chains
-        for module in mlps:
-            module.activation_func = chosen[0].swiglu
 
 
 @contextmanager

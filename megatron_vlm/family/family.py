@@ -4,9 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_vlm.family.sizes import ModelSizes
+
+# Queries, keys and values from what the tower's first linear gives, cos, sin and the number of
+# heads.
+TowerHeads = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,11 @@ class VisionMarks:
 @dataclass(frozen=True)
 class Family:
     """One instance per family. `tower` builds the vision tower, with unset weights, from
-    config.json: on a device, and recomputing its blocks in the backward if asked to."""
+    config.json: on a device, recomputing its blocks in the backward if asked to, with a function
+    that makes the heads of its attention."""
 
     model_type: str  # as config.json names it
     names: HFNames
     marks: VisionMarks
     sizes_of: Callable[[PretrainedConfig], ModelSizes]
-    tower: Callable[[PretrainedConfig, torch.device, bool], torch.nn.Module]
+    tower: Callable[[PretrainedConfig, torch.device, bool, TowerHeads], torch.nn.Module]

@@ -13,19 +13,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_vision
 
+from megatron_vlm.family.family import TowerHeads
 from megatron_vlm.products import by_mkl
 
 HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None  # from torch 2.10 on
 
 
 class PackedAttention(nn.Module):
-    """In place of transformers' module, with its parameters under their names."""
+    """In place of transformers' module, with its parameters under their names. `heads` makes
+    queries, keys and values of what `qkv` gives."""
 
-    def __init__(self, given: Any):
+    def __init__(self, given: Any, heads: TowerHeads):
         super().__init__()
         self.qkv, self.proj, self.num_heads = given.qkv, given.proj, given.num_heads
+        self.heads = heads
 
     def forward(
         self,
@@ -38,9 +40,8 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """`lengths` are the patches of each image or frame, `starts` on the device (int32) where
         each begins, and where the last ends."""
-        query, key, value = self.qkv(hidden_PC).unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
-        return self.proj(attend(query, key, value, lengths, starts).flatten(1))
+        parts = self.heads(self.qkv(hidden_PC), *position_embeddings, self.num_heads)
+        return self.proj(attend(*parts, lengths, starts).flatten(1))
 
 
 def attend(

@@ -19,7 +19,7 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.family import Family, HFNames, VisionMarks
+from megatron_vlm.family.family import Family, HFNames, TowerHeads, VisionMarks
 from megatron_vlm.family.fields import OBJECT, KnownFields, ModelFields, other_model, refused
 from megatron_vlm.family.packed import PackedAttention
 from megatron_vlm.family.qwen3_vl_fields import QWEN3_VL_FIELDS
@@ -233,13 +233,13 @@ def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisio
 
 
 def build_tower(
-    config: PretrainedConfig, device: torch.device, recompute: bool
+    config: PretrainedConfig, device: torch.device, recompute: bool, heads: TowerHeads
 ) -> Qwen3VLVisionModel:
     """Hugging Face's tower with unset weights; loading fills them."""
     tower = _empty_tower(config, device)
     tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
     for block in tower.blocks:
-        block.attn = PackedAttention(block.attn)
+        block.attn = PackedAttention(block.attn, heads)
     if recompute:
         # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,
         # and the DeepStack mergers would silently stop learning.

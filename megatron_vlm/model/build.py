@@ -135,7 +135,8 @@ def build_chunks(
     for chunk in range(dims.virtual_stages):
         tower = None
         if grid.first and chunk == 0:
-            tower = family.tower(hf_config, platform.device, cfg.model.recompute_vision)
+            again = cfg.model.recompute_vision
+            tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
         model = Qwen3VLGPTModel(
             config,
             sizes,

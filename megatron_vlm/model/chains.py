@@ -1,8 +1,9 @@
-"""The chains of small operations in a decoder layer, as functions of their tensors alone. Compiled,
-a chain reads and writes memory once instead of once for each operation.
+"""The chains of small operations in a layer, as functions of their tensors alone. Compiled, a chain
+reads and writes memory once instead of once for each operation.
 
 Shapes: S tokens of a row, B rows, T = S x B, H width, I width between the MLP's two linears, N
-query heads, G key/value heads, D head size, F half of it, Q = (N + 2 G) x D.
+query heads, G key/value heads, D head size, F half of it, Q = (N + 2 G) x D; of the vision tower P
+patches and Q = 3 x N x D.
 """
 
 import importlib.util
@@ -23,6 +24,7 @@ from megatron_vlm.distributed.agree import agree
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.family import TowerHeads
 
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 
@@ -63,11 +65,26 @@ def heads(
     )
 
 
+def tower_heads(
+    mixed_PQ: Tensor, cos_PD: Tensor, sin_PD: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [P, N, D] of the vision tower from its linear's output; queries and
+    keys are rotated, in fp32. Of cos and sin both halves are alike."""
+    query_PND, key_PND, value_PND = mixed_PQ.unflatten(-1, (3, count, -1)).unbind(-3)
+    cos_PF, sin_PF = (each.chunk(2, dim=-1)[0].float() for each in (cos_PD, sin_PD))
+    turned = (_rotate(each.float(), cos_PF, sin_PF) for each in (query_PND, key_PND))
+    # Copied, as in `heads`.
+    return *(each.to(mixed_PQ.dtype) for each in turned), value_PND.contiguous()
+
+
 def _rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
     """Each value turns with the one half a head away."""
     first, second = x_SBND.chunk(2, dim=-1)
     cos, sin = cos_SBF[..., None, :], sin_SBF[..., None, :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+CHAINS = (norm, swiglu, heads, tower_heads)
 
 
 @dataclass(frozen=True)
@@ -77,11 +94,12 @@ class Chains:
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
     swiglu: Callable[[Tensor], Tensor] = swiglu
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = heads
+    tower_heads: TowerHeads = tower_heads
 
     @staticmethod
     def compiled(backend: str = "inductor") -> "Chains":
         """Compiled by torch at their first call, once for any number of tokens."""
-        return Chains(*(_compiled(chain, backend) for chain in (norm, swiglu, heads)))
+        return Chains(*(_compiled(chain, backend) for chain in CHAINS))
 
 
 def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:

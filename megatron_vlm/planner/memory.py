@@ -234,4 +234,4 @@ def patch_values(cfg: Config, sizes: ModelSizes) -> int:
 
 def block_values(sizes: ModelSizes) -> int:
     """Numbers that one block of the tower keeps per patch."""
-    return 2 * sizes.vision.ffn + 12 * sizes.vision.hidden
+    return 2 * sizes.vision.ffn + 9 * sizes.vision.hidden

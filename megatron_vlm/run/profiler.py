@@ -28,7 +28,8 @@ class Profiler:
             activities = [ProfilerActivity.CPU]
             if self.platform.is_cuda:
                 activities.append(ProfilerActivity.CUDA)
-            self.running = profile(activities=activities, record_shapes=True)
+            # torch 2.11 warns that it would forget earlier cycles; there are none.
+            self.running = profile(activities=activities, record_shapes=True, acc_events=True)
             self.running.start()
 
     def close(self) -> None:

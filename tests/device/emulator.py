@@ -16,6 +16,7 @@ pinned counts as a sync, however small. Not seen: what compiled or external kern
 import contextlib
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -245,6 +246,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, dtype: Any, *, out: Tensor
     return out.add_(a.float() @ b.float())
 
 
+@cache
+def _register_kernels() -> None:
+    """Those that torch has for CUDA alone. Once in a process."""
+    varlen.register()
+    torch.library.register_kernel("aten::addmm.dtype_out", "cpu", _add_product)
+
+
 @contextlib.contextmanager
 def emulated() -> Iterator[Findings]:
     """A CUDA device within. What it replaces in torch it does not put back: use a process of its
@@ -254,8 +262,7 @@ def emulated() -> Iterator[Findings]:
     api = _DeviceApi(findings, streams)
     _replace_cuda(findings, streams)
     _replace_attributes(streams)
-    varlen.register()
-    torch.library.register_kernel("aten::addmm.dtype_out", "cpu", _add_product)
+    _register_kernels()
     torch.compiler.set_stance("force_eager")
     run_backward = torch.autograd._engine_run_backward
 
