@@ -6,8 +6,8 @@ use of that on processors with AMX alone, which AMD's are not, and multiplies in
 product tells whether it does.
 
 It takes 10 us more to begin a product, and half a millisecond for each shape that is new to it. So
-narrow models, and those with experts, whose tokens are others each time, keep MKL. So does
-attention, whose kernel makes a product of each block of queries and keys.
+narrow models, and those with experts, whose tokens are others each time, keep MKL. So does the
+attention of short rows, whose kernel makes a product of each small block of queries and keys.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from torch import Tensor
 
 VENDOR = "AuthenticAMD"
 LEAST_WIDTH = 256  # of a decoder that gains
+LARGE_BLOCKS = 768  # queries from which torch's kernel takes blocks of 256, not of 32 or 64
 SIZE = 256  # of the product that tells; torch keeps those of a few thousand operations for MKL
 
 
@@ -35,8 +36,10 @@ def take_faster_products(width: int, has_experts: bool) -> None:
 
 
 def by_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`attention(*inputs)`; where oneDNN multiplies, MKL does so within it, and in its backward."""
-    if torch.get_float32_matmul_precision() == "highest":
+    """`attention(*inputs)`, the first of them the queries [..., tokens, size]. Where oneDNN
+    multiplies, MKL does so within it if they are few, and in its backward."""
+    is_large = inputs[0].shape[-2] >= LARGE_BLOCKS
+    if is_large or torch.get_float32_matmul_precision() == "highest":
         return attention(*inputs)
     if torch.is_grad_enabled():
         out: Tensor = _ByMkl.apply(attention, *inputs)  # type: ignore[no-untyped-call]

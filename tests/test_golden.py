@@ -112,7 +112,8 @@ def test_golden_losses(name: str):
     done = subprocess.run(
         command, env={**env, **PINNED}, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    found, expected = json.loads(done.stdout)[name], json.loads(GOLDEN.read_text())[name]
+    said = done.stdout[done.stdout.index("{") :]  # after what torch 2.10 says of gloo
+    found, expected = json.loads(said)[name], json.loads(GOLDEN.read_text())[name]
     assert len(expected) == STEPS
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a == b, f"step {step}"

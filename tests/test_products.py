@@ -169,6 +169,14 @@ def test_the_towers_attention_keeps_mkl(seen):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize(("tokens", "library"), [(767, "highest"), (768, "medium")])
+def test_attention_of_long_rows_is_onednns(seen, tokens, library):
+    torch.set_float32_matmul_precision("medium")
+    attention = SDPACoreAttention(SimpleNamespace())
+    attention(*(heads(tokens, count) for count in (2, 1, 1))).sum().backward()
+    assert seen == [library] * 2
+
+
 def test_a_kernel_that_refuses_leaves_onednn():
     torch.set_float32_matmul_precision("medium")
     with pytest.raises(RuntimeError):

@@ -24,13 +24,20 @@ from sft.rows import MIXED, UNIFORM, Mix, write_inputs  # noqa: E402
 WARM_UP, REPEATS = 1, 6
 COMPARED = 3  # first steps whose losses have to agree
 APART = 1e-5  # relative; 3.5e-7 in the first step
-PYTHONS = {"theirs": ROOT / ".venv-trl" / "bin" / "python", "ours": Path(sys.executable)}
+THEIRS, OURS = ROOT / ".venv-trl" / "bin" / "python", Path(sys.executable)
+# What takes turns: its Python, its program and, of ours, the number of data workers.
+SIDES = {
+    "theirs": (THEIRS, "theirs.py", ""),
+    "ours": (OURS, "ours.py", "0"),
+    "two_workers": (OURS, "ours.py", "2"),
+}
 
 
 def start(side: str, folder: Path, mix: Mix) -> "subprocess.Popen[str]":
     """A trainer in a process and a folder of its own."""
-    command = [str(PYTHONS[side]), str(HERE / f"{side}.py"), str(folder)]
-    command += [str(mix.rows), str(mix.micro_batch)]
+    python, program, workers = SIDES[side]
+    command = [str(python), str(HERE / program), str(folder)]
+    command += [str(mix.rows), str(mix.micro_batch), *workers.split()]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -58,7 +65,7 @@ def compare(mix: Mix) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, mix, WARM_UP + REPEATS + 1)
-        sides = {side: start(side, folder, mix) for side in PYTHONS}
+        sides = {side: start(side, folder, mix) for side in SIDES}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         losses: list[dict[str, float]] = []
         for repeat in range(WARM_UP + REPEATS):
@@ -69,6 +76,7 @@ def compare(mix: Mix) -> dict[str, float]:
                     seconds[side].append(taken)
         for each in sides.values():
             each.kill()
+    assert all(loss["two_workers"] == loss["ours"] for loss in losses), losses
     apart = [abs(loss["ours"] - loss["theirs"]) / loss["theirs"] for loss in losses[:COMPARED]]
     if max(apart) > APART:
         raise SystemExit(f"{mix.name}: the losses of the first steps differ: {losses[:COMPARED]}")
@@ -83,6 +91,8 @@ def _figures(mix: Mix, seconds: dict[str, list[float]], apart: float) -> dict[st
         f"trl_ratio_{mix.name}": statistics.median(seconds["theirs"])
         / statistics.median(seconds["ours"]),
         f"trl_ratio_{mix.name}_least_of_a_step": min(ratios),
+        f"two_workers_step_{mix.name}": statistics.median(seconds["two_workers"])
+        / statistics.median(seconds["ours"]),
         f"trl_ratio_{mix.name}_losses_apart": apart,
     }
     return found
@@ -90,7 +100,7 @@ def _figures(mix: Mix, seconds: dict[str, list[float]], apart: float) -> dict[st
 
 def main() -> None:
     """Measure, print, write docs/benchmarks.md and .bench/latest.json."""
-    if not PYTHONS["theirs"].exists():
+    if not THEIRS.exists():
         raise SystemExit("make trl-env builds the environment of the other side")
     record("trl", {**compare(MIXED), **compare(UNIFORM)})
 

@@ -1,5 +1,5 @@
 """Our trainer on the rows of rows.py, a step for each line on standard input: ours.py FOLDER ROWS
-MICRO_BATCH. Prints {"loss": ...} after each step."""
+MICRO_BATCH WORKERS. Prints {"loss": ...} after each step."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from megatron_vlm.train import train_step
 
 def main() -> None:
     """Open a run and train until the input ends."""
-    folder, rows, micro_batch = sys.argv[1:4]
+    folder, rows, micro_batch, workers = sys.argv[1:5]
+    home = Path(folder, f"run{workers}")
     lines = Path(folder, "chats.jsonl").read_text().splitlines()
     cfg = load_config(
         [
@@ -22,9 +23,9 @@ def main() -> None:
             f"model.path={folder}/model",
             f"data.train={folder}/chats.jsonl",
             "data.shuffle=false",
-            f"data.cache_dir={folder}/cache",
-            f"data.num_workers={os.environ.get('OUR_WORKERS', '0')}",
-            f"run={folder}/run",
+            f"data.cache_dir={folder}/cache{workers}",
+            f"data.num_workers={workers}",
+            f"run={home}",
             f"train.steps={len(lines) // int(rows)}",
             f"train.global_batch_size={rows}",
             f"train.micro_batch_size={micro_batch}",
@@ -40,7 +41,7 @@ def main() -> None:
             if not sys.stdin.readline():
                 break
             train_step(run, step)
-            last = Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1]
+            last = (home / "metrics.jsonl").read_text().splitlines()[-1]
             print(json.dumps({"loss": json.loads(last)["loss"]}), file=out, flush=True)
     os._exit(0)
 

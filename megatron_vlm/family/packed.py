@@ -6,7 +6,6 @@ frames of one size in a row, C width.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 
 from megatron_vlm.family.family import TowerHeads
 from megatron_vlm.products import by_mkl
-
-HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None  # from torch 2.10 on
 
 
 class PackedAttention(nn.Module):
@@ -49,7 +46,7 @@ def attend(
 ) -> Tensor:
     """[P, N, D]: each patch attends to those of its image or frame."""
     is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
-    if HAS_VARLEN and is_flash and query_PND.shape[-1] % 8 == 0:
+    if is_flash and query_PND.shape[-1] % 8 == 0:
         return at_once(query_PND, key_PND, value_PND, lengths, starts)
     return by_runs(query_PND, key_PND, value_PND, lengths)
 
