@@ -12,22 +12,36 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+import torch
+
+from megatron_vlm.products import take_faster_products
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 from record import record  # noqa: E402
-from sft.rows import MIXED, UNIFORM, Mix, write_inputs  # noqa: E402
+from sft.rows import MIXED, SPEC, UNIFORM, Mix, write_inputs  # noqa: E402
 
 WARM_UP, REPEATS = 1, 6
 COMPARED = 3  # first steps whose losses have to agree
 APART = 1e-5  # relative; 3.5e-7 in the first step
 THEIRS, OURS = ROOT / ".venv-trl" / "bin" / "python", Path(sys.executable)
-# What takes turns: its Python, its program and, of ours, the number of data workers.
+
+
+def same_products() -> str:
+    """The setting of torch by which the library that multiplies for us does so for others: see
+    megatron_vlm/products.py."""
+    take_faster_products(SPEC.hidden, has_experts=False)
+    return torch.get_float32_matmul_precision()
+
+
+# What takes turns: its Python, its program and what that is told last: of TRL how it multiplies, of
+# ours the number of data workers.
 SIDES = {
-    "theirs": (THEIRS, "theirs.py", ""),
+    "theirs": (THEIRS, "theirs.py", "highest"),
+    "theirs_same_products": (THEIRS, "theirs.py", same_products()),
     "ours": (OURS, "ours.py", "0"),
     "two_workers": (OURS, "ours.py", "2"),
 }
@@ -35,9 +49,9 @@ SIDES = {
 
 def start(side: str, folder: Path, mix: Mix) -> "subprocess.Popen[str]":
     """A trainer in a process and a folder of its own."""
-    python, program, workers = SIDES[side]
+    python, program, last = SIDES[side]
     command = [str(python), str(HERE / program), str(folder)]
-    command += [str(mix.rows), str(mix.micro_batch), *workers.split()]
+    command += [str(mix.rows), str(mix.micro_batch), last]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -85,17 +99,17 @@ def compare(mix: Mix) -> dict[str, float]:
 
 def _figures(mix: Mix, seconds: dict[str, list[float]], apart: float) -> dict[str, float]:
     ratios = [a / b for a, b in zip(seconds["theirs"], seconds["ours"], strict=True)]
-    found: dict[str, Any] = {
-        f"trl_samples_per_s_{mix.name}": mix.rows / statistics.median(seconds["theirs"]),
-        f"ours_samples_per_s_{mix.name}": mix.rows / statistics.median(seconds["ours"]),
-        f"trl_ratio_{mix.name}": statistics.median(seconds["theirs"])
-        / statistics.median(seconds["ours"]),
-        f"trl_ratio_{mix.name}_least_of_a_step": min(ratios),
-        f"two_workers_step_{mix.name}": statistics.median(seconds["two_workers"])
-        / statistics.median(seconds["ours"]),
-        f"trl_ratio_{mix.name}_losses_apart": apart,
+    of = {side: statistics.median(taken) for side, taken in seconds.items()}
+    found = {
+        "trl_samples_per_s": mix.rows / of["theirs"],
+        "ours_samples_per_s": mix.rows / of["ours"],
+        "trl_ratio": of["theirs"] / of["ours"],
+        "trl_ratio_same_products": of["theirs_same_products"] / of["ours"],
+        "trl_ratio_least_of_a_step": min(ratios),
+        "trl_losses_apart": apart,
+        "two_workers_step": of["two_workers"] / of["ours"],
     }
-    return found
+    return {f"{key}_{mix.name}": value for key, value in found.items()}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """TRL's SFTTrainer on the rows of rows.py, a step for each line on standard input.
 
 Runs in the environment of `make trl-env`, which has nothing of ours: theirs.py FOLDER ROWS
-MICRO_BATCH. Prints {"loss": ...} after each step.
+MICRO_BATCH PRECISION, of torch.set_float32_matmul_precision. Prints {"loss": ...} after each step.
 
 One thing is set that a user would not set. Transformers declares of Qwen3-VL's class that it takes
 no number of items (`accepts_loss_kwargs = False`), so the Trainer divides the loss of each
@@ -77,6 +77,7 @@ def records(folder: str, processor: Any) -> Dataset:
 def main() -> None:
     """Build the trainer and train until the input ends."""
     folder, rows, micro_batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_float32_matmul_precision(sys.argv[4])
     model = Qwen3VLForConditionalGeneration.from_pretrained(f"{folder}/model", dtype=torch.float32)
     model.accepts_loss_kwargs = True  # see above: the mean over the supervised tokens of a step
     processor = AutoProcessor.from_pretrained(f"{folder}/model")
