@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from record import record
+from row_sizes import sizes_of_row
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
@@ -38,7 +39,7 @@ from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.planner.auto import decide, with_layers
-from megatron_vlm.planner.shapes import BatchSizes, Mix
+from megatron_vlm.planner.shapes import Mix
 from megatron_vlm.products import take_faster_products
 from megatron_vlm.worker import MegatronWorker
 
@@ -291,13 +292,6 @@ def flops(path: str, rows: list[Row]) -> float:
     return 3.0 * sum(
         work.row(row.tokens, row.supervised, row.patches, row.patch_pairs) for row in sizes
     )
-
-
-def sizes_of_row(row: Row) -> BatchSizes:
-    """Of a row with one image, as a micro-batch of its own."""
-    assert row.image_grid_I3 is not None and len(row.image_grid_I3) == 1
-    patches, supervised = int(row.image_grid_I3.prod()), int((row.labels_S[1:] != IGNORE).sum())
-    return BatchSizes(1, len(row.ids_S), supervised, patches, patches, patches**2)
 
 
 def figures_of(spec: TinySpec, suffix: str) -> dict[str, float]:

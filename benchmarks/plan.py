@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from record import record
+from row_sizes import sizes_of_row
 from transformers.utils import logging
 
 from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -36,7 +37,7 @@ from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.auto import decide
 from megatron_vlm.planner.costs import trained
 from megatron_vlm.planner.schedule import one_f_one_b
-from megatron_vlm.planner.shapes import BatchSizes, Mix
+from megatron_vlm.planner.shapes import Mix
 from megatron_vlm.planner.split import even_split
 from megatron_vlm.planner.work import Pass, Work, accumulate, micro_work
 
@@ -90,16 +91,6 @@ def _row(
         pixels,
         torch.tensor([[1, height, width]]),
     )
-
-
-def shapes(rows: Sequence[Row]) -> list[BatchSizes]:
-    """Each row as the planner sees it."""
-    found = []
-    for row in rows:
-        patches = 0 if row.image_grid_I3 is None else int(row.image_grid_I3.prod(-1).sum())
-        supervised = int((row.labels_S[1:] != IGNORE).sum())
-        found.append(BatchSizes(1, len(row.ids_S), supervised, patches, patches, patches**2))
-    return found
 
 
 def configuration(path: str, split: Sequence[int]) -> Config:
@@ -210,7 +201,7 @@ def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[Pass]
     cfg, dims = configuration(path, split), ParallelDims(1, len(split), 1, 1, tuple(split))
     parts = [Pass(Work(), accumulate(n, 4)) for n in trained(cfg, sizes, dims)]
     table = []
-    for batch in shapes(make_rows()):
+    for batch in map(sizes_of_row, make_rows()):
         work = micro_work(cfg, sizes, 1, batch, 4)
         row = [(work.layer + parts[0]) * count for count in split]
         row[0] += work.first + parts[1]
@@ -252,7 +243,7 @@ def stage_errors(predicted: np.ndarray, measured: Measured) -> np.ndarray:
 
 def figures_of(pp: int, path: str) -> dict[str, float]:
     """The even split and the planner's, measured and predicted."""
-    sizes, rows = read_sizes(path), shapes(make_rows())
+    sizes, rows = read_sizes(path), list(map(sizes_of_row, make_rows()))
     cfg = configuration(path, even_split(pp, SPEC.layers))
     cfg = Config(model=cfg.model, parallel=ParallelConfig(pp=pp), train=cfg.train, platform="cpu")
     even = even_split(pp, SPEC.layers)

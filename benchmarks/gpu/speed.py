@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family import packed
 from megatron_vlm.family.packed import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
@@ -50,70 +51,57 @@ def timed_if_it_fits(step: Callable[[], Any], count: int) -> float | None:
 
 
 @contextmanager
-def recompute(worker: MegatronWorker, kind: str | None) -> Iterator[None]:
-    """As model.recompute would have built it."""
-    config = worker.chunks[0].config
-    layers = [module for module in worker.chunks[0].modules() if hasattr(module, "core_attention")]
-    config.recompute_granularity = kind
-    config.recompute_method, config.recompute_num_layers = (
-        ("uniform", 1) if kind == "full" else (None, None)
-    )
-    for layer in layers:
-        layer.checkpoint_core_attention = kind == "selective"
-    try:
+def changed(objects: Sequence[Any], **values: Any) -> Iterator[None]:
+    """Attributes of some objects have these values within it."""
+    assert objects, values
+    with ExitStack() as stack:
+        for each in objects:
+            stack.enter_context(mock.patch.multiple(each, **values))
         yield
-    finally:
-        config.recompute_granularity = None
-        for layer in layers:
-            layer.checkpoint_core_attention = False
+
+
+@contextmanager
+def recompute(worker: MegatronWorker, kind: str) -> Iterator[None]:
+    """As model.recompute would have built it."""
+    method, number = ("uniform", 1) if kind == "full" else (None, None)
+    config = changed(
+        [worker.chunks[0].config],
+        recompute_granularity=kind,
+        recompute_method=method,
+        recompute_num_layers=number,
+    )
+    layers = [module for module in worker.chunks[0].modules() if hasattr(module, "core_attention")]
+    with config, changed(layers, checkpoint_core_attention=kind == "selective"):
+        yield
 
 
 @contextmanager
 def not_compiled(worker: MegatronWorker) -> Iterator[None]:
     """As model.compile=false would have built it."""
     modules, plain = list(worker.chunks[0].modules()), Chains()
-    changed = {
-        "chains": [module for module in modules if hasattr(module, "chains")],
-        "activation_func": [module for module in modules if hasattr(module, "activation_func")],
-        "heads": [module for module in modules if isinstance(module, PackedAttention)],
-    }
-    values = {"chains": plain, "activation_func": plain.swiglu, "heads": plain.tower_heads}
-    with ExitStack() as stack:
-        for name, found in changed.items():
-            assert found, name
-            for module in found:
-                stack.enter_context(mock.patch.object(module, name, values[name]))
+    layers = [module for module in modules if hasattr(module, "chains")]
+    mlps = [module for module in modules if hasattr(module, "activation_func")]
+    blocks = [module for module in modules if isinstance(module, PackedAttention)]
+    with (
+        changed(layers, chains=plain),
+        changed(mlps, activation_func=plain.swiglu),
+        changed(blocks, heads=plain.tower_heads),
+    ):
         yield
 
 
-@contextmanager
-def rounded(worker: MegatronWorker) -> Iterator[None]:
+def rounded(worker: MegatronWorker) -> AbstractContextManager[None]:
     """As model.fp32_weight_gradients=false would have built it."""
     modules = worker.chunks[0].modules()
     linears = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
-    chosen = [linear.gradient_accumulation_fusion for linear in linears]
-    try:
-        for linear in linears:
-            linear.gradient_accumulation_fusion = False
-        yield
-    finally:
-        for linear, before in zip(linears, chosen, strict=True):
-            linear.gradient_accumulation_fusion = before
+    return changed(linears, gradient_accumulation_fusion=False)
 
 
-@contextmanager
-def attention(worker: MegatronWorker, kernel: str) -> Iterator[None]:
+def attention(worker: MegatronWorker, kernel: str) -> AbstractContextManager[None]:
     """As model.attention would have built it; `torch` is torch's own choice."""
     modules = worker.chunks[0].modules()
     layers = [module for module in modules if isinstance(module, SDPACoreAttention)]
-    chosen = layers[0].kernel
-    try:
-        for layer in layers:
-            layer.kernel = kernel
-        yield
-    finally:
-        for layer in layers:
-            layer.kernel = chosen
+    return changed(layers, kernel=kernel)
 
 
 def image_by_image(
@@ -266,14 +254,11 @@ def measure_theirs(figures: Figures, work: Work, path: Path, peak: float | None)
 
 def _prepared(figures: Figures, works: Sequence[Work], recompute: str) -> tuple[Work, Path] | None:
     """The largest of them that this device holds, and its weights on the disk."""
-    work: Work | None = DRY
-    if not figures.dry:
-        memory = torch.cuda.get_device_properties(0).total_memory
-        work = largest(works, memory, recompute)
-        if work is None:
-            figures.say("not measured", f"{memory / 2**30:.0f} GiB hold none of these models")
-            return None
-    assert work is not None
+    memory = pick_platform(figures.platform).memory_total()
+    work = largest([DRY] if figures.dry else works, memory, recompute)
+    if work is None:
+        figures.say("not measured", f"{memory / 2**30:.0f} GiB hold none of these models")
+        return None
     figures.say("model", work.name)
     path = figures.scratch / f"random_{figures.step}"
     start = time.perf_counter()
@@ -290,8 +275,6 @@ def stack(figures: Figures) -> None:
 
 def whole(figures: Figures) -> None:
     """A model from end to end, ours and Hugging Face's. It may have to recompute its layers."""
-    from megatron_vlm.distributed.device import pick_platform
-
     if prepared := _prepared(figures, WHOLES, "full"):
         measure_ours(figures, *prepared)
         free()

@@ -35,11 +35,10 @@ class Work:
     steps: int = 4
 
     @property
-    def batch(self) -> BatchSizes:
-        """As the planner knows it."""
+    def row(self) -> BatchSizes:
+        """Each of the rows, as the planner knows it."""
         patches = self.side**2
-        row = BatchSizes(1, self.tokens, self.supervised, patches, patches, patches**2)
-        return BatchSizes.of([row] * self.rows)
+        return BatchSizes(1, self.tokens, self.supervised, patches, patches, patches**2)
 
 
 QWEN3_VL_8B = TinySpec(
@@ -87,7 +86,8 @@ def needs(work: Work, recompute: str) -> int:
     sizes = sizes_of(tiny_config(work.spec, train_tokenizer(512)))
     cfg = Config(model=ModelConfig(path="", recompute=recompute))  # type: ignore[arg-type]
     dims = ParallelDims.create(cfg.parallel, 1, sizes.text.layers)
-    return stage_memory(cfg, sizes, dims, 0, [work.batch], BF16).total
+    batch = BatchSizes.of([work.row] * work.rows)
+    return stage_memory(cfg, sizes, dims, 0, [batch], BF16).total
 
 
 def write_random(folder: Path, spec: TinySpec, device: str) -> None:
@@ -142,6 +142,6 @@ def flops(work: Work, path: Path) -> float:
     recomputed and padding are not counted."""
     from transformers import AutoConfig
 
-    model = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path)))
-    patches = work.side**2
-    return 3.0 * work.rows * model.row(work.tokens, work.supervised, patches, patches**2)
+    model, row = WorkModel.of(sizes_of(AutoConfig.from_pretrained(path))), work.row
+    of_row = model.row(row.tokens, row.supervised, row.patches, row.patch_pairs)
+    return 3.0 * work.rows * of_row
