@@ -14,6 +14,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.planner.memory import StageMemory
 from megatron_vlm.tools.dry_run import dry_run, plan_steps, size_text, warning
+from tests.chats import image, say
 from tests.sets import data_config, open_set, write_set
 from tests.test_parity import layout
 
@@ -27,9 +28,9 @@ def test_planned_batches_are_those_of_the_loader(tiny, tmp_path):
     )
     source = HFCheckpoint(path)
     dims = ParallelDims.create(cfg.parallel, 2, source.sizes.text.layers)
-    planned = list(plan_steps(cfg, source.sizes, dims))
-    assert len(planned) == 4  # 23 samples: the last step has two
     data = open_set(file, path, None)
+    planned = list(plan_steps(data, cfg, dims))
+    assert len(planned) == 4  # 23 samples: the last step has two
     for rank in range(2):
         loader = Loader(data, cfg.data, 7, Limits(1, 400), Replica(rank, 2), epochs=1)
         for step, shares in zip(loader, planned, strict=True):
@@ -45,10 +46,14 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     folder = tmp_path / "bare"
     shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     file = write_set(tmp_path)
+    pictures = [image(400, 400, seed) for seed in range(2)]
+    long = {"messages": [say("user", *pictures), say("assistant", "a")], "meta": 1}
+    with open(file, "a") as end:
+        end.write(json.dumps(long) + "\n")
     cfg = replace(
         layout(pp=2).config(str(folder)),
         run=str(tmp_path / "run"),
-        data=replace(data_config(None), train=(SourceSpec(file),)),
+        data=data_config(None, train=(SourceSpec(file),), truncation="image_safe", max_tokens=100),
         train=TrainConfig(global_batch_size=7, micro_batch_tokens=400),
         launch=LaunchConfig(processes=4),
     )
@@ -57,6 +62,9 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert "parallel.layers_per_stage=auto is [" in capsys.readouterr().out
     assert dry_run(cfg) == 0
     out = capsys.readouterr().out
+    assert "1 of 24 records are dropped: nothing left to learn after the cut" in out
+    assert "'meta' (1)" in out
+    assert "may take 64 of data.max_tokens=100: data.max_pixels=25600 makes that 25" in out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out
     assert dry_run(replace(cfg, parallel=replace(cfg.parallel, virtual_stages=2))) == 0
     interleaved = capsys.readouterr().out

@@ -2,6 +2,7 @@
 """Every format of records becomes the same turns; what is wrong is refused with its place."""
 
 import io
+from collections import Counter
 
 import PIL.Image
 import pytest
@@ -115,13 +116,6 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_formats_give_the_same_chat(name):
     assert parse_record(SAME[name], "x:1") == Chat("x:1", ASKED)
-
-
-def test_marks_without_images_stay_text():
-    record = parse_record(
-        {"prompt": "What does <image> mean in HTML?", "completion": "Nothing."}, "x:1"
-    )
-    assert record.turns[0].parts == ("What does <image> mean in HTML?",)
 
 
 def test_images_stand_where_their_marks_are():
@@ -401,19 +395,65 @@ WRONG = {
 }
 
 
+MARKED = {
+    "llava": {"conversations": [{"from": "human", "value": "<image>\nWhat is it?"}]},
+    "an empty column": {**user("<image>What is it?"), "images": []},
+    "a null": {**user("<image>What is it?"), "image": None},
+    "a video beside an image": {**user("<image><video>Compare."), "images": ["a.png"]},
+    "sound": user("What does <audio> say?"),
+    "alpaca": {"instruction": "<image>What is it?", "output": "A cat."},
+    "an answer": {"messages": [{"role": "assistant", "content": "See <image>."}]},
+}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marks_without_media_of_their_kind_are_refused(name):
+    """In the formats that have marks; by data.lone_marks=text they are words."""
+    with pytest.raises(DataError, match=r"x:1: .*<(image|video|audio)> marks?.*lone_marks=text"):
+        parse_record(MARKED[name], "x:1")
+    if "images" not in name and name != "a video beside an image":
+        record = parse_record(MARKED[name], "x:1", lone_marks="text")
+        assert "<" in record.turns[0].parts[0]
+
+
+MENTIONED = {
+    "prompt and completion": {"prompt": "What does <image> mean?", "completion": "Nothing."},
+    "a part": user([{"type": "text", "text": "What does <image> mean?"}]),
+    "HTML": user("<video>no player</video> and <image></image>"),
+}
+
+
+@pytest.mark.parametrize("name", MENTIONED)
+def test_words_that_look_like_marks_stay_text(name):
+    """Where the format has no marks, and where the text closes them as HTML does."""
+    record = parse_record(MENTIONED[name], "x:1")
+    assert len(record.turns[0].parts) == 1 and "<image>" in record.turns[0].parts[0]
+
+
 DIALOGUE = user("a")["messages"]
 PREFERENCE = "this is preference data, by "
 # Keys that no format has, or whose meaning is not carried out: named, with what to write so that
 # they are ignored.
 UNKNOWN = {
-    "of a record": (
-        {"messages": DIALOGUE, "reward": 1.5, "regions": {"bbox": [1]}},
-        "the meaning of 'reward', 'regions' is not known here",
-        ["regions", "reward"],
+    "of other formats": (
+        {"messages": DIALOGUE, "loss_mask": [1], "functions": [{"name": "f"}]},
+        "the meaning of 'loss_mask', 'functions' is not known here",
+        ["functions", "loss_mask"],
+    ),
+    "a slip": (
+        {"messages": DIALOGUE, "imagse": ["a.png"], "tool": [{"name": "f"}], "Systm": "b"},
+        "the meaning of 'imagse' (most likely 'images'), 'tool' (most likely 'tools'), "
+        "'Systm' (most likely 'system') is not known here",
+        ["Systm", "imagse", "tool"],
+    ),
+    "a second picture": (
+        {**user("a"), "image": "a.png", "image_2": "b.png"},
+        "the meaning of 'image_2' is not known here",
+        ["image_2"],
     ),
     "of every kind at once": (
         {
-            "score": 0,
+            "weights": [1],
             "messages": [
                 {"role": "user", "content": [{"type": "text", "text": "a", "bbox": [1, 2]}]},
                 {"role": "assistant", "content": "b", "refusal": "no"},
@@ -421,14 +461,9 @@ UNKNOWN = {
                 {"role": "assistant", "content": "b", "refusal": "no"},
             ],
         },
-        "'score', 'bbox' (message 0, part 0), 'refusal' (message 1), "
-        "'parameters' (message 2, a tool call)",
-        ["bbox", "parameters", "refusal", "score"],
-    ),
-    "a class is no preference": (
-        {"messages": DIALOGUE, "label": "cat"},
-        "the meaning of 'label' is not known here",
-        ["label"],
+        "'weights', 'bbox' (message 0, part 0), 'refusal' (message 1), "
+        "'parameters' (message 2, a tool call) is not known",
+        ["bbox", "parameters", "refusal", "weights"],
     ),
     "another format's": (
         {"prompt": "a", "completion": "b", "history": [["c", "d"]]},
@@ -466,7 +501,7 @@ UNKNOWN = {
         ["name"],
     ),
     "a key that a shell would take apart": (
-        {"messages": DIALOGUE, "my score, new": 1},
+        {"messages": [{**DIALOGUE[0], "my score, new": 1}, DIALOGUE[1]]},
         "data.ignore_keys=['my score, new']",
         ["my score, new"],
     ),
@@ -487,7 +522,7 @@ UNKNOWN = {
         ["rejected_response"],
     ),
     "sound": (
-        {**user("<audio>What is it?"), "audios": ["a.wav"]},
+        {**user("What is it?"), "audios": ["a.wav"]},
         "there is sound, by 'audios', and Qwen3-VL hears none",
         ["audios"],
     ),
@@ -509,8 +544,45 @@ def test_unknown_keys_are_refused_by_name_until_they_are_ignored(name):
 
 
 def test_the_remedy_keeps_what_is_ignored_already():
-    with pytest.raises(DataError, match=r"data\.ignore_keys=\[reward,score\]$"):
-        parse_record({"messages": DIALOGUE, "score": 1, "reward": 2}, "x:1", ["score"])
+    with pytest.raises(DataError, match=r"data\.ignore_keys=\[loss_mask,score\]$"):
+        parse_record({"messages": DIALOGUE, "score": 1, "loss_mask": 2}, "x:1", ["score"])
+
+
+PASSED = {"score": 1, "meta": {"a": 1}, "label": "cat", "num_images": 3, "image_size": [4, 5]}
+PASSED |= {"url": "https://a.b/c", "my score, new": 1, "task": "vqa", "pages": 2, "reward": 1.5}
+
+
+def test_other_keys_of_a_record_are_passed_over_and_counted():
+    for raw in ({"messages": DIALOGUE, **PASSED}, {"messages": DIALOGUE, "score": 2, "x": None}):
+        passed = Counter()
+        assert parse_record(raw, "x:1", passed=passed) == parse_record(user("a"), "x:1")
+        assert passed == dict.fromkeys(raw.keys() & PASSED.keys(), 1)
+        with pytest.raises(DataError, match="the meaning of 'score'"):
+            parse_record(raw, "x:1", strict=True)
+
+
+MEDIA = {"image_path": "x.png", "img": "x.png", "file_name": "a/b", "pictures": ["x.png"]}
+MEDIA |= {"imageUrl": "http://a", "video_file": "x.mp4", "path": "a/x.JPG", "photo_1": "x"}
+MEDIA |= {"scan": {"bytes": b"x", "path": None}, "left": b"x", "image_files": ["x"]}
+
+
+@pytest.mark.parametrize("key", MEDIA)
+def test_what_looks_like_media_is_not_to_be_ignored(key):
+    """Unless the record has others, or somebody says so."""
+    raw = {**user("<image>What is it?"), key: MEDIA[key]}
+    with pytest.raises(DataError, match=f"x:1: '{key}' looks like pictures") as error:
+        parse_record(raw, "x:1")
+    assert "ignore_keys" not in str(error.value)
+    with pytest.raises(DataError, match=rf"ignore_keys=\[{key}\]"):
+        parse_record({**raw, "images": ["a.png"]}, "x:1")
+    with pytest.raises(DataError, match="lone_marks"):
+        parse_record(raw, "x:1", [key])
+
+
+def test_names_of_media_are_looked_at_in_no_time():
+    from megatron_vlm.data.read.unknown import looks_like_media  # as a hostile file may name them
+
+    assert not any(looks_like_media(f"image{'1_' * 40}x" * n, "a") for n in range(1, 50))
 
 
 def test_only_preference_and_sound_without_a_format():

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
+from megatron_vlm.data.batch.remarks import Remarks
 from megatron_vlm.data.encode import index as indexing
 from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.errors import DataError
 from tests.chats import CHATS, say
 from tests.limits import files_of_at_most
-from tests.sets import open_set, write_set
+from tests.sets import data_config, open_set, write_set
 
 
 @pytest.fixture
@@ -179,6 +180,39 @@ def test_wrong_records_are_skipped_and_counted(tiny, tmp_path, small_chunks, cap
     assert f"skipped {errors[0]}" in caplog.messages
     assert sorted(data.indexes[0].records.tolist()) == [0, 1, 2, 4, 5, 6, 9, 10, 11]
     assert len(data.order) == 9
+
+
+def test_all_unknown_keys_of_a_file_are_named_at_once(tiny, tmp_path, small_chunks):
+    path = Path(write_set(tmp_path, 12))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for place, record in enumerate(records):
+        record |= {"score": place} | ({"imagse": "a"} if place in (3, 11) else {})
+    records[7]["messages"][1]["rank"] = 2
+    records[9] = "no record"
+    path.write_text("\n".join(map(json.dumps, records)))
+    with pytest.raises(DataError) as error:
+        open_set(str(path), tiny(), tmp_path / "cache")
+    said = "'imagse' (most likely 'images'; 2 records), 'rank' (message 1; 1 records) is not known"
+    assert f"{path}:4: the meaning of {said}" in str(error.value)
+    assert str(error.value).endswith("set data.ignore_keys=[imagse,rank]")
+    with pytest.raises(DataError, match=r"'score'.*11 records.*'imagse'"):
+        open_set(str(path), tiny(), tmp_path / "cache", unknown_keys="refuse")
+
+
+def test_keys_that_are_passed_over_are_counted(tiny, tmp_path, small_chunks):
+    """Of those that the cache has, too."""
+    path = wrong_and_dropped(tmp_path)
+    content = Path(path).read_text()
+    Path(path).write_text(content.replace('{"messages"', '{"meta": 1, "messages"'))
+    for _ in range(2):
+        data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
+        cfg = data_config(None)
+        found = Remarks.of(data, "data.train", cfg)
+        assert (found.dropped, found.wrong) == (1, 2)
+        assert len(found.lines) == 3 and "'meta' (10)" in found.lines[-1]
+        assert "2 of 12 records are wrong and skipped, the first: " in found.lines[1]
+        quiet = Remarks.of(data, "data.train", replace(cfg, unknown_keys="ignore"))
+        assert quiet.lines == found.lines[:-1]
 
 
 def test_a_mended_record_is_found(tiny, tmp_path, small_chunks):

@@ -209,9 +209,10 @@ def test_other_data_is_refused_on_resume(whole, tiny, pool):
 
 @pytest.fixture(scope="module")
 def one_step(tiny, tmp_path_factory, pool):
-    """A run of one step and its model's folder."""
+    """A run of one step and its model's folder. A record has no answer."""
     folder = tmp_path_factory.mktemp("one-step")
-    write_set(folder)
+    with open(write_set(folder), "a") as file:
+        file.write(json.dumps({"messages": [say("user", "a")], "meta": {"a": 1}}) + "\n")
     model = shutil.copytree(tiny(), folder / "model")
     status, _, err = go_pooled(pool, 1, folder, str(model), "first", "parallel.pp=1", ONE_STEP)
     assert status == 0, err
@@ -232,6 +233,16 @@ def resume_again(pool, one_step, tmp_path, *more: str, model=None) -> tuple[int,
 def events_of(run: Path) -> list[str]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["text"] for line in lines if line["kind"] == "event"]
+
+
+def test_what_is_not_learnt_is_said_at_the_start(one_step):
+    run = one_step[0] / "first"
+    said = "data.train: 1 of 24 records are dropped: nothing to learn"
+    passed, *_ = [text for text in events_of(run) if "'meta' (1)" in text]
+    assert said in events_of(run) and "data.unknown_keys=refuse" in passed
+    start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert (start["samples"], start["dropped"], start["wrong"]) == (23, 1, 0)
+    assert "records left out: 1 dropped" in (run / "report.html").read_text()
 
 
 def test_another_rule_for_records_is_an_event_of_the_run(one_step, tiny, pool, tmp_path):

@@ -35,7 +35,8 @@ class Conversation:
     def __init__(self, folder: str, settings: Settings, adapter: Path | None = None):
         longest = read_sizes(folder).text.max_positions
         # Users may open any file of theirs; what they type is text, whatever it spells.
-        self.rows = RowMaker(folder, image_root="/", max_tokens=longest, special_tokens="escape")
+        typed = {"special_tokens": "escape", "lone_marks": "text"}
+        self.rows = RowMaker(folder, image_root="/", max_tokens=longest, **typed)
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
         self.stop_ids = stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
         self.settings = settings

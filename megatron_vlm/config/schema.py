@@ -90,6 +90,8 @@ class DataConfig:
     special_tokens: Literal["refuse", "escape"] = "refuse"  # text that spells a special token
     add_tokens: tuple[str, ...] = ()  # of text, new to the tokenizer: the vocabulary grows
     ignore_keys: tuple[str, ...] = ()  # of records, at every depth: as if they were not there
+    unknown_keys: Literal["warn", "refuse", "ignore"] = "warn"  # of records: see docs/data.md
+    lone_marks: Literal["refuse", "text"] = "refuse"  # <image> without an image in its record
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     on_error: Literal["raise", "skip"] = "raise"  # what to do about a wrong record
     max_errors: int = 100  # skipped records; one more stops the run

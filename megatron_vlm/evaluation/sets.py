@@ -1,7 +1,7 @@
 """Held-out sets: their batches for the loss, and their questions with the right answers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megatron_vlm.data.batch.dataset import DataSet, Handle, open_data
 from megatron_vlm.data.batch.loader import Loader, Replica
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.batch.order import Order, all_of
+from megatron_vlm.data.batch.remarks import Remarks
 from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -42,23 +43,26 @@ class EvalSet:
     name: str
     data: DataSet | None
     samples: int
+    remarks: Remarks
 
     @staticmethod
     def open(worker: MegatronWorker, cfg: Config, entry: EvalSource) -> "EvalSet":
         """An entry of data.eval."""
         grid, device = worker.grid, worker.platform.device
 
-        def opening() -> tuple[DataSet, int]:
+        name = f"data.eval {entry.name}"
+
+        def opening() -> tuple[DataSet, tuple[int, Any]]:
             share, sizes = (grid.dp.rank, grid.dp.size), worker.source.sizes
             path, specs = cfg.model.path, (entry.source,)
             data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False)
             assert isinstance(data, DataSet)
+            remarks = asdict(Remarks.of(data, name, cfg.data))
             data = first_of(data, cfg.eval.samples)
-            return data, len(data.order)
+            return data, (len(data.order), remarks)
 
-        name = f"data.eval {entry.name}"
-        data, samples = open_together(name, grid, device, opening, worker.watchdog)
-        return EvalSet(worker, cfg, entry.name, data, samples)
+        data, (samples, remarks) = open_together(name, grid, device, opening, worker.watchdog)
+        return EvalSet(worker, cfg, entry.name, data, samples, Remarks(**remarks))
 
     def batches(self) -> Iterator[list[MicroBatch]]:
         """The set's micro-batches, each list on every rank of the replica."""

@@ -13,6 +13,7 @@ from megatron_vlm.data.batch.dataset import DataSet, open_data
 from megatron_vlm.data.batch.loader import BatchFigures, Loader, Replica
 from megatron_vlm.data.batch.micro_batch import MicroBatch
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.batch.remarks import Remarks
 from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.distributed.agree import Vote, fail_together, meet
 from megatron_vlm.distributed.grid import Grid
@@ -73,16 +74,18 @@ class Feeder:
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
 
-        def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any]]:
+        def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any, Any]]:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
             data = open_data(specs, "data.train", cfg.data, path, sizes, share, asks=asks)
             length = len(data.order) if isinstance(data, DataSet) else None
-            return data, (length, fingerprint(data, cfg).to_json())
+            remarks = asdict(Remarks.of(data, "data.train", cfg.data))
+            return data, (length, fingerprint(data, cfg).to_json(), remarks)
 
-        self.data, (self.length, found) = open_together(
+        self.data, (self.length, found, remarks) = open_together(
             "data.train", grid, device, opening, watchdog
         )
+        self.remarks = Remarks(**remarks)
         self.fingerprint = Fingerprint.from_json(found)
         _check_same(self.fingerprint, device)
 

@@ -13,7 +13,10 @@ from megatron_vlm.hub import folder_of
 
 # The keys of data.* that change no row, and those of which the order has what matters. Every other
 # key is compared, also one that is added later.
-_WITHOUT_EFFECT = ("eval", "image_root", "max_errors", "cache_dir", "num_workers", "prefetch")
+_WITHOUT_EFFECT = (
+    *("eval", "image_root", "unknown_keys", "lone_marks", "max_errors", "cache_dir"),
+    *("num_workers", "prefetch"),
+)
 _IN_ORDER = ("train", "seed", "shuffle", "shuffle_window")
 _NOT_OF_ROWS = ("generation_config.json",)
 

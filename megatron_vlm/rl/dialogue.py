@@ -16,7 +16,9 @@ class Dialogue:
     """Renders messages with the chat template and the image rules of one source of records."""
 
     def __init__(self, reader: Reader):
-        self.reader = replace(reader, asks=False)
+        # What a program says at run time has its images as parts, and no mistyped columns.
+        cfg = replace(reader.encoder.cfg, unknown_keys="refuse", lone_marks="text")
+        self.reader = replace(reader, asks=False, encoder=replace(reader.encoder, cfg=cfg))
         self.end_id = reader.encoder.renderer.end_id
         before = self._row(_BEFORE, "the chat template").ids_S.tolist()
         # What opens another answer comes after the end of this one.

@@ -31,6 +31,8 @@ class StartLine:
     samples: int | None  # None for a stream
     total_steps: int
     versions: dict[str, str]
+    dropped: int | None = None  # records of data.train that a rule left out
+    wrong: int | None = None  # those that data.on_error=skip left out
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,12 @@ class Run:
             samples=self.feeder.length,
             total_steps=self.total_steps,
             versions=versions(),
+            dropped=self.feeder.remarks.dropped,
+            wrong=self.feeder.remarks.wrong,
         )
+        for remarks in (self.feeder.remarks, *(each.remarks for each in self.examiner.sets)):
+            for line in remarks.lines:
+                self.log.event(self.progress.step, line)
 
     def at(self, step: int, phase: str, files: bool = False) -> None:
         """Tell the watchdog."""

@@ -15,10 +15,12 @@ from megatron_vlm.config.validate import processes_for
 from megatron_vlm.data.batch.batching import Limits, plan_batch
 from megatron_vlm.data.batch.dataset import DataSet, Handle, open_data
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.batch.remarks import Remarks
+from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.display.tables import plain_table
+from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.device import Platform, count_gpus, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.hf.adapters import adapted_linears, adapted_weights, adapter_entries
 from megatron_vlm.hf.load import check_tensors
 from megatron_vlm.hf.names import name_table
@@ -64,7 +66,10 @@ def dry_run(cfg: Config) -> int:
     dtype = compute_dtype(cfg, platform)
     where = f"{platform.name}, {dtype}"
     console.print(layout_table(cfg, dims, where, stage_reports(cfg, dims, table)))
-    steps = list(islice(plan_steps(cfg, source.sizes, dims), MEASURED_STEPS))
+    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, source.sizes)
+    for line in Remarks.of(data, "data.train", cfg.data).lines:
+        console.print(visible(line), markup=False, soft_wrap=True)
+    steps = list(islice(plan_steps(data, cfg, dims), MEASURED_STEPS))
     if steps:
         console.print("First batches: rows x tokens of each micro-batch (patches of its images)")
         console.print(batch_table(steps[:SHOWN_STEPS]))
@@ -83,11 +88,10 @@ def dry_run(cfg: Config) -> int:
 
 
 def plan_steps(
-    cfg: Config, sizes: ModelSizes, dims: ParallelDims
+    data: DataSet | StreamSet, cfg: Config, dims: ParallelDims
 ) -> Iterator[list[list[BatchSizes]]]:
     """The micro-batches of each replica, step by step, through the first epoch; none for a stream,
     whose sizes are not known in advance."""
-    data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
     if not isinstance(data, DataSet):
         return
     limits = Limits.of(cfg.train)

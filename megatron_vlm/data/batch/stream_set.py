@@ -32,6 +32,7 @@ class Item:
     raw: Any
     where: str
     sample: Sample
+    passed: tuple[str, ...] = ()  # its keys that nothing is made of
 
 
 # A record's place, the state of the stream after it (empty if nothing can follow), and what became
@@ -49,6 +50,7 @@ class StreamSet:
     work: WorkModel
     dropped: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
+    passed: set[str] = field(default_factory=set)  # keys that were said to be passed over
     known_ahead = False
 
     @property
@@ -72,12 +74,26 @@ class StreamSet:
                 check_errors(self.errors, self.cfg)
             else:
                 taken += 1
+                self._say_passed(outcome)
                 yield outcome, self._size(outcome.sample), Position(start.epoch, taken, state)
         if not taken:
             raise DataError(
                 f"{self.name}: no sample is left: {sum(self.dropped.values())} dropped "
                 f"{dict(self.dropped)}, {len(self.errors)} wrong"
             )
+
+    def _say_passed(self, item: Item) -> None:
+        """A stream is not known at the start: its keys are said where they first come."""
+        new = [key for key in item.passed if key not in self.passed]
+        if new and self.cfg.unknown_keys == "warn":
+            names = ", ".join(repr(key[:80]) for key in new)
+            log.warning(
+                "%s: the model does not see %s: its meaning is not known here; "
+                "data.unknown_keys=refuse makes it an error, ignore says nothing of it",
+                visible(item.where),
+                visible(names),
+            )
+        self.passed.update(new)
 
     def row(self, handle: Item) -> PlacedRow:
         """The sample with its pixels."""
@@ -120,6 +136,8 @@ class _EncodedRecords(IterableDataset[Outcome]):
     def _encoded(self, record: StreamRecord) -> Item | Dropped | DataError:
         try:
             raw = record.raw()
-            return Item(raw, record.where, self.reader.encode(raw, record.where))
+            passed = Counter[str]()
+            sample = self.reader.encode(raw, record.where, False, passed)
+            return Item(raw, record.where, sample, tuple(passed))
         except (Dropped, DataError) as reason:
             return reason

@@ -8,8 +8,9 @@ import json
 import os
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,24 @@ from megatron_vlm.paths import require_file
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
 _COLUMNS = ("records", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
-_FAULTS = ("dropped", "errors")
+_TOLD = ("dropped", "errors", "passed")
 
 
 @dataclass(frozen=True)
 class Chunk:
     """The encoded records of one chunk."""
 
-    samples: list[tuple[int, Sample]]  # each with its record's place in the chunk
-    dropped: list[tuple[int, str]]  # place and rule
-    faults: list[str]
+    # Each with its record's place in the chunk.
+    samples: list[tuple[int, Sample]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
+    faults: list[str] = field(default_factory=list)
+    passed: Counter[str] = field(default_factory=Counter)  # keys that nothing is made of
 
     def save(self, path: Path) -> None:
         """Write under a temporary name first, so that readers see all of it or nothing."""
         tensors = self._tensors()
-        told = {"dropped": json.dumps(self.dropped), "errors": json.dumps(self.faults)}
+        values = (self.dropped, self.faults, self.passed)
+        told = dict(zip(_TOLD, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         checksum = {"checksum": _checksum(shapes, tensors, told)}
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -82,6 +86,7 @@ class ChunkFile:
     columns: Mapping[str, np.ndarray]  # each with an entry for each sample
     dropped: list[tuple[int, str]]
     errors: list[str]
+    passed: dict[str, int]  # in how many records each key is that nothing is made of
     weighted: bool  # whether it has weights of tokens
 
     @staticmethod
@@ -92,11 +97,11 @@ class ChunkFile:
         with outside.border("the cache is damaged"), safe_open(path, "np") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             columns = {name: file.get_tensor(name) for name in _COLUMNS}
-            told = {name: file.metadata()[name] for name in _FAULTS}
+            told = {name: file.metadata()[name] for name in _TOLD}
             if file.metadata()["checksum"] != _checksum(shapes, columns, told):
                 raise ValueError("its checksum is another than when it was written")
-            dropped, errors = (outside.parsed(told[name]) for name in _FAULTS)
-        return ChunkFile(path, columns, dropped, errors, "weights" in shapes)
+            dropped, errors, passed = (outside.parsed(told[name]) for name in _TOLD)
+        return ChunkFile(path, columns, dropped, errors, passed, "weights" in shapes)
 
     def sample(self, place: int) -> Sample:
         """One of its samples; a DataError where it is not as it was written."""

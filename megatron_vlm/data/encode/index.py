@@ -11,7 +11,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from megatron_vlm.data.encode.reader import Reader
 from megatron_vlm.data.encode.sample import Dropped, Sample
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
+from megatron_vlm.data.read.unknown import UnknownKeysError, refusal
 from megatron_vlm.errors import DataError
 
 _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
-_VERSION = 5  # of the files; raise it when the meaning of their content changes
+_MOST_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
+_VERSION = 6  # of the files; raise it when the meaning of their content changes
 # The settings that decide what a sample is.
 _DECIDING = [
     "exif_orientation",
@@ -39,6 +42,8 @@ _DECIDING = [
     "train_on",
     "special_tokens",
     "ignore_keys",
+    "unknown_keys",
+    "lone_marks",
     "template_kwargs",
     "allow_http",
 ]
@@ -50,6 +55,7 @@ class Faults:
 
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]  # place and mistake
+    passed: Mapping[str, int]  # in how many records each key is that nothing is made of
 
 
 class Index:
@@ -74,6 +80,7 @@ class Index:
                 for place, rule in file.dropped
             ),
             tuple(message for file in files for message in file.errors),
+            sum((Counter(file.passed) for file in files), Counter()),
         )
 
     def __len__(self) -> int:
@@ -111,6 +118,8 @@ def build_index(
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
     elsewhere: dict[int, Path] = {}
     for chunk, content in in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
+        if isinstance(content, UnknownKeysError):
+            raise _all_unknown(source, reader, content)
         if isinstance(content, DataError):
             raise content
         # Somebody may fix what is faulty, so such a chunk is never cached.
@@ -157,6 +166,24 @@ def _write(content: Chunk, path: Path) -> None:
         ) from error
 
 
+def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> DataError:
+    """Of all keys that records of the source are refused for, so that nobody meets them one after
+    the other."""
+    keys, counts = dict(first.keys), Counter[str]()
+    surveyed = min(len(source), _MOST_SURVEYED)
+    for number in range(surveyed):
+        try:
+            reader.parse(source[number], source.where(number))
+        except UnknownKeysError as error:
+            keys = error.keys | keys
+            counts.update([*error.keys])
+        except DataError:
+            continue
+    records = f"of the first {surveyed:,} records" if surveyed < len(source) else "records"
+    told = {name: f"{count:,} {records}" for name, count in counts.items()}
+    return DataError(refusal(first.where, keys, reader.encoder.cfg.ignore_keys, told))
+
+
 def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
     """Stop if there are more wrong records than data.max_errors."""
     if len(errors) > cfg.max_errors:
@@ -194,12 +221,12 @@ class _Chunks:
     cfg: DataConfig
 
     def __getitem__(self, number: int) -> tuple[int, Chunk | DataError]:
-        chunk = Chunk([], [], [])
+        chunk = Chunk()
         start = number * CHUNK
         for place in range(min(CHUNK, len(self.source) - start)):
             where = self.source.where(start + place)
             try:
-                sample = self.reader.encode(self.source[start + place], where)
+                sample = self.reader.encode(self.source[start + place], where, False, chunk.passed)
                 chunk.samples.append((place, sample))
             except Dropped as rule:
                 chunk.dropped.append((place, str(rule)))

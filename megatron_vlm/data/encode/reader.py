@@ -1,6 +1,7 @@
 """Reader: raw records become samples, and samples rows with pixels."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,16 +37,21 @@ class Reader:
     tokens: Tokens
     asks: bool = False  # every record is a prompt; an answer that ends it is left out
 
-    def encode(self, raw: object, where: str, prompt: bool = False) -> Sample:
-        """Tokens and grids. Only the headers of images are read, not their pixels."""
-        record = self.parse(raw, where)
+    def encode(
+        self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
+    ) -> Sample:
+        """Tokens and grids. Only the headers of images are read, not their pixels. `passed` counts
+        the keys that nothing is made of."""
+        record = self.parse(raw, where, passed)
         sample = self.encoder.encode(record, self.policy, prompt or self.asks)
         check_ids(sample.ids_S, self.tokens, f"{where}: token")
         return sample
 
-    def parse(self, raw: object, where: str) -> Record:
+    def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
         """What the raw record says."""
-        record = parse_record(raw, where, self.encoder.cfg.ignore_keys)
+        cfg = self.encoder.cfg
+        strict = cfg.unknown_keys == "refuse"
+        record = parse_record(raw, where, cfg.ignore_keys, strict, cfg.lone_marks, passed)
         return without_answer(record) if self.asks else record
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:

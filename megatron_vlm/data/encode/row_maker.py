@@ -18,10 +18,10 @@ class RowMaker:
     """Makes rows with the tokenizer and the processors of a checkpoint: a folder, or a
     name on the Hub. `settings` are keys
     of the configuration's `data` (see docs/data.md). No local file is opened unless `image_root`
-    names a folder; then only files inside it are."""
+    names a folder; then only files inside it are. Keys that mean nothing are refused."""
 
     def __init__(self, checkpoint: str, **settings: Any):
-        cfg = DataConfig(**settings)
+        cfg = DataConfig(**{"unknown_keys": "refuse", **settings})
         check_values(replace(Config(), data=cfg))
         checkpoint = pin(checkpoint)
         sizes = read_sizes(checkpoint, cfg.add_tokens)  # it refuses tokens that are not new

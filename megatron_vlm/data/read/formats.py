@@ -4,13 +4,14 @@ The keys tell the format: OpenAI `messages`, LLaVA and ShareGPT `conversations`,
 `completion`, Alpaca, and lists of encoded chunks. All but the last become turns with parts.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from megatron_vlm.data.read.chunks import parse_chunks
 from megatron_vlm.data.read.grounding import parse_objects
 from megatron_vlm.data.read.keys import Keys
-from megatron_vlm.data.read.marks import place_media
+from megatron_vlm.data.read.marks import check_lone_marks, place_media
 from megatron_vlm.data.read.messages import parse_messages
 from megatron_vlm.data.read.records import Chat, Chunks, Turn
 from megatron_vlm.data.read.values import dicts, is_list, kind_of, text_of
@@ -32,18 +33,31 @@ _NAMES = (
 )
 
 
-def parse_record(raw: Any, where: str, ignore_keys: Collection[str] = ()) -> Chat | Chunks:
+def parse_record(
+    raw: Any,
+    where: str,
+    ignore_keys: Collection[str] = (),
+    strict: bool = False,
+    lone_marks: Literal["refuse", "text"] = "refuse",
+    passed: Counter[str] | None = None,
+) -> Chat | Chunks:
     """The Record in a raw dict, or a DataError that says what is wrong with it, and where. Keys
-    that are neither read nor in `ignore_keys` are wrong, too."""
+    that mean something to some format, or most likely do, are wrong where they are neither read nor
+    in `ignore_keys`; others of the record itself are counted in `passed`, or with `strict` wrong,
+    too. `lone_marks`: see the configuration."""
     if not isinstance(raw, Mapping):
         raise DataError(f"{where}: a record is a JSON object, but this is {kind_of(raw)}")
     if is_too_deep(raw):
         raise Outside(where, remedy="mend the record or drop it").too_deep()
-    keys = Keys(where, ignore_keys)
+    keys = Keys(where, ignore_keys, strict)
     raw = keys.record(raw)
     encoded = "chunks" in raw or "model_input" in raw
     record = parse_chunks(raw, keys) if encoded else _parse_chat(raw, keys)
-    keys.check()
+    keys.check(record)
+    if lone_marks == "refuse":
+        check_lone_marks(keys.marked, record)
+    if passed is not None:
+        passed.update(keys.passed)
     return record
 
 
@@ -82,7 +96,8 @@ def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> lis
         prompt = _as_turns(raw["prompt"], "user", keys)
         return prompt + _as_turns(raw["completion"], "assistant", keys)
     given = [text_of(raw[key], key, where) for key in ("instruction", "input") if key in raw]
-    turns = []
+    turns: list[Turn] = []
+    keys.marked += given
     for asked, answered in _pairs(raw.get("history", ()), f"{where}: history"):
         turns += [Turn("user", (asked,)), Turn("assistant", (answered,))]
     answer = text_of(raw["output"], "output", where)

@@ -1,9 +1,17 @@
 """Which keys are read and which are refused: what a record says is never left out in silence."""
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron_vlm.data.read.records import Image, Record, Video
+from megatron_vlm.data.read.unknown import (
+    MEANT,
+    Unknown,
+    UnknownKeysError,
+    looks_like_media,
+    remedy,
+    slip_of,
+)
 from megatron_vlm.data.read.values import is_empty
 from megatron_vlm.errors import DataError
 
@@ -18,16 +26,18 @@ _PREFERENCE = frozenset(
     + ("rejected", "rejected_messages", "rejected_response")
 )
 _AUDIO = frozenset({"audio", "audios"})
-_MOST_SHOWN = 20
-_PLAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
 
 class Keys:
-    """The keys that were met in one record and are neither read nor to be ignored."""
+    """The keys that were met in one record and are neither read nor to be ignored. With `strict`,
+    none of the record itself may be passed over either."""
 
-    def __init__(self, where: str, ignored: Collection[str]):
-        self.where, self.ignored = where, frozenset(ignored)
-        self.unknown: dict[str, str] = {}  # with the place of the first
+    def __init__(self, where: str, ignored: Collection[str], strict: bool = False):
+        self.where, self.ignored, self.strict = where, frozenset(ignored), strict
+        self.unknown: dict[str, Unknown] = {}
+        self.media: set[str] = set()  # of the unknown ones of the record itself
+        self.passed: list[str] = []  # of the record itself, with a value that nothing is made of
+        self.marked: list[str] = []  # texts of formats that have marks for images and videos
 
     def read(self, raw: Mapping[Any, Any], known: Collection[str], where: str) -> dict[str, Any]:
         """The keys that are read and have a value. Others that have one are remembered."""
@@ -37,9 +47,25 @@ class Keys:
                 continue
             if key in known:
                 found[key] = value
-            elif not is_empty(value):
-                self.unknown.setdefault(str(key), where.removeprefix(self.where).lstrip(": "))
+            elif is_empty(value):
+                continue
+            elif where == self.where:
+                self._remember(str(key), value, known)
+            else:
+                place = where.removeprefix(self.where).lstrip(": ")
+                self.unknown.setdefault(str(key), Unknown(place))
         return found
+
+    def _remember(self, key: str, value: Any, known: Collection[str]) -> None:
+        """A key of the record itself that is not read."""
+        is_media = key not in MEANT and looks_like_media(key, value)
+        if is_media:
+            self.media.add(key)
+        near = "" if key in MEANT or is_media else slip_of(key, known)
+        if key in MEANT or is_media or near or self.strict:
+            self.unknown[key] = Unknown(near=near)
+        else:
+            self.passed.append(key)
 
     def record(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
         """A record without what is empty, to be ignored, or metadata; refused if it is of a kind
@@ -54,35 +80,24 @@ class Keys:
                 f"{self.where}: this is preference data, by {_listed(marks)}: it says how good "
                 "answers are, as for DPO or KTO, and training here is supervised and learns "
                 "every answer. Make records of the good answers alone, as messages; or, if all "
-                f"the other keys hold what is to be learnt, {self._remedy(marks)}"
+                f"the other keys hold what is to be learnt, {remedy(marks, self.ignored)}"
             )
         if marks := sorted(given & _AUDIO):
             raise DataError(
                 f"{self.where}: there is sound, by {_listed(marks)}, and Qwen3-VL hears none: its "
                 "marks would be learnt as text. Leave such records out; or, if they make sense "
-                f"without, {self._remedy(marks)}"
+                f"without, {remedy(marks, self.ignored)}"
             )
         return found
 
-    def check(self) -> None:
-        """Refuse the record if it had other keys than those that are read."""
+    def check(self, record: Record) -> None:
+        """Refuse the record if it had keys that are neither read nor passed over."""
         if not self.unknown:
             return
-        places = [
-            f"{key[:80]!r}" + (f" ({place})" if place else "")
-            for key, place in self.unknown.items()
-        ]
-        more = len(places) - _MOST_SHOWN
-        shown = ", ".join(places[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        raise DataError(
-            f"{self.where}: the meaning of {shown} is not known here, or not carried out; see "
-            f"docs/data.md. If training may ignore it, {self._remedy(list(self.unknown))}"
-        )
-
-    def _remedy(self, names: list[str]) -> str:
-        names = sorted({*self.ignored, *names})[:_MOST_SHOWN]
-        spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in names]
-        return f"set data.ignore_keys=[{','.join(spelled)}]"
+        if not (record.media(Image) or record.media(Video)):
+            for key in self.media:
+                self.unknown[key] = Unknown(is_media=True)
+        raise UnknownKeysError.of(self.where, self.unknown, self.ignored)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,14 +1,16 @@
 """Images and videos that a record has in a column of their own find their places in the chat."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.data.read.records import Image, Part, Turn, Video
+from megatron_vlm.data.read.records import Image, Part, Record, Turn, Video
 from megatron_vlm.errors import DataError
 
 _MARKS = re.compile(r"(<image>|<video>)")
+_ANY_MARK = re.compile(r"<(image|video|audio)>")
 # Parts without a source: the record's `images` or `videos` column has it.
 AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
 
@@ -52,8 +54,8 @@ def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tup
             if index % 2 and waiting[piece[1:-1]]:
                 found.append(AWAITED_IMAGE if piece == "<image>" else AWAITED_VIDEO)
             elif piece:
-                after_mark = index >= 2 and waiting[pieces[index - 1][1:-1]]
-                piece = piece.removeprefix("\n") if after_mark else piece
+                is_after_mark = index and not index % 2 and waiting[pieces[index - 1][1:-1]]
+                piece = piece.removeprefix("\n") if is_after_mark else piece
                 found += [piece] if piece else []
     return tuple(found)
 
@@ -64,3 +66,21 @@ def _prepend(turns: list[Turn], media: list[Any], where: str) -> list[Turn]:
         raise DataError(f"{where}: there are images but no user message to put them in")
     turns[first] = replace(turns[first], parts=(*media, *turns[first].parts))
     return turns
+
+
+def check_lone_marks(texts: Iterable[str], record: Record) -> None:
+    """Refuse marks in these texts whose kind of media the record does not have: they would be
+    learnt as text. A mark that its text closes is a tag of HTML."""
+    marks = Counter(
+        kind for text in texts for kind in _ANY_MARK.findall(text) if f"</{kind}>" not in text
+    )
+    media = {"image": record.media(Image), "video": record.media(Video), "audio": []}
+    for kind, count in marks.items():
+        if media[kind]:
+            continue
+        remedy = "leave such records out" if kind == "audio" else f"give its {kind}s, one for each"
+        raise DataError(
+            f"{record.where}: the texts have {count} <{kind}> marks, and the record has no {kind}: "
+            f"they would be learnt as text; {remedy}. If the texts mean the word itself, give them "
+            'as parts, {"type": "text", "text": ...}, or set data.lone_marks=text'
+        )

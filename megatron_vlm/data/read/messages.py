@@ -109,6 +109,7 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
         kind = _kind_of_part(part) if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind in keys.ignored:
             continue
+        keys.marked += [part] if isinstance(part, str) else []
         kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
         if kind == "tool_call":
             found[kind] += dicts(value, place)

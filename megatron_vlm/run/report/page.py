@@ -84,6 +84,10 @@ def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
     again = f", {metrics.replaced:,} of them lost or done again" if metrics.replaced else ""
     yield time_spent(metrics.seconds), f"in steps{again}"
     if start is not None:
+        lost = {"dropped": start.dropped or 0, "wrong": start.wrong or 0}
+        if any(lost.values()):
+            which = " and ".join(f"{count:,} {why}" for why, count in lost.items() if count)
+            yield f"{sum(lost.values()):,}", f"records left out: {which}"
         yield layout_text(start), _processes(start)
 
 

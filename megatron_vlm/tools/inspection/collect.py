@@ -22,6 +22,7 @@ from megatron_vlm.data.batch.batching import (
 )
 from megatron_vlm.data.batch.dataset import DataSet
 from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.batch.remarks import passed_over
 from megatron_vlm.data.encode.views import ShownSample
 from megatron_vlm.data.media.video import CHOSEN
 
@@ -97,6 +98,7 @@ class Inspection:
     columns: tuple[Column, ...]
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]
+    passed: str  # the keys that nothing is made of, in a sentence; or nothing
     batching: Batching
 
     @property
@@ -125,6 +127,7 @@ def collect(
         columns,
         tuple(entry for fault in faults for entry in fault.dropped),
         tuple(message for fault in faults for message in fault.errors),
+        next(passed_over("data.train", data, cfg.data), ""),
         measure_batching(cfg, data, ranks),
     )
 

@@ -35,7 +35,7 @@ def _header(inspection: Inspection) -> Iterator[Html]:
     yield tag("p", settings, class_="quiet")
     links = [("samples", "Samples"), ("sizes", "Sizes"), ("sources", "Sources")]
     links.append(("batches", "Micro-batches"))
-    if inspection.dropped or inspection.errors:
+    if inspection.dropped or inspection.errors or inspection.passed:
         links.append(("left-out", "Left out"))
     yield contents(links)
     totals = {column.name: column.summary[0] for column in inspection.columns}
@@ -151,7 +151,7 @@ def _figures(inspection: Inspection) -> Iterator[Html]:
     yield table(*tables.source_table(inspection))
     yield tag("h2", "Micro-batches", id="batches")
     yield table(*tables.batch_table(inspection))
-    if inspection.dropped or inspection.errors:
+    if inspection.dropped or inspection.errors or inspection.passed:
         yield tag("h2", "Left out", id="left-out")
         yield from _faults(inspection)
 
@@ -159,6 +159,8 @@ def _figures(inspection: Inspection) -> Iterator[Html]:
 def _faults(inspection: Inspection) -> Iterator[Html]:
     if inspection.dropped:
         yield table(*tables.dropped_table(inspection))
+    if inspection.passed:
+        yield tag("p", inspection.passed)
     if not inspection.errors:
         return
     messages = [tag("li", message) for message in inspection.errors[:_MOST_ERRORS]]

@@ -83,6 +83,8 @@ def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bo
 def _print_faults(inspection: Inspection, console: Console) -> None:
     if inspection.dropped:
         console.print(_table(*tables.dropped_table(inspection)))
+    if inspection.passed:
+        console.print(Text(visible(inspection.passed)), "\n", sep="", soft_wrap=True)
     if not inspection.errors:
         return
     console.print(Text(f"wrong records: {len(inspection.errors):,}", "bold"))
