@@ -37,7 +37,7 @@ def test_recipes_then_the_file_then_the_command_line():
     mine = ConfigFile.parse(MINE, "my.yaml")
     cfg = load_config(["optim.weight_decay=0.25", "data.seed=7"], mine)
     assert (cfg.parallel.tp, cfg.parallel.pp, cfg.data.max_tokens) == (2, 2, 8192)  # recipes
-    assert (cfg.optim.lr, cfg.optim.warmup_steps) == (3e-6, 20)
+    assert (cfg.optim.lr, cfg.optim.warmup_ratio) == (3e-6, 0.03)
     assert (cfg.optim.weight_decay, cfg.data.seed) == (0.25, 7)
     assert [(spec.path, spec.weight) for spec in cfg.data.train] == [
         ("a.jsonl", 1),

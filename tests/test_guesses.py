@@ -49,6 +49,7 @@ KEYS = {
     "video_fps": "data.video_fps",
     "packing": "train.packing",
     "warmup_steps": "optim.warmup_steps",
+    "warmup_ratio": "optim.warmup_ratio",
     "global_batch_size": "train.global_batch_size",
     "nproc_per_node": "launch.processes",
     # near misses
@@ -78,7 +79,6 @@ SENTENCES = {
     "fp16": "fp16 is not trained",
     "torch_dtype": "train.precision",
     "deepspeed": "parallel.distributed_optimizer",
-    "warmup_ratio": "optim.warmup_steps counts steps",
     "lr_scheduler_type": "constant, linear, cosine or wsd",
     "gradient_checkpointing": "model.recompute",
     "attn_impl": "model.backend=te",
@@ -104,6 +104,7 @@ TYPICAL: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("optim.lr", "optim.vision_lr", "optim.merger_lr", "optim.eps"), ("1e-5",)),
     **dict.fromkeys(("optim.beta1", "optim.beta2"), ("0.9", "0.95")),
     "optim.clip_grad": ("1.0", "1"),
+    "optim.warmup_ratio": ("0.03",),
     "lora.alpha": ("16", "32.0"),
     "lora.dropout": ("0.05",),
     "lora.rslora": _SWITCH,

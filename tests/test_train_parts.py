@@ -14,11 +14,11 @@ from megatron_vlm.data.batch.loader import BatchFigures
 from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.distributed.agree import Vote, agree
 from megatron_vlm.distributed.watchdog import Sign, describe, find_stuck
-from megatron_vlm.errors import TrainError
+from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.run.lines import StepLine
 from megatron_vlm.run.log import RunLog, duration, step_line
 from megatron_vlm.run.meter import Guard
-from megatron_vlm.step.schedule import lr_at
+from megatron_vlm.step.schedule import announced, lr_at, warmup_of
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
 from tests.limits import files_of_at_most
@@ -44,6 +44,30 @@ def test_warm_up_and_floor():
     rates = [lr_at(optim, step, 7) for step in range(8)]
     assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.55, 1.1, 0.65, 0.2])
     assert lr_at(optim, 99, 7) == pytest.approx(0.2)  # a run that was made longer stays there
+
+
+def test_warm_up_as_a_ratio():
+    """Rounded up, below the number of steps; a number of steps comes before it."""
+    ratio = OptimConfig(lr=2.0, schedule="linear", warmup_ratio=0.3, min_lr_ratio=0.1)
+    steps = replace(ratio, warmup_steps=3, warmup_ratio=None)
+    for step in range(8):
+        assert lr_at(ratio, step, 8) == lr_at(steps, step, 8)
+        assert lr_at(replace(steps, warmup_ratio=0.9), step, 8) == lr_at(steps, step, 8)
+    few = replace(ratio, warmup_ratio=0.03)
+    assert [warmup_of(few, total) for total in (1, 2, 4, 100, 101)] == [0, 1, 1, 3, 4]
+
+
+def test_a_run_that_would_end_within_its_warm_up_is_refused():
+    """By its real number of steps, from epochs, too."""
+    cfg = Config(train=TrainConfig(global_batch_size=64, epochs=2))
+    cfg = replace(cfg, optim=OptimConfig(warmup_steps=7))
+    with pytest.raises(ConfigError, match=r"warmup_steps=7, and there are 7 steps \(200 samples.*"):
+        announced(cfg, 200)
+    assert announced(cfg, 250) == "250 samples, 8 steps of 64, 7 of them warm-up"
+    recipe = replace(cfg, optim=OptimConfig(warmup_ratio=0.03))
+    assert announced(recipe, 200) == "200 samples, 7 steps of 64, 1 of them warm-up"
+    streamed = replace(recipe, train=replace(cfg.train, steps=1000))
+    assert announced(streamed, None) == "a stream, 1,000 steps of 64, 30 of them warm-up"
 
 
 def _groups(worker: MegatronWorker) -> dict[str, tuple[float, float]]:

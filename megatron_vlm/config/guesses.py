@@ -44,6 +44,7 @@ _SAME = {
     "optim.beta1": "adam_beta1",
     "optim.beta2": "adam_beta2",
     "optim.eps": "adam_epsilon adam_eps",
+    "optim.warmup_ratio": "lr_warmup_ratio lr_warmup_fraction",
     "optim.clip_grad": "max_grad_norm grad_clip gradient_clip_val",
     "train.steps": "max_steps train_iters",
     "train.epochs": "num_train_epochs num_epochs",
@@ -115,8 +116,6 @@ _OTHER = {
     "seq_len truncation_strategy",
     "data.train and data.eval are files, globs, or names of Hugging Face data sets; "
     "dataset_info.json is not read": "dataset dataset_name dataset_path data_path dataset_dir",
-    "optim.warmup_steps counts steps; there is no key for a ratio": "warmup_ratio lr_warmup_ratio "
-    "lr_warmup_fraction",
     "optim.schedule is constant, linear, cosine or wsd": "lr_scheduler_type lr_scheduler "
     "lr_decay_style scheduler lr_scheduler_kwargs",
     "optim.min_lr_ratio is a fraction of optim.lr": "min_lr min_learning_rate",

@@ -65,7 +65,7 @@ _KEYS = {
         rl.temperature rl.kl_coef rl.entropy_coef
     """,
     _SHARE: "optim.min_lr_ratio optim.decay_ratio rl.off_policy_steps",
-    _DECAY: "optim.beta1 optim.beta2 lora.dropout",
+    _DECAY: "optim.beta1 optim.beta2 optim.warmup_ratio lora.dropout",
     Range(0, math.inf, open_least=True, open_most=True): """
         lora.alpha rl.timeout rl.clip_high rl.max_weight serve.lora_alpha serve.save_seconds
     """,

@@ -119,6 +119,7 @@ class OptimConfig:
     clip_grad: float = 1.0  # global norm; 0 turns clipping off
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warmup-stable-decay
     warmup_steps: int = 0  # linear, from 0 to lr
+    warmup_ratio: float | None = None  # used where warmup_steps is 0: the part of all steps
     min_lr_ratio: float = 0.0  # where the schedule ends, as a fraction of lr
     decay_ratio: float = 0.1  # fraction of all steps over which wsd decays
 

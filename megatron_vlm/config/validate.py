@@ -18,6 +18,9 @@ TEMPLATE_ARGUMENTS = frozenset(
 )
 
 
+WARMUP_REMEDY = (
+    "give optim.warmup_steps=0 optim.warmup_ratio=0.03, a part of all steps, or train for longer"
+)
 MOST_NEW_TOKENS = 10_000  # of data.add_tokens
 
 
@@ -171,7 +174,7 @@ def _check_together(cfg: Config) -> None:
     if train.steps is not None and cfg.optim.warmup_steps > train.steps:
         raise ConfigError(
             f"optim.warmup_steps={cfg.optim.warmup_steps} is above train.steps={train.steps}: the "
-            "learning rate would never be reached"
+            f"learning rate would never be reached; {WARMUP_REMEDY}"
         )
     if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
         raise ConfigError(f"log.profile_steps={profile}: give [first, last), e.g. [10,12]")

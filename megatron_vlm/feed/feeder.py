@@ -1,6 +1,5 @@
 """Batches on every rank, for training and evaluation alike."""
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.feed.fingerprint import Fingerprint, fingerprint
 from megatron_vlm.feed.share import share_batch, share_json
+from megatron_vlm.step.schedule import total_steps
 
 T = TypeVar("T")
 Known = TypeVar("Known")
@@ -78,9 +78,8 @@ class Feeder:
             share = (grid.dp.rank, grid.dp.size)
             specs, path = cfg.data.train, cfg.model.path
             data = open_data(specs, "data.train", cfg.data, path, sizes, share, asks=asks)
-            length = len(data.order) if isinstance(data, DataSet) else None
             remarks = asdict(Remarks.of(data, "data.train", cfg.data))
-            return data, (length, fingerprint(data, cfg).to_json(), remarks)
+            return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 
         self.data, (self.length, found, remarks) = open_together(
             "data.train", grid, device, opening, watchdog
@@ -90,12 +89,8 @@ class Feeder:
         _check_same(self.fingerprint, device)
 
     def total_steps(self) -> int:
-        """From train.steps, or from train.epochs and the size of the data."""
-        train = self.cfg.train
-        if train.steps is not None:
-            return train.steps
-        assert self.length is not None, "validate.py: a stream has train.steps"
-        return max(1, math.ceil(train.epochs * self.length / train.global_batch_size))
+        """Of the whole run."""
+        return total_steps(self.cfg.train, self.length)
 
     def faults(self) -> str:
         """What was left out so far, in a sentence; empty if nothing was."""

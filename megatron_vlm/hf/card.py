@@ -150,9 +150,12 @@ def _settings(cfg: Config) -> Iterator[str]:
     optim, train = cfg.optim, cfg.train
     yield from ("", "## Training", "")
     yield f"- {train.global_batch_size:,} samples a step, of at most {cfg.data.max_tokens:,} tokens"
+    warmup = f"{optim.warmup_steps:,} steps of warm-up"
+    if optim.warmup_ratio and not optim.warmup_steps:
+        warmup = f"warm-up in the first {100 * optim.warmup_ratio:g}% of them"
     yield (
-        f"- AdamW: learning rate {optim.lr:g}, {optim.schedule}, {optim.warmup_steps:,} steps of "
-        f"warm-up, weight decay {optim.weight_decay:g}, gradients clipped at {optim.clip_grad:g}"
+        f"- AdamW: learning rate {optim.lr:g}, {optim.schedule}, {warmup}, "
+        f"weight decay {optim.weight_decay:g}, gradients clipped at {optim.clip_grad:g}"
     )
     chosen = cfg.data.train_on
     yield f"- trained: {code(chosen if isinstance(chosen, str) else ', '.join(chosen))}"

@@ -29,6 +29,7 @@ from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.report import write_report
 from megatron_vlm.run.saver import Saver
 from megatron_vlm.step.expert_load import percent_of_mean
+from megatron_vlm.step.schedule import announced
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -55,6 +56,7 @@ class Run:
         self.saver = Saver(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
+        length = "" if self.resumed_step else announced(cfg, self.feeder.length)
         if not asks:
             self.feeder.start(self.progress.position)
         self.log = RunLog(cfg, grid.rank == 0, self.total_steps, self.resumed_step)
@@ -62,7 +64,7 @@ class Run:
         self.profiler = Profiler(cfg, grid.rank, platform)
         opened.callback(self.profiler.close)
         self.meter, self.guard = Meter(platform), Guard(cfg)
-        self._announce()
+        self._announce(length)
         serving = serving_remark(cfg, worker.adapted)
         for remark in filter(None, [planned, serving, *self.saver.remarks]):
             self.log.event(self.resumed_step, remark)
@@ -90,11 +92,13 @@ class Run:
             return PREEMPTED
         return self.finish()
 
-    def _announce(self) -> None:
+    def _announce(self, length: str) -> None:
         worker, dims = self.worker, self.worker.dims
         reports = stage_reports(self.cfg, dims, worker.table)
         where = f"{worker.platform.name}, {worker.chunks[0].config.params_dtype}"
         self.log.say(layout_table(self.cfg, dims, where, reports))
+        if length:
+            self.log.say(length)
         self.log.start(
             step=self.progress.step,
             platform=worker.platform.name,

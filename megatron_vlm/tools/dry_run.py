@@ -35,6 +35,7 @@ from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
 from megatron_vlm.planner.sample import mix_of
 from megatron_vlm.planner.shapes import BatchSizes
 from megatron_vlm.run.model import with_model
+from megatron_vlm.step.schedule import announced
 
 SHOWN_STEPS = 2
 MEASURED_STEPS = 50  # the largest step among these decides the memory of activations
@@ -67,7 +68,8 @@ def dry_run(cfg: Config) -> int:
     where = f"{platform.name}, {dtype}"
     console.print(layout_table(cfg, dims, where, stage_reports(cfg, dims, table)))
     data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, source.sizes)
-    for line in Remarks.of(data, "data.train", cfg.data).lines:
+    remarks = Remarks.of(data, "data.train", cfg.data)
+    for line in (announced(cfg, data.length), *remarks.lines):
         console.print(visible(line), markup=False, soft_wrap=True)
     steps = list(islice(plan_steps(data, cfg, dims), MEASURED_STEPS))
     if steps:

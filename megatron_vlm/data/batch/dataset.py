@@ -42,6 +42,11 @@ class DataSet:
     work: WorkModel
     known_ahead = True
 
+    @property
+    def length(self) -> int:
+        """Samples of an epoch."""
+        return len(self.order)
+
     def size(self, source: int, sample: int) -> RowSize:
         """What planning needs to know of a sample."""
         index = self.indexes[source]

@@ -52,6 +52,7 @@ class StreamSet:
     errors: list[str] = field(default_factory=list)
     passed: set[str] = field(default_factory=set)  # keys that were said to be passed over
     known_ahead = False
+    length = None
 
     @property
     def name(self) -> str:
