@@ -20,6 +20,7 @@ from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.command import add_rl_arguments, rl
 from megatron_vlm.run.model import with_commit, with_model
+from megatron_vlm.run.settings import check_unnamed
 from megatron_vlm.service.command import (
     add_serve_arguments,
     add_serve_key_arguments,
@@ -129,6 +130,7 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     check_training(cfg)
     check_run(cfg)
+    check_unnamed(cfg, args.overrides, file)
     if args.dry_run:
         from megatron_vlm.tools.dry_run import dry_run
 

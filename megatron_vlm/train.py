@@ -24,6 +24,7 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.early import check_run
 from megatron_vlm.hf.push import check_push
 from megatron_vlm.run.model import with_model
+from megatron_vlm.run.settings import check_unnamed
 from megatron_vlm.run.sinks import check_installed
 from megatron_vlm.step.schedule import lr_at
 
@@ -73,10 +74,12 @@ def composed(
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add_overrides(parser)
     args = parse(parser, arguments)
-    cfg = load_config(args.overrides, configured(args)[0])
+    file, _ = configured(args)
+    cfg = load_config(args.overrides, file)
     check(cfg)
     check_installed(cfg)
     check_run(cfg)
+    check_unnamed(cfg, args.overrides, file)
     if cfg.checkpoint.push is not None and rank_of_process() == 0:
         check_push(cfg.checkpoint.push)
     return with_model(cfg)

@@ -19,8 +19,10 @@ import torch
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
+from megatron_vlm.config import load_config
 from megatron_vlm.distributed.agree import Signals
 from megatron_vlm.distributed.process import guarded
+from megatron_vlm.run.settings import check_unnamed
 from megatron_vlm.train import run_train
 from tests.chats import picture, say, text
 from tests.sets import write_set
@@ -267,8 +269,16 @@ def test_changed_files_of_the_tokenizer_are_events_of_the_run(one_step, pool, tm
     template.write_text(template.read_text() + "{# new #}")
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"model_max_length": 77}))
-    status, _, err = resume_again(pool, one_step, tmp_path, model=model)
+    # A warm-up that takes all steps is refused at the start of a run alone.
+    more = ["optim.lr=1e-4", "optim.warmup_steps=2", "data.prefetch=3"]
+    status, _, err = resume_again(pool, one_step, tmp_path, *more, model=model)
     assert status == 0, err
+    (changed,) = [text for text in events_of(tmp_path / "run") if "settings changed" in text]
+    assert changed == (
+        f"settings changed since step-00000001: model.path={str(model)!r}, was "
+        f"{str(one_step[1])!r}; data.prefetch=3, was 2; optim.lr=0.0001, was 0.002; "
+        "optim.warmup_steps=2, was 0; train.steps=2, was 1"
+    )
     assert [text for text in events_of(tmp_path / "run") if "resumed with" in text] == [
         "resumed with another chat_template.jinja in model.path",
         "resumed with another tokenizer_config.json in model.path",
@@ -302,6 +312,29 @@ def test_checkpoints_of_earlier_versions_still_resume(one_step, pool, tmp_path):
     status, _, err = resume_again(pool, former, tmp_path, "data.seed=1")
     assert status == 2
     assert "(the records, their order or their lengths)" in err
+
+
+def test_another_experiment_does_not_go_on_with_a_run_that_nobody_named(
+    one_step, tmp_path, monkeypatch
+):
+    """The default folder; what lasts longer, or is computed in another way, is the same one."""
+    folder, model = one_step
+    shutil.copytree(folder / "first", tmp_path / "runs" / "run")
+    monkeypatch.chdir(tmp_path)
+    words = command(folder, str(model), "first", ONE_STEP, "parallel.pp=1")[4:]
+    words = [word for word in words if not word.startswith("run=")]
+    before = (tmp_path / "runs" / "run" / "config.yaml").read_bytes()
+    for more in (["optim.lr=0.001", "train.steps=9"], ["train.global_batch_size=4"]):
+        status, _, err = run_rank([*words, *more])
+        assert status == 2 and f"runs/run holds a run with other settings ({more[0]}, was " in err
+        assert "give run=FOLDER for a new one, or run=runs/run to go on with that one" in err
+    assert (tmp_path / "runs" / "run" / "config.yaml").read_bytes() == before
+    for same in ([], ["train.steps=9", "log.every=3", "data.num_workers=1"]):
+        check_unnamed(load_config([*words, *same]), words, None)
+    named = [*words, "optim.lr=1e-5", "run=runs/run"]
+    check_unnamed(load_config(named), named, None)
+    shutil.rmtree(tmp_path / "runs" / "run" / "checkpoints")  # nothing to go on with
+    check_unnamed(load_config(named[:-1]), named[:-1], None)
 
 
 def test_a_second_interrupt_does_not_wait():

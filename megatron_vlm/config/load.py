@@ -180,6 +180,11 @@ def _key(override: str) -> str:
     return override.lstrip("+~").split("=")[0]
 
 
+def given_keys(overrides: Sequence[str], file: ConfigFile | None = None) -> set[str]:
+    """The keys and groups that somebody has set, on the command line or in a file."""
+    return {*map(_key, overrides), *(file.values if file is not None else ())}
+
+
 def _plain(override: str) -> str:
     """Every key exists: +key=value sets it as key=value does, and ~key restores its default.
     Groups are left to Hydra."""

@@ -7,6 +7,11 @@ from typing import Any
 
 from megatron_vlm.errors import ConfigError
 
+# The keys of data.* that change no row of data.train.
+WITHOUT_EFFECT = (
+    *("eval", "image_root", "unknown_keys", "lone_marks", "max_errors", "cache_dir"),
+    *("num_workers", "prefetch"),
+)
 HUB = "hub:"  # before the name of a data set: it is on the Hub, whatever is in this folder
 
 

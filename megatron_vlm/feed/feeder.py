@@ -22,7 +22,6 @@ from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.feed.fingerprint import Fingerprint, fingerprint
 from megatron_vlm.feed.share import share_batch, share_json
-from megatron_vlm.step.schedule import total_steps
 
 T = TypeVar("T")
 Known = TypeVar("Known")
@@ -87,10 +86,6 @@ class Feeder:
         self.remarks = Remarks(**remarks)
         self.fingerprint = Fingerprint.from_json(found)
         _check_same(self.fingerprint, device)
-
-    def total_steps(self) -> int:
-        """Of the whole run."""
-        return total_steps(self.cfg.train, self.length)
 
     def faults(self) -> str:
         """What was left out so far, in a sentence; empty if nothing was."""

@@ -6,17 +6,14 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.config.sources import WITHOUT_EFFECT
 from megatron_vlm.data.batch.dataset import DataSet
 from megatron_vlm.data.batch.stream_set import StreamSet
 from megatron_vlm.hf.digest import settings_digests
 from megatron_vlm.hub import folder_of
 
-# The keys of data.* that change no row, and those of which the order has what matters. Every other
-# key is compared, also one that is added later.
-_WITHOUT_EFFECT = (
-    *("eval", "image_root", "unknown_keys", "lone_marks", "max_errors", "cache_dir"),
-    *("num_workers", "prefetch"),
-)
+# The keys of data.* of which the order has what matters. Of the others, those that have an effect
+# are compared, also those that are added later.
 _IN_ORDER = ("train", "seed", "shuffle", "shuffle_window")
 _NOT_OF_ROWS = ("generation_config.json",)
 
@@ -57,7 +54,7 @@ def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
     rows = {
         f"data.{item.name}": repr(getattr(cfg.data, item.name))
         for item in fields(DataConfig)
-        if item.name not in (*_WITHOUT_EFFECT, *_IN_ORDER)
+        if item.name not in (*WITHOUT_EFFECT, *_IN_ORDER)
     }
     for name, digest in settings_digests(folder_of(cfg.model.path)).items():
         if name not in _NOT_OF_ROWS:

@@ -5,6 +5,7 @@ import argparse
 from megatron_vlm.config.arguments import add_overrides, configured
 from megatron_vlm.early import check_run
 from megatron_vlm.run.model import with_commit, with_model
+from megatron_vlm.run.settings import check_unnamed
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,5 +33,6 @@ def rl(args: argparse.Namespace) -> int:
     cfg = load_config(args.overrides, file)
     check_rl(cfg)
     check_run(cfg)
+    check_unnamed(cfg, args.overrides, file)
     cfg = with_model(cfg)
     return launch(cfg, "megatron_vlm.rl.learn", "run_rl", with_commit(arguments, cfg))

@@ -29,7 +29,7 @@ from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.report import write_report
 from megatron_vlm.run.saver import Saver
 from megatron_vlm.step.expert_load import percent_of_mean
-from megatron_vlm.step.schedule import announced
+from megatron_vlm.step.schedule import announced, total_steps
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -51,7 +51,7 @@ class Run:
         grid, platform = worker.grid, worker.platform
         self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
         self.examiner = Examiner(worker, cfg)
-        self.total_steps = self.feeder.total_steps()
+        self.total_steps = total_steps(cfg.train, self.feeder.length)
         self.at(0, "resuming", files=True)
         self.saver = Saver(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()

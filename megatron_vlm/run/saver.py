@@ -18,6 +18,7 @@ from megatron_vlm.hf.card import Training
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.run.folder import Claim
 from megatron_vlm.run.progress import Progress
+from megatron_vlm.run.settings import changed_since
 from megatron_vlm.worker import MegatronWorker
 
 
@@ -64,6 +65,7 @@ class Saver:
         if dist.get_rank() == 0:
             self._go_on_from(origin)
             self.remarks += [f"resumed with {change}" for change in changed]
+            self.remarks += changed_since(origin, self.cfg, changed)
         return progress
 
     def _go_on_from(self, origin: Path) -> None:
