@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.checkpoint.pieces import (
     Piece,
     PieceReader,
@@ -237,6 +238,14 @@ def test_what_does_not_fit_is_refused_on_every_rank(first_halves, pool, tiny, tm
         assert "lm_head.weight is [509, 64] in it, and [512, 64] in the model" in message
     for message in pool.run(refusal, 2, tiny(), layout(tp=2), tmp_path / "none"):
         assert "none/complete.json cannot be read: the checkpoint was never completed" in message
+    for sizes, words in (
+        ({"layers": 2}, "22 tensors differ; .* give the folder that was trained with --model"),
+        ({"vocab": 500}, r"embed_tokens.weight is \[512, 64\] in it, and \[500, 64\] in the model"),
+    ):
+        whole, out = step_folder(first_halves["1x1"][0], 4), tmp_path / "out"
+        with pytest.raises(CheckpointError, match=words):
+            export_checkpoint(str(whole), str(out), tiny(**sizes))
+        assert not out.exists()
     shard = step_folder(run, 2) / "rank-00001.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -92,8 +92,8 @@ def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path)
     assert sum(f.stat().st_size for f in before.iterdir()) < 2**21  # the model has 3 MB
 
 
-def loaded(path: str, case: Case, folder) -> str:
-    worker = MegatronWorker(case.config(path))
+def loaded(path: str, case: Case, folder, training: bool = True) -> str:
+    worker = MegatronWorker(case.config(path), training)
     with pytest.raises(CheckpointError) as caught:
         load(worker, folder)
     return str(caught.value)
@@ -114,6 +114,9 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
     assert "adapters that are scaled by 2, and lora.alpha" in said(**dict(LORA, alpha=16.0))
     assert "lora.*" in said(rank=0)
     assert said(**dict(LORA, targets=("attention",), train=("merger",))).count("is not in it") >= 4
+    fewer = said(**dict(LORA, targets=("attention", "merger", "vision_attention", "vision_mlp")))
+    name = "model.language_model.layers.0.mlp.down_proj.lora_A.weight"
+    assert "24 tensors differ" in fewer and f"{name} is in it and would not be loaded" in fewer
     other = tmp_path / "other"
     shutil.copytree(tiny(), other)
     tensors = load_file(other / "model.safetensors")
@@ -122,6 +125,15 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
     assert f"beside other weights than those in {other}" in said(str(other), **LORA)
     state = json.loads((saved / "state.json").read_text())
     assert state["lora"]["scale"] == 2.0
+
+
+def test_whole_weights_beside_adapters_are_not_dropped(pool, tiny, tmp_path):
+    """Also not where nothing is trained, as in an evaluation."""
+    pool.run(go, 1, tiny(), with_lora(layout(), **MERGER), Part(tmp_path, range(1), None, (1,)))
+    without = with_lora(layout(), **dict(MERGER, train=()))
+    for training in (True, False):
+        [said] = pool.run(loaded, 1, tiny(), without, step_folder(tmp_path, 1), training)
+        assert "visual.deepstack_merger_list.0.linear_fc1.bias is in it and would not" in said
 
 
 def figures(pool, path: str, case: Case, tmp_path) -> list[tuple[float, float]]:

@@ -17,7 +17,7 @@ from megatron_vlm.config import read_saved
 from megatron_vlm.config.lora import Exported, export_of
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.adapter_export import TrainedAdapter, write
 from megatron_vlm.hf.adapters import adapted_linears, adapted_weights, adapter_entries
 from megatron_vlm.hf.card import Training
@@ -25,7 +25,7 @@ from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.export import write_folder
 from megatron_vlm.hf.export_mark import ExportMark, check_replaceable
 from megatron_vlm.hf.load import check_tensors
-from megatron_vlm.hf.names import exported, name_table
+from megatron_vlm.hf.names import Entry, exported, name_table
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.outside import Field
 
@@ -53,29 +53,26 @@ def export_checkpoint(
             raise ConfigError(
                 f"{folder} has no adapters, only whole weights; leave out --as {kind}"
             )
-        names = exported(table)
-        write_folder(source, names, _tensors(reader, names, source), out, mark=mark, done=done)
+        tensors = _tensors(reader, table, source)
+        write_folder(source, exported(table), tensors, out, mark=mark, done=done)
         return folder
     weights = adapted_weights(cfg, source.sizes)
     state = outside_file(folder / "state.json").json()
     check_base(folder, state, weights_digest(source), str(source.path))
     table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
-    names = [name for entry in table if is_kept(cfg, entry) for name in entry.names]
-    adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, names, source)))
+    kept = [entry for entry in table if is_kept(cfg, entry)]
+    adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, kept, source)))
     write(adapter, table, out, kind or export_of(cfg), mark, done)
     return folder
 
 
 def _tensors(
-    reader: PieceReader, names: Sequence[str], source: HFCheckpoint
+    reader: PieceReader, entries: Sequence[Entry], source: HFCheckpoint
 ) -> Iterator[tuple[str, Tensor]]:
-    missing = [name for name in names if name not in reader.index]
-    if missing:
-        raise CheckpointError(
-            f"{reader.folder} is not of the model in {source.path}: it lacks {len(missing)} "
-            f"tensors, the first {missing[0]}; give the folder that was trained with --model"
-        )
-    return ((name, reader.whole(name)) for name in names)
+    shapes = {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
+    remedy = f"{source.path} is another one: give the folder that was trained with --model"
+    reader.check(shapes, shapes, remedy)
+    return ((name, reader.whole(name)) for name in shapes)
 
 
 def training_of(folder: Path) -> Training | None:

@@ -182,21 +182,24 @@ class PieceReader:
         self.index = index
         self.files: dict[int, Any] = {}
 
-    def check(self, pieces: Iterable[Piece], shapes: Mapping[str, TensorShape]) -> None:
-        """Refuse a checkpoint of another model before anything is filled."""
+    def check(self, keys: Iterable[str], shapes: Mapping[str, TensorShape], remedy: str) -> None:
+        """Refuse a checkpoint of another model before anything is filled: one that lacks some of
+        `keys`, or has tensors that are not in `shapes`, which whoever goes on would lose."""
         faults = {}
-        for key in dict.fromkeys(piece.key for piece in pieces):
+        for key in dict.fromkeys(keys):
             asked = list(shapes[key.rpartition("/")[2]])
             if key not in self.index:
                 faults[key] = "is not in it"
             elif (found := self.index[key]["shape"]) != asked:
                 faults[key] = f"is {found} in it, and {asked} in the model"
+        for name in sorted({key.rpartition("/")[2] for key in self.index}):
+            if name not in shapes:
+                faults[name] = "is in it and would not be loaded: what it has learnt would be lost"
         if faults:
             lines = [f"{key} {fault}" for key, fault in list(faults.items())[:10]]
             raise CheckpointError(
                 f"{self.folder} is not of this model, its model.freeze_* and lora.*: {len(faults)} "
-                "tensors differ; resume with the configuration in its config.yaml\n  "
-                + "\n  ".join(lines)
+                f"tensors differ; {remedy}\n  " + "\n  ".join(lines)
             )
 
     def fill(self, piece: Piece) -> None:

@@ -206,7 +206,8 @@ def load(
         progress.object()
         reader = PieceReader(folder, read_index(folder))
         pieces = list(held_pieces(worker, writing=False, moments=moments))
-        reader.check(pieces, shapes_of(worker))
+        keys = [piece.key for piece in pieces]
+        reader.check(keys, shapes_of(worker), "resume with the configuration in its config.yaml")
     with fail_together(device, CheckpointError), torch.no_grad():
         for piece in pieces:
             reader.fill(piece)
