@@ -426,13 +426,14 @@ def opening(path: str, case: Case) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
 def test_what_is_not_finite_is_not_loaded(value, pool, tiny, tmp_path):
-    """One value of a tensor that one rank of two reads."""
+    """One value of a tensor that one rank of two reads; in the type in which it is trained."""
     folder = tmp_path / "model"
     shutil.copytree(tiny(), folder)
     weights = load_file(folder / "model.safetensors")
     name = "model.language_model.layers.3.mlp.down_proj.weight"
+    weights[name] = weights[name].double()
     weights[name][-1, -1] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     for said in pool.run(opening, 2, str(folder), layout(pp=2)):

@@ -3,6 +3,7 @@
 can be exported, scored and asked."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -178,6 +179,34 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     assert "model.freeze_vision=true keeps as it is" in pool.run(refused, 1, tiny(), case)[0]
     with pytest.raises(ConfigError, match=r"give its base model as model.path and this folder"):
         HFCheckpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (math.nan, torch.float32, "has values that are NaN or infinite"),
+        (-math.inf, torch.bfloat16, "has values that are NaN or infinite"),
+        (1e300, torch.float64, "has values that are NaN or infinite"),  # in fp32, as it is trained
+        (1, torch.int32, "is I32, and only F64, F32, F16, BF16 can be trained"),
+        (1, torch.float8_e4m3fn, "is F8_E4M3, and only"),
+        (1, torch.bool, "is BOOL, and only"),
+        (1, torch.complex64, "is C64, and only"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_trained_are_refused(value, dtype, words, pool, tiny, tmp_path):
+    """At the start, as those of a base model are; in adapters and in what is whole beside them."""
+    folder = Path(save_peft(peft_model(tiny(), BESIDE_MERGER), tmp_path / "peft"))
+    case = replace(layout(), lora=dict(BESIDE_MERGER.ours, path=str(folder)))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for ending in ("q_proj.lora_B.weight", "merger.linear_fc1.bias"):
+        name = next(each for each in sorted(tensors) if each.endswith(ending))
+        changed = tensors[name].clone().to(dtype)
+        changed.view(-1)[-1] = value
+        save_file(tensors | {name: changed}, file)
+        said = pool.run(refused, 1, tiny(), case)[0]
+        assert f"lora.path={folder}: {name} {words}" in said
 
 
 def test_adapters_of_other_experts_are_refused(pool, tiny, tmp_path):

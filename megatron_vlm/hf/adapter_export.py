@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.family.adapters import PREFIX, tensors_of
+from megatron_vlm.family.adapters import PREFIX, is_of_experts, module_of, tensors_of
 from megatron_vlm.family.sizes import TensorSpec
-from megatron_vlm.hf.adapter_files import CONFIG, WEIGHTS, merged, render_config, saved_whole
-from megatron_vlm.hf.adapter_form import file_tensors
+from megatron_vlm.hf.adapter_files import CONFIG, WEIGHTS, merged, saved_whole
+from megatron_vlm.hf.adapter_form import file_tensors, parameters
 from megatron_vlm.hf.card import CARD, Training, model_card
 from megatron_vlm.hf.export import (
     check_finite,
@@ -29,6 +30,7 @@ from megatron_vlm.hf.export import (
 from megatron_vlm.hf.export_mark import ExportMark
 from megatron_vlm.hf.names import Entry, exported
 from megatron_vlm.hf.source import FLOATS, HFCheckpoint
+from megatron_vlm.hub import hub_name
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,57 @@ def write(
         check_finite(name, value, out)
     with new_export(out, mark) as partial:
         write_tensors(partial / WEIGHTS, dict(sorted(tensors.items())))
-        config = render_config(lora, adapter.weights, source)
+        config = _render_config(lora, adapter.weights, source)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         card = model_card(source, done, is_adapter=True)
         (partial / CARD).write_text(card, encoding="utf-8")
+
+
+def _render_config(
+    lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
+) -> dict[str, Any]:
+    """adapter_config.json of what we trained."""
+    base = hub_name(source.name)
+    modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
+    linears = [weight for weight in weights if not is_of_experts(weight)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.repo if base else str(source.path),
+        "revision": base.commit if base else None,
+        "inference_mode": True,
+        "r": lora.rank,
+        # PEFT and others declare a whole number.
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": _shortest(linears, source.sizes.with_head),
+        "target_parameters": parameters(weights, source.sizes.tensors) or None,
+        "modules_to_save": modules or None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def _module_to_save(tensor: TensorSpec) -> str:
+    """Each merger as a whole: model.visual.merger, model.visual.deepstack_merger_list.0."""
+    return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
+
+
+def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
+    """target_modules: PEFT adapts every module with one of these names, or one that ends with it
+    after a dot. The last parts of the names where they mean no other module."""
+    chosen = {module_of(each) for each in weights}
+    leaves = {name.rpartition(".")[2] for name in chosen}
+    every = {each.name.rpartition(".")[0] for each in tensors}
+    meant = {name for name in every if name.rpartition(".")[2] in leaves}
+    return sorted(leaves if meant == chosen else chosen)
 
 
 def _check_fits(lora: LoraConfig) -> None:

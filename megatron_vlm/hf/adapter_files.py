@@ -16,8 +16,8 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.adapters import PREFIX, is_of_experts, module_of
 from megatron_vlm.family.sizes import Part, TensorSpec
-from megatron_vlm.hf.adapter_form import file_tensors, is_of_linear, of_parameters, parameters
-from megatron_vlm.hf.source import HFCheckpoint, read_header
+from megatron_vlm.hf.adapter_form import file_tensors, is_of_linear, of_parameters
+from megatron_vlm.hf.source import FLOATS, HFCheckpoint, read_header
 from megatron_vlm.hub import hub_name
 from megatron_vlm.outside import Field, Outside
 
@@ -67,11 +67,16 @@ class AdapterFolder:
         config = read_adapter_config(self.folder)
         differences = _differences(config, lora), _other_experts(config, weights, source)
         for problem in (*_unknown(config), *chain(*differences)):
-            raise CheckpointError(f"lora.path={folder}: {problem}")
+            raise self._error(problem)
         self._check_base(config, source)
-        self.shapes = {
-            name: tuple(header["shape"]) for name, header in read_header(self.file).items()
-        }
+        header = read_header(self.file)
+        for name, tensor in header.items():
+            if tensor["dtype"] not in FLOATS:
+                raise self._error(
+                    f"{name} is {tensor['dtype']}, and only {', '.join(FLOATS)} can be trained; "
+                    "give it in one of these"
+                )
+        self.shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
         whole = saved_whole(source.sizes.tensors, lora)
         self.tensors = {each.ours.name: each for each in file_tensors(weights, lora.rank)}
         expected = {each.name: each.shape for each in self.tensors.values()}
@@ -81,7 +86,10 @@ class AdapterFolder:
             self._check_copied(copied, source)
             del self.shapes[copied]
         for problem in self._problems(expected):
-            raise CheckpointError(f"lora.path={folder}: {problem}")
+            raise self._error(problem)
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"lora.path={self.folder}: {problem}")
 
     def _check_base(self, config: Field, source: HFCheckpoint) -> None:
         said = config.get("base_model_name_or_path")
@@ -105,9 +113,9 @@ class AdapterFolder:
                 ours = source.read(source.stored_as(head.name), [rows])
                 same = same and torch.equal(ours.to(theirs.dtype), theirs)
         if not same:
-            raise CheckpointError(
-                f"lora.path={self.folder}: its {name} {list(shape)} is not the head of model.path="
-                f"{source.name}, {list(head.shape)}; give the model that it was trained on"
+            raise self._error(
+                f"its {name} {list(shape)} is not the head of model.path={source.name}, "
+                f"{list(head.shape)}; give the model that it was trained on"
             )
 
     def _border(self) -> AbstractContextManager[None]:
@@ -142,6 +150,11 @@ class AdapterFolder:
             return None
         with self._border(), safe_open(self.file, framework="pt") as opened:
             found: Tensor = opened.get_tensor(stored)
+        if not torch.isfinite(found.float()).all():
+            raise self._error(
+                f"{stored} has values that are NaN or infinite in fp32; every loss would be, too: "
+                "use another adapter"
+            )
         return found if form is None else form.loaded(found)
 
 
@@ -246,53 +259,6 @@ def _differences(config: Field, lora: LoraConfig) -> Iterator[str]:
                 f"its {theirs} is {found}, and lora.{ours}={asked}; set lora.{ours}="
                 f"{str(found).lower()}"
             )
-
-
-def render_config(
-    lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
-) -> dict[str, Any]:
-    """adapter_config.json of what we trained."""
-    base = hub_name(source.name)
-    modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
-    linears = [weight for weight in weights if not is_of_experts(weight)]
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.repo if base else str(source.path),
-        "revision": base.commit if base else None,
-        "inference_mode": True,
-        "r": lora.rank,
-        # PEFT and others declare a whole number.
-        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "lora_dropout": lora.dropout,
-        "use_rslora": lora.rslora,
-        "use_dora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "target_modules": _shortest(linears, source.sizes.with_head),
-        "target_parameters": parameters(weights, source.sizes.tensors) or None,
-        "modules_to_save": modules or None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-    }
-
-
-def _module_to_save(tensor: TensorSpec) -> str:
-    """Each merger as a whole: model.visual.merger, model.visual.deepstack_merger_list.0."""
-    return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
-
-
-def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
-    """target_modules: PEFT adapts every module with one of these names, or one that ends with it
-    after a dot. The last parts of the names where they mean no other module."""
-    chosen = {module_of(each) for each in weights}
-    leaves = {name.rpartition(".")[2] for name in chosen}
-    every = {each.name.rpartition(".")[0] for each in tensors}
-    meant = {name for name in every if name.rpartition(".")[2] in leaves}
-    return sorted(leaves if meant == chosen else chosen)
 
 
 def is_of(kind: Exported, folder: Path) -> bool:

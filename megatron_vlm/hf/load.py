@@ -104,12 +104,12 @@ def load_hf(
         rank, ranks = grid.along(entry.layout.cut)
         loaded = entry.layout.load(source.read, entry.names, rank, ranks)
         assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
-        if not torch.isfinite(loaded).all():
+        with torch.no_grad():
+            param.copy_(loaded)
+        if not torch.isfinite(param).all():  # now that it has the type in which it is trained
             raise CheckpointError(
                 f"{source.path}: {' or '.join(entry.names)} has values that are NaN or infinite; "
                 "every loss would be, too: use another checkpoint"
             )
-        with torch.no_grad():
-            param.copy_(loaded)
         busy()
     source.close()
