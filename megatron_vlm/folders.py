@@ -8,6 +8,7 @@ there is never removed.
 A mark in each, megatron_vlm.json, has the id of the run that wrote it.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -53,6 +54,17 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
     except DataError:
         return None
     return mark if isinstance(mark, dict) and "run" in mark else None
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, blake2b).hexdigest()
+
+
+def blake2b() -> "hashlib.blake2b":
+    """Takes bytes for the digest of a file."""
+    return hashlib.blake2b(digest_size=32)
 
 
 def begin(folder: Path, run: str | None) -> Path:

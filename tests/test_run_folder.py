@@ -92,6 +92,37 @@ def test_an_export_is_of_the_last_checkpoint(folder):
     assert folder.exported()[0] == 3 and not (folder.run / "checkpoints").exists()
 
 
+def test_a_damaged_export_is_not_current(folder):
+    folder.train(3)
+    weights, mark = (folder.run / "export" / name for name in ("model.safetensors", MARK))
+    before = weights.read_bytes()
+    # A copy is as it was written, however late.
+    shutil.copytree(folder.run / "export", folder.root / "copy")
+    (folder.root / "copy").rename(folder.run / "export.copy")
+    shutil.rmtree(folder.run / "export")
+    (folder.run / "export.copy").rename(folder.run / "export")
+    assert "export is of step 3 already" in folder.train(3)
+    damaged = bytearray(before)
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    # Somebody has written to it.
+    assert "this run did not write model.safetensors as it is" in folder.train(3, status=2)
+    assert weights.read_bytes() == damaged
+    # Nobody has, by the times of the files: then the disk did it.
+    while mark.stat().st_ctime_ns <= weights.stat().st_ctime_ns:
+        os.utime(mark)
+    assert "export/model.safetensors has changed since it was written" in folder.train(3)
+    assert weights.read_bytes() == before
+    folder.check_export(3)
+    # Earlier versions wrote no digests.
+    mark.write_text(
+        json.dumps({k: v for k, v in json.loads(mark.read_text()).items() if k != "digests"})
+    )
+    assert "export is of step 3 already" in folder.train(3)
+    weights.write_bytes(damaged[:-1])
+    assert "this run did not write model.safetensors as it is" in folder.train(3, status=2)
+
+
 def test_damage_to_all_checkpoints_costs_no_new_ones(folder):
     folder.train(6)
     for step in (3, 6):
@@ -194,8 +225,11 @@ def test_what_others_put_into_a_run_stays(folder):
     assert folder.names() == ["03", "09", "notes.partial"]
     assert [(folder.run / name).read_text() for name in kept] == kept
     edited = folder.run / "export" / "config.json"
-    edited.write_text(edited.read_text() + " ")
-    assert "this run did not write config.json as it is there now" in folder.train(12, status=2)
+    former = edited.read_text()
+    for text in (former.replace("0", "1", 1), former + " "):  # of the same size, and of another
+        edited.write_text(text)
+        assert "this run did not write config.json as it is there now" in folder.train(12, status=2)
+        assert edited.read_text() == text
     folder.train(12, checkpoint__export="false")
     assert edited.read_text().endswith(" ")
     # Neither an export nor a checkpoint is the folder of a run, though each has a mark.

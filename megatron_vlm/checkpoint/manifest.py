@@ -4,7 +4,6 @@ A file's digest tells whether it is as it was written; the digest of complete.js
 Files only: no torch, no collectives.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import CheckpointError, DataError
-from megatron_vlm.folders import MARK, sync
+from megatron_vlm.folders import MARK, blake2b, digest_of, sync
 from megatron_vlm.outside import Field, Outside, reason
 from megatron_vlm.paths import require_file
 
@@ -48,7 +47,7 @@ class Manifest:
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write, digest and fsync a file."""
-    hasher, size = _hasher(), 0
+    hasher, size = blake2b(), 0
     try:
         with open(path, "wb") as file:
             for chunk in chunks:
@@ -166,20 +165,15 @@ def _sizes_and_digests(files: Iterable[FileRecord]) -> dict[str, Any]:
 
 
 def _digest_of(content: dict[str, Any]) -> str:
-    hasher = _hasher()
+    hasher = blake2b()
     hasher.update(json.dumps(content).encode())
     return hasher.hexdigest()
-
-
-def _hasher() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=32)
 
 
 def _digest(path: Path) -> str:
     try:
         require_file(path)
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, _hasher).hexdigest()
+        return digest_of(path)
     except (OSError, DataError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {reason(error)}; use another checkpoint"

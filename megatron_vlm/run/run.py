@@ -17,7 +17,7 @@ from megatron_vlm.feed.feeder import Feeder, StepData
 from megatron_vlm.hf.adapter_files import is_of
 from megatron_vlm.hf.adapters import serving_remark
 from megatron_vlm.hf.card import versions
-from megatron_vlm.hf.export_mark import read_export_mark
+from megatron_vlm.hf.export_mark import changed_file, read_export_mark
 from megatron_vlm.hf.push import Upload
 from megatron_vlm.hf.stages import layout_table, stage_reports
 from megatron_vlm.run.folder import export_folders, held_folder
@@ -204,8 +204,11 @@ class Run:
         return self._push(Path(self.cfg.run) / "export")
 
     def _export(self, kind: Exported, target: Path) -> None:
-        """Unless it is there already."""
+        """Unless it is there already, as it was written."""
         is_current = self.log.speaks and self._is_current(target) and is_of(kind, target)
+        if is_current and (name := changed_file(target)) is not None:
+            self.log.say(f"{target / name} has changed since it was written: exporting again")
+            is_current = False
         if agree(int(is_current), self.worker.platform.device):
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
