@@ -10,12 +10,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from getpass import getuser
+from multiprocessing import current_process
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_vlm.config.schema import Config
 from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.scratch import scratch_folder
+from megatron_vlm.launch.launch import ray_address
+from megatron_vlm.sampling.engine import _environment
 from tests.endings import END_S, Marked
 from tests.sets import write_set
 from tests.test_train import command, outside_of_jobs
@@ -201,3 +206,33 @@ def test_folders_of_killed_processes_go_at_the_next_start(short_path):
         other[0].communicate("")
         assert not other[1].exists() and alive.exists()
     marked.check_all_gone()
+
+
+class Tensors:
+    """What a worker makes passes through a socket of the worker's own."""
+
+    def __getitem__(self, task: int) -> torch.Tensor:
+        return torch.full((2,), task)
+
+
+def make_sockets() -> None:
+    """A process with a worker; the folders that it, its engines and its Ray cluster have."""
+    (made,) = in_processes(Tensors(), [3], 1, 1)
+    sockets = Path(current_process()._config["tempdir"])
+    ray_address(Config())
+    engine = _environment()["VLLM_RPC_BASE_PATH"]
+    mode = oct(sockets.stat().st_mode)
+    print(made.tolist(), scratch_folder(), sockets, mode, engine, os.environ["RAY_TMPDIR"])
+
+
+def test_sockets_have_a_folder_of_their_own_where_the_name_of_tmpdir_is_too_long(tmp_path):
+    """It is as private as that in TMPDIR, and goes with the process, too."""
+    long = tmp_path / ("a-folder-of-a-job-in-a-cluster" * 4)
+    long.mkdir()
+    environment = outside_of_jobs() | {"TMPDIR": str(long)}
+    words = [sys.executable, "-c", "from tests.test_endings import make_sockets; make_sockets()"]
+    out = subprocess.run(words, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    said = out.stdout.removeprefix("[3, 3] ").split()
+    assert Path(said[0]).parent == long and Path(said[1]).parent == Path("/tmp")
+    assert said[2:] == ["0o40700", said[1], "/tmp"]
+    assert not Path(said[0]).exists() and not Path(said[1]).exists()

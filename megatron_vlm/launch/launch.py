@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Sequence
 
 from megatron_vlm.config.schema import Config
@@ -10,6 +11,8 @@ from megatron_vlm.config.validate import processes_for
 from megatron_vlm.distributed.process import run_process, under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.launch.local_job import run_job
+
+_RAY_ROOM = 36  # bytes of TMPDIR: what Ray adds for its sockets takes 71, and Linux allows 107
 
 
 def check_ray() -> None:
@@ -25,6 +28,8 @@ def ray_address(cfg: Config) -> str:
         # Ray reads it when it is imported. It is for laptops, where Ray takes loopback as the
         # address of a node; without it, Ray listens at every address, whatever it is told.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if len(os.fsencode(tempfile.gettempdir())) > _RAY_ROOM:
+            os.environ.setdefault("RAY_TMPDIR", "/tmp")  # as where there is no TMPDIR
     return address
 
 

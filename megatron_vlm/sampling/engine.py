@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_vlm.data.scratch import socket_folder
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.sampling.sampler import SamplerError
@@ -193,7 +194,9 @@ class Engine:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in without_job().items() if not name.startswith(_OURS)}
+    theirs = {name: value for name, value in without_job().items() if not name.startswith(_OURS)}
+    # Where vLLM's own processes meet; it would take TMPDIR, whose name may be too long for sockets.
+    return {"VLLM_RPC_BASE_PATH": str(socket_folder()), **theirs}
 
 
 def _explained(said: str) -> Exception:
