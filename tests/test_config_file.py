@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vlm.cli import main, make_parser
+from megatron_vlm.cli import main
+from megatron_vlm.cli.commands import make_parser
 from megatron_vlm.config import ConfigFile, from_yaml, load_config, to_yaml
 from megatron_vlm.config.arguments import configured, parse
 from megatron_vlm.config.file import MOST_BYTES

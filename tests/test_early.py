@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,6 +117,45 @@ sys.meta_path.insert(0, Imports())
 from megatron_vlm.cli import main
 main(sys.argv[1:])
 """
+
+
+SIGNALLED = """
+import os, runpy, sys
+module, at, number, *sys.argv[1:] = sys.argv[1:]
+class Imports:
+    def find_spec(self, name, *_):
+        if name == at:
+            os.kill(os.getpid(), int(number))
+sys.meta_path.insert(0, Imports())
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port=0 run=run"
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "at", "number"),
+    [
+        # omegaconf is the first of all that the command's arguments need.
+        ("cli", "train {ok}", "omegaconf", signal.SIGTERM),
+        ("cli", "train {ok} parallel.pp=2", "megatron_vlm.launch", signal.SIGUSR1),
+        ("cli", "rl {ok} " + RL, "torch", signal.SIGINT),
+        ("cli", "serve model.path={base} " + SERVE, "torch", signal.SIGTERM),
+        ("cli", "--debug eval {base} data.eval={data}", "torch", signal.SIGTERM),
+        ("train", "{ok}", "torch", signal.SIGTERM),
+        ("rl.learn", "{ok} " + RL, "torch", signal.SIGTERM),
+        ("service.run", "model.path={base} " + SERVE, "torch", signal.SIGTERM),
+        ("evaluation.command", "{base} data.eval={data}", "torch", signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
+    module, line, at, number, places, tmp_path
+):
+    """Wherever it starts: nothing was begun yet, and starting again is what is to be done."""
+    script = [sys.executable, "-c", SIGNALLED, f"megatron_vlm.{module}", at, str(int(number))]
+    words = [*script, *line.format(**places).split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, (done.returncode, done.stderr)
+    assert done.stderr == "megatron-vlm: stopped by a signal: there is nothing to save\n"
 
 
 @pytest.mark.parametrize(

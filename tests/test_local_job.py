@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,38 @@ time.sleep(60)
     thread.join()
     assert signal.getsignal(number) == before
     assert starts(tmp_path) == ["0-0", "0-1"]
+
+
+def test_a_rank_that_is_not_there_yet_when_a_signal_comes_has_nothing_to_save(job, tmp_path, capfd):
+    """It is killed, as Python is before it has imported what handles signals; rank 1 is further."""
+    body = """
+rank and signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+open(f"{sys.argv[1]}/ready-{rank}", "w").close()
+time.sleep(60)
+"""
+
+    def send() -> None:
+        while len(list(tmp_path.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert job(body, 2, max_restarts=1) == 75
+    thread.join()
+    assert starts(tmp_path) == ["0-0", "0-1"] and "killed by" not in capfd.readouterr().err
+
+
+def test_a_signal_while_ranks_are_started_ends_the_job(job, tmp_path, monkeypatch):
+    """None of them has been there long enough to have begun anything."""
+
+    def start(*given: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return popen(*given, **more)
+
+    popen = subprocess.Popen
+    monkeypatch.setattr("subprocess.Popen", start)
+    assert job("time.sleep(60)", 2, max_restarts=1) == 75
 
 
 def interrupt_twice(folder: Path) -> None:

@@ -1,12 +1,15 @@
 """One process of a job: its exit status, its errors in one sentence, how often it was restarted."""
 
+import contextlib
 import hashlib
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence
@@ -20,6 +23,7 @@ PREEMPTED = 75  # saved after a signal: start again to resume
 INTERRUPTED = 130  # Ctrl-C twice: nothing was saved
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # they ask to save and stop
+STOPPED_EARLY = "stopped by a signal: there is nothing to save"
 
 DEBUG = "MEGATRON_VLM_DEBUG"  # when set, errors keep their traceback
 RESTART = "MEGATRON_VLM_RESTART"  # how often our own launchers restarted the job
@@ -77,13 +81,35 @@ def restarts() -> int:
 
 def run_process(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
     """Run the command as one process of a job; return its exit status."""
-    status = guarded(command, arguments)
-    if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
-        import torch.distributed as dist
+    with ended_by_signals():
+        status = guarded(command, arguments)
+        if status not in (FAILED, MISTAKE) and "torch.distributed" in sys.modules:
+            import torch.distributed as dist
 
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return status
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        return status
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """In the body, signals that ask to stop end the process at once, with PREEMPTED, as there is
+    nothing to save: not yet, or no more. Whoever can save handles them himself meanwhile."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, _end_early) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_early(_: int, __: FrameType | None) -> None:
+    """Without SystemExit: raised amid imports, it is often caught or ignored by others' code."""
+    if _is_first_to_say(STOPPED_EARLY):
+        say(STOPPED_EARLY)
+    os._exit(PREEMPTED)
 
 
 def guarded(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:

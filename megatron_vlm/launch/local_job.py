@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_vlm.data.scratch import scratch_folder
@@ -22,9 +22,11 @@ from megatron_vlm.distributed.process import (
     FAILED,
     INTERRUPTED,
     LAUNCHER,
+    PREEMPTED,
     RESTART,
     SAID,
     SECRET,
+    STOPPED_EARLY,
     new_secret,
     say,
 )
@@ -60,27 +62,20 @@ def variables_of(count: int, restart: int) -> dict[str, str]:
 
 def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
     shared = variables_of(count, restart) | {SAID: tempfile.mkdtemp(dir=scratch_folder())}
-    launcher = os.getpid()
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # Ctrl-C comes through us, once
-            preexec_fn=lambda: _end_with_launcher(launcher),
-        )
-        for rank in range(count)
-    ]
-    running = dict(enumerate(processes))
+    processes: list[subprocess.Popen[bytes]] = []
+    running: dict[int, subprocess.Popen[bytes]] = {}
     interrupts: list[float] = []  # when Ctrl-C came
+    received: list[int] = []
 
     def ended() -> list[Ending]:
         time.sleep(0.05)
         if len(interrupts) > 1 and time.monotonic() > interrupts[1] + STOP_S:
             _kill(processes)  # one that hangs in a collective does not hear the second Ctrl-C
         done = [rank for rank, process in running.items() if process.poll() is not None]
-        return [_ending(rank, running.pop(rank).returncode) for rank in done]
+        return [_ending(rank, running.pop(rank).returncode, received) for rank in done]
 
     def send(number: int) -> None:
+        received.append(number)
         if number == signal.SIGINT:
             interrupts.append(time.monotonic())
         for process in processes:
@@ -88,17 +83,39 @@ def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
                 process.send_signal(number)
 
     try:
-        with signals_sent_to(send) as received:
+        with signals_sent_to(send):
+            for rank in range(count):
+                processes.append(_start(command, shared, rank))
+            if received:  # while they were started, so that some of them may not have got it
+                say(STOPPED_EARLY)
+                return Ending(PREEMPTED, stopped=True)
+            running.update(enumerate(processes))
             ending = wait_for_ranks(count, ended)
         status = INTERRUPTED if len(interrupts) > 1 else ending.status
         return replace(ending, status=status, stopped=bool(received))
     finally:
-        _kill(processes)
-        for rank, process in enumerate(processes):
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                say(f"rank {rank}, process {process.pid}, waits for a device and cannot be killed")
+        _end(processes)
+
+
+def _start(
+    command: Sequence[str], shared: Mapping[str, str], rank: int
+) -> "subprocess.Popen[bytes]":
+    launcher = os.getpid()
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        start_new_session=True,  # Ctrl-C comes through us, once
+        preexec_fn=lambda: _end_with_launcher(launcher),
+    )
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    _kill(processes)
+    for rank, process in enumerate(processes):
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            say(f"rank {rank}, process {process.pid}, waits for a device and cannot be killed")
 
 
 def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
@@ -107,7 +124,9 @@ def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
             process.kill()
 
 
-def _ending(rank: int, status: int) -> Ending:
+def _ending(rank: int, status: int, received: Sequence[int]) -> Ending:
+    if -status in received:  # a rank that has nothing to save yet may not handle what we sent it
+        return Ending(PREEMPTED)
     if status < 0:  # the signal that killed it
         name = signal.Signals(-status).name
         return Ending(128 - status, f"rank {rank} was killed by {name}")

@@ -1,21 +1,17 @@
-"""The `megatron-vlm` command. Errors a user can put right end with one sentence, no traceback."""
+"""The commands of `megatron-vlm`: their arguments, and which room answers them."""
 
 import argparse
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_vlm import __version__
 from megatron_vlm.chat.start import add_chat_arguments, start_chat
-from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.arguments import add_overrides, configured
 from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.command import add_shapes_arguments, add_tiny_arguments, shapes, tiny
 from megatron_vlm.display.text import visible
-from megatron_vlm.distributed.process import DEBUG, say
 from megatron_vlm.early import check_records, check_run
-from megatron_vlm.errors import MegatronVLMError, sentence
 from megatron_vlm.evaluation.command import add_arguments, locate
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.command import add_rl_arguments, rl
@@ -29,22 +25,6 @@ from megatron_vlm.service.command import (
 )
 from megatron_vlm.tools.agreement.start import add_agree_arguments, agree
 from megatron_vlm.tools.planning.arguments import add_plan_arguments
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Parse and run; the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    words = [word for word in given if word != "--debug"]  # wherever it stands
-    if debug := len(words) < len(given):
-        os.environ[DEBUG] = "1"  # for the processes that a command starts
-    try:
-        args = parse(make_parser(), words)
-        return args.run(args) or 0
-    except (MegatronVLMError, OSError) as error:
-        if (text := sentence(error)) is None or debug:
-            raise
-        say(text)
-        return 2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -314,7 +294,3 @@ def _inspect(args: argparse.Namespace) -> None:
     from megatron_vlm.tools.inspection.command import run_inspect
 
     run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,36 @@
+"""The `megatron-vlm` command, from its first moment on: whatever takes long is imported inside."""
+
+import os
+import sys
+
+from megatron_vlm.distributed.process import DEBUG, ended_by_signals, say
+from megatron_vlm.errors import MegatronVLMError, sentence
+
+_RUNS = ("train", "rl", "eval", "serve")  # the commands that schedulers stop and start again
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse and run; the exit status. Errors that a user can put right end with one sentence and
+    without a traceback."""
+    given = sys.argv[1:] if argv is None else argv
+    words = [word for word in given if word != "--debug"]  # wherever it stands
+    if debug := len(words) < len(given):
+        os.environ[DEBUG] = "1"  # for the processes that a command starts
+    try:
+        if words[:1] and words[0] in _RUNS:
+            with ended_by_signals():
+                return _run(words)
+        return _run(words)
+    except (MegatronVLMError, OSError) as error:
+        if (text := sentence(error)) is None or debug:
+            raise
+        say(text)
+        return 2
+
+
+def _run(words: list[str]) -> int:
+    from megatron_vlm.cli.commands import make_parser
+    from megatron_vlm.config.arguments import parse
+
+    args = parse(make_parser(), words)
+    return args.run(args) or 0
