@@ -27,7 +27,7 @@ from megatron_vlm.distributed.agree import fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
-from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.distributed.process import rank_of_process, say, under_launcher
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.same import check_same, compared
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -95,11 +95,12 @@ class MegatronWorker:
         frozen here; what that one trains, too, changes for both."""
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
-        self.base = base
+        self.base, self.cfg = base, cfg
         self.source: HFCheckpoint = (
             base.source if base else HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
         )
         sizes = self.source.sizes
+        self._remark(sizes.num_values)
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
         self.cfg = cfg = settled(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or a weight.
@@ -139,6 +140,12 @@ class MegatronWorker:
         self.lr = cfg.optim.lr
         self.steps = 0  # that the optimizer has done
         self.pending_save: Any = None  # checkpoint/state.py: the save that was begun last
+
+    def _remark(self, parameters: int) -> None:
+        """Say, once in a job, what users may not expect of its platform."""
+        remark = self.platform.remark(self.cfg.platform, parameters)
+        if remark is not None and self.base is None and rank_of_process() == 0:
+            say(remark)
 
     def _build(self) -> None:
         """The table of parameters, and this stage's chunks of the model with their adapters."""

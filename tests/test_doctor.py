@@ -194,12 +194,21 @@ def test_gpus_and_what_they_compute_in():
     assert "PEAK_FLOPS_BF16" in found["peak FLOP/s"].advice
 
 
-def test_no_gpu_is_fine_and_a_driver_without_one_is_not():
+def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeypatch):
     (check,) = gpu_checks([], None, None)
     assert (check.status, check.found) == (OK, "none: CPU with gloo, in fp32")
-    (check,) = gpu_checks([], "550.54", "2.27.5")
-    assert check.status == WARNING and "driver 550.54 is installed" in check.found
-    assert "CUDA build of torch" in check.advice
+    if torch.cuda.is_available():
+        return
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 550.54\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "requirements", lambda extras: [])
+    monkeypatch.setattr(machine, "gloo_problem", lambda: None)
+    found = {check.name: check for check in all_checks()}
+    assert found["GPU"].status == MISSING and "NCCL" not in found
+    assert found["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
+    assert found["GPU"].advice.endswith("; on the CPU: platform=cpu")
 
 
 @pytest.mark.gpu

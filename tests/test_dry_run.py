@@ -87,11 +87,14 @@ def test_a_real_model_that_does_not_fit_is_said(tiny, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config))
     cfg = replace(
         layout().config(str(folder)),
+        platform="auto",
         data=replace(data_config(None), train=(SourceSpec(write_set(tmp_path)),)),
     )
     assert dry_run(cfg) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "will most likely run out of memory. Try model.recompute_vision=true" in out
+    unchosen = "on the CPU, which is slow; platform=cpu says that this is meant"
+    assert pick_platform().is_cuda or unchosen in out
 
 
 def test_the_warning_names_the_stage():

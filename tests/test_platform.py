@@ -2,13 +2,18 @@
 """The platform, and the stand-in for CUDA on the CPU."""
 
 import os
+import sys
+from contextlib import redirect_stderr
 
 import pytest
 import torch
 from transformers import Qwen3VLForConditionalGeneration
 
+from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm.distributed import device
 from megatron_vlm.distributed.device import peak_of, pick_platform
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.worker import MegatronWorker
 
 
 def test_unknown_name():
@@ -119,3 +124,38 @@ def test_hugging_face_computes_the_same_beside_the_stand_in(tiny, nursery):
 def test_cuda_where_there_is_none():
     with pytest.raises(ConfigError, match=r"platform=cuda, but torch .* sees no CUDA device"):
         pick_platform("cuda")
+
+
+def pick_with_driver(folder: str) -> None:
+    os.environ["PATH"] = folder
+    try:
+        pick_platform("auto")
+    except ConfigError as error:
+        print(error)
+    print(pick_platform("cpu").name, pick_platform("auto").name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_gpu_that_torch_does_not_see_is_no_cpu(nursery, tmp_path):
+    assert nursery.printed(pick_with_driver, str(tmp_path)) == "cpu cpu\n"  # there is none
+    program = tmp_path / "nvidia-smi"
+    program.touch(0o755)
+    said, names = nursery.printed(pick_with_driver, str(tmp_path)).splitlines()
+    assert f"sees no GPU, though {program} is there" in said
+    assert said.endswith("or set platform=cpu to compute on the CPU")
+    # Chosen once, it is what this process has.
+    assert names == "cpu cpu"
+
+
+def build_a_worker(path: str, asked: str) -> None:
+    device._MANY_PARAMETERS = 1000
+    with redirect_stderr(sys.stdout):
+        MegatronWorker(Config(platform=asked, model=ModelConfig(path)), training=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_large_model_on_a_cpu_is_said(nursery, tiny):
+    (said,) = nursery.printed(build_a_worker, tiny(), "auto").splitlines()
+    assert "there is no GPU here, so a model of " in said and "platform=cpu says that" in said
+    assert nursery.printed(build_a_worker, tiny(), "cpu") == ""
+    assert pick_platform("cpu").remark("auto", 10**7) is None

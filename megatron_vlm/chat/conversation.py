@@ -42,7 +42,10 @@ class Conversation:
         self.settings = settings
         lora = LoraConfig() if adapter is None else lora_of(adapter)
         cfg = Config(
-            model=ModelConfig(folder), lora=lora, checkpoint=CheckpointConfig(export=False)
+            platform=settings.platform,
+            model=ModelConfig(folder),
+            lora=lora,
+            checkpoint=CheckpointConfig(export=False),
         )
         self.worker = MegatronWorker(cfg, training=False)
         self.messages: list[dict[str, Any]] = []

@@ -4,13 +4,16 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
+from megatron_vlm.config.schema import PlatformName
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.early import check_model
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.paths import require_file
 
 _CONFIGS = ("config.json", "adapter_config.json")
+PLATFORMS = get_args(PlatformName)
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +31,13 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     heat = "above 0, tokens are sampled (default: 0, the likeliest each time)"
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=heat)
     parser.add_argument("--seed", type=int, default=0, help="of sampled answers (default: 0)")
+    where = "where to compute (default: auto, a GPU if there is one)"
+    parser.add_argument("--platform", choices=PLATFORMS, default="auto", help=where)
 
 
 def start_chat(args: argparse.Namespace) -> int:
     """Check the arguments, load the model and chat; the exit status."""
-    settings = Settings(args.max_new_tokens, args.temperature, args.seed)
+    settings = Settings(args.max_new_tokens, args.temperature, args.seed, args.platform)
     folder, adapter = find_model(args.where)
     for path in (*args.image, *args.video):
         require_file(Path(path).expanduser())
@@ -50,6 +55,7 @@ class Settings:
     max_new_tokens: int = 512
     temperature: float = 0.0  # 0: the likeliest token each time
     seed: int = 0  # of sampled answers
+    platform: PlatformName = "auto"
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

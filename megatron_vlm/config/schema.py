@@ -15,6 +15,7 @@ Layers = list[int] | Literal["auto"] | None
 AttentionKernel = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Export = bool | Literal["adapter", "merged", "both"]
 PolicyLoss = Literal["ppo", "importance_sampling", "gspo", "cispo"]
+PlatformName = Literal["auto", "cuda", "cpu"]
 TrainScope = Literal["all_assistant", "last_assistant", "record"]
 
 
@@ -274,7 +275,7 @@ class Config:
     rl: RlConfig = field(default_factory=RlConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    platform: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch finds a GPU
+    platform: PlatformName = "auto"  # auto: cuda, and the CPU only where there is no GPU
 
 
 def key_types(node: Any = Config, prefix: str = "") -> dict[str, Any]:

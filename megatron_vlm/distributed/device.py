@@ -6,8 +6,10 @@ Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cpu_stand_in.py answ
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from glob import glob
 from typing import TypeVar
 
 import torch
@@ -17,6 +19,9 @@ from megatron_vlm.distributed.cpu_stand_in import install_cpu_stand_in, stand_in
 from megatron_vlm.errors import ConfigError
 
 T = TypeVar("T")
+
+_DRIVER_FILES = ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version")
+_MANY_PARAMETERS = 10**8  # above those of models for tests
 
 # Dense bf16 peak of one device, FLOP/s, from the vendor's data sheets: accumulated in fp32, without
 # sparsity. Of two names that fit, the first counts.
@@ -89,6 +94,16 @@ class Platform:
             return None
         return peak_of(torch.cuda.get_device_name(self.device))
 
+    def remark(self, asked: str, parameters: int) -> str | None:
+        """What users are told of a model of real size on a CPU that nobody chose; None else."""
+        if self.is_cuda or asked != "auto" or parameters < _MANY_PARAMETERS:
+            return None
+        return (
+            f"there is no GPU here, so a model of {parameters:,} parameters is computed on the "
+            "CPU, which is slow; platform=cpu says that this is meant, and megatron-vlm doctor "
+            "what this machine has"
+        )
+
 
 def peak_of(name: str) -> float | None:
     """Of a device with this name, in whole words: an H200 is no H20, and a GB200 no B200. Variants
@@ -115,12 +130,38 @@ def pick_platform(name: str = "auto") -> Platform:
             f"platform=cuda, but torch {torch.__version__} sees no CUDA device; "
             "set platform=cpu, or install a CUDA build of torch and check nvidia-smi"
         )
+    if name == "auto" and not has_cuda and not stand_in_installed():
+        _refuse_unseen_gpu()
     if has_cuda and name != "cpu":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         return Platform("cuda", device, "nccl", torch.bfloat16)
     install_cpu_stand_in()
     return Platform("cpu", torch.device("cpu"), "gloo", torch.float32)
+
+
+def unseen_gpu() -> str | None:
+    """What shows that a machine on which torch sees no GPU has one all the same."""
+    files = (path for pattern in _DRIVER_FILES for path in sorted(glob(pattern)))
+    return next(files, None) or shutil.which("nvidia-smi")
+
+
+def why_unseen() -> str:
+    """What to do where torch sees none."""
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA: install one that has"
+    if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"CUDA_VISIBLE_DEVICES={shown!r} may hide it, as where a job asked for no GPU"
+    return "check that nvidia-smi lists it, and that its driver is new enough for this torch"
+
+
+def _refuse_unseen_gpu() -> None:
+    """What is meant for a GPU never goes to the CPU by itself."""
+    if (sign := unseen_gpu()) is not None:
+        raise ConfigError(
+            f"platform=auto: torch {torch.__version__} sees no GPU, though {sign} is there; "
+            f"{why_unseen()}; or set platform=cpu to compute on the CPU"
+        )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -145,6 +145,11 @@ class ModelSizes:
         """The shape of each tensor of the checkpoint, by its Hugging Face name."""
         return {tensor.name: tensor.shape for tensor in self.tensors}
 
+    @property
+    def num_values(self) -> int:
+        """Of all its tensors."""
+        return sum(tensor.num_values for tensor in self.tensors)
+
     @cached_property
     def with_head(self) -> tuple[TensorSpec, ...]:
         """The tensors, and the head's weight also where it is none of them: what may have an

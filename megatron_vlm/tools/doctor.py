@@ -99,10 +99,14 @@ def all_checks() -> Iterator[Check]:
         problem = None if found is None else machine.import_problem(requirement.name)
         yield package_check(extra, requirement, found, problem)
     if machine.import_problem("torch") is None:
-        from megatron_vlm.distributed.device import find_gpus, nccl_version
+        from megatron_vlm.distributed.device import find_gpus, nccl_version, unseen_gpu, why_unseen
 
         gpus = find_gpus()
-        yield from gpu_checks(gpus, machine.driver_version(), nccl_version())
+        driver = machine.driver_version()
+        if (sign := None if gpus else unseen_gpu()) is None:
+            yield from gpu_checks(gpus, driver, nccl_version())
+        else:
+            yield unseen_gpu_check(sign, driver, why_unseen())
         yield gloo_check(machine.gloo_problem(), bool(gpus))
         compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
         yield compiler_check(next(filter(None, compilers), None), bool(gpus))
@@ -148,7 +152,7 @@ def package_check(
 def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
     """The devices, the types they compute in, and what connects them."""
     if not gpus:
-        yield _no_gpu(driver)
+        yield Check("GPU", OK, "none: CPU with gloo, in fp32")
         return
     kinds = Counter((gpu.name, round(gpu.memory / _GIB)) for gpu in gpus)
     names = ", ".join(f"{count} x {name}, {size} GiB" for (name, size), count in kinds.items())
@@ -167,11 +171,10 @@ def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> I
     yield _check("peak FLOP/s", not unknown, found, advice)
 
 
-def _no_gpu(driver: str | None) -> Check:
-    if driver is None:
-        return Check("GPU", OK, "none: CPU with gloo, in fp32")
-    advice = "install a CUDA build of torch, and check that nvidia-smi lists the devices"
-    return Check("GPU", WARNING, f"torch sees none, but driver {driver} is installed", advice)
+def unseen_gpu_check(sign: str, driver: str | None, remedy: str) -> Check:
+    """A GPU that torch does not see: a run refuses to take the CPU in its place by itself."""
+    found = f"torch sees none, though {sign} is there; driver {driver or 'unknown'}"
+    return Check("GPU", MISSING, found, f"{remedy}; on the CPU: platform=cpu")
 
 
 def gloo_check(problem: str | None, has_gpu: bool) -> Check:
@@ -204,8 +207,7 @@ def model_check(path: str) -> Check:
         return Check("model.path", MISSING, f"{path} cannot be checked: {error}")
     except (ConfigError, DataError) as error:
         return Check("model.path", MISSING, str(error))
-    values = sum(tensor.num_values for tensor in sizes.tensors)
-    return Check("model.path", OK, f"{name}: {values:,} parameters")
+    return Check("model.path", OK, f"{name}: {sizes.num_values:,} parameters")
 
 
 def shm_check(free: int | None) -> Check:

@@ -49,6 +49,8 @@ def dry_run(cfg: Config) -> int:
         check_push(cfg.checkpoint.push)
     cfg = with_model(cfg, weights=False)
     source = HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+    if (remark := platform.remark(cfg.platform, source.sizes.num_values)) is not None:
+        console.print(remark, soft_wrap=True)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
     if asks(cfg):
