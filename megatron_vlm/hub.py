@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.paths import home_path
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -68,7 +69,7 @@ def folder_of(path: str | Path, weights: bool = False) -> Path:
     """The folder of a checkpoint: the path itself, or for a name on the Hub its folder in the
     cache, where what is missing is downloaded."""
     if (name := hub_name(path)) is None:
-        return Path(path).expanduser()
+        return home_path(path)
     return _download(name, weights)
 
 

@@ -28,6 +28,18 @@ def what_is_at(path: str | Path) -> str:
         return "nothing"
 
 
+def real_path(path: str | Path) -> Path:
+    """The absolute path without links. Of links in a circle it is one of them, and to open it is an
+    OSError; Path.resolve has a RuntimeError for them."""
+    return Path(os.path.realpath(path))
+
+
+def home_path(path: str | Path) -> Path:
+    """The path with a leading ~ replaced. One of a user who does not exist stays as it is, where
+    Path.expanduser has a RuntimeError."""
+    return Path(os.path.expanduser(path))
+
+
 def require_file(path: str | Path, where: str = "") -> Path:
     """The path of a regular file; anything else is refused before it is opened. `where`: what named
     it, for messages."""

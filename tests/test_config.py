@@ -106,6 +106,13 @@ def test_sources():
         ([{"path": "a", "wieght": 1}], "is not a path or an object"),
         ([{"path": "a", "weight": 0}], "weight of a is 0; give 0 to 1000"),
         ([{"path": "a", "weight": "high"}], "weight of a is 'high'"),
+        ({"path": "a", "weight": True}, "weight of a is True; give 0 to 1000"),
+        ({"path": "x", "image_root": 5}, "image_root of x is 5, not text; put it in quotes"),
+        ([{"path": "x", "split": 2020}], "split of x is 2020, not text"),
+        ([{"path": "x", "split": None}], "split of x is null, not text"),
+        ([{"path": "x", "subset": ["a"]}], r"subset of x is \['a'\], not text"),
+        ([{"path": "x", "revision": 1.5}], "revision of x is 1.5, not text"),
+        ([{"path": "x", "streaming": "no"}], "streaming of x is 'no', not true or false"),
     ],
 )
 def test_wrong_sources(value, message):

@@ -122,6 +122,7 @@ BROKEN = {
         encoded(noise(2010, 10)),
         "is 2010 x 10 pixels; sides may differ by a factor of 200",
     ),
+    "0 x 0": (PIL.Image.new("RGB", (0, 0)), "is 0 x 0 pixels; it shows nothing: drop it"),
     "truncated JPEG": (damaged_jpeg(), "cannot be decoded: image file is truncated"),
     "truncated PNG": (encoded(noise(200, 200))[:5000], "cannot be decoded"),
     "damaged PNG": (
@@ -135,8 +136,9 @@ BROKEN = {
 @pytest.mark.parametrize("form", ["bytes", "file"])
 def test_broken_pictures_are_refused_by_name(name, form, tmp_path):
     data, words = BROKEN[name]
-    (tmp_path / "bad.png").write_bytes(data)
-    source = data if form == "bytes" else "bad.png"
+    if isinstance(data, bytes):
+        (tmp_path / "bad.png").write_bytes(data)
+    source = "bad.png" if form == "file" and isinstance(data, bytes) else data
     if not data and form == "bytes":
         pytest.skip("formats.py refuses empty bytes: see test_formats.py")
     with pytest.raises(DataError) as error:
@@ -244,9 +246,45 @@ def test_private_addresses_are_never_asked(url, tmp_path):
         read(url, MediaPolicy(str(tmp_path), allow_http=True))
 
 
+PUBLIC = [
+    "93.184.216.34",
+    "2606:4700::1111",
+    "::ffff:93.184.216.34",
+    "64:ff9b::5db8:d822",  # what DNS64 makes of an IPv4 address
+    "2002:5db8:d822::1",  # 6to4
+]
+PRIVATE = [
+    "100.64.0.1",
+    "224.0.0.1",  # multicast
+    "240.0.0.1",  # reserved
+    "255.255.255.255",
+    "::",
+    "::1",
+    "::127.0.0.1",
+    "::10.0.0.1",
+    "::ffff:169.254.169.254",
+    "::ffff:224.0.0.1",
+    "::ffff:0:127.0.0.1",  # IPv4-translated
+    "64:ff9b::a9fe:a9fe",
+    "64:ff9b:1::7f00:1",  # of a local NAT64
+    "2002:7f00:1::",
+    "2002:a00:1::1",
+    "2001:0:5db8:d822:0:0:f5ff:fffe",  # Teredo: a public server, and 10.0.0.1 inverted
+    "2606:4700::5efe:7f00:1",  # ISATAP
+    "2606:4700::200:5efe:a00:1",
+    "fec0::1",  # site-local
+    "fc00::1",
+    "fe80::1%1",
+    "ff02::1",
+    "ff0e::1",  # multicast of global scope
+    "4000::1",  # not assigned
+    "2001:db8::1",
+]
+
+
 def test_public_addresses():
-    assert is_public("93.184.216.34")
-    assert not is_public("100.64.0.1")
+    assert [address for address in PUBLIC if not is_public(address)] == []
+    assert [address for address in PRIVATE if is_public(address)] == []
 
 
 class _Server(http.server.BaseHTTPRequestHandler):
@@ -267,6 +305,9 @@ class _Server(http.server.BaseHTTPRequestHandler):
             self.wfile.write(gzip.compress(gzip.compress(bytes(2**20))))
         elif self.path == "/missing":
             self.send_error(404)
+        elif self.path in ("/304", "/302", "/300"):
+            self.send_response(int(self.path[1:]))
+            self.end_headers()
         else:
             self.send_response(302)
             target = {
@@ -304,6 +345,9 @@ def test_fetch_from_an_allowed_address(server):
     ("path", "words"),
     [
         ("/missing", "the server answers 404"),
+        ("/304", "the server answers 304"),
+        ("/302", "the server answers 302"),
+        ("/300", "the server answers 300"),
         ("/inside", "127.0.0.2, which is not a public address"),
         ("/file", "'file:///etc/passwd', which is not http"),
         ("/again", "more than 3 redirects"),

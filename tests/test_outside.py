@@ -12,6 +12,7 @@ import pytest
 
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, write_file, write_manifest
 from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.config import ConfigFile
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.encode.reader import make_encoder
@@ -20,12 +21,15 @@ from megatron_vlm.data.media.media import MediaPolicy, resolve_path
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.lines import parse_json
 from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.data.read.stream import open_stream
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
 from megatron_vlm.evaluation.evaluate import read_candidates
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.digest import settings_digests
+from megatron_vlm.hf.files import is_own
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.outside import MOST_DEPTH, Field, Outside, is_too_deep
+from megatron_vlm.paths import home_path
 from megatron_vlm.run.report import write_report
 from tests.mutation import nested
 
@@ -55,6 +59,10 @@ def encoder(folder: Path) -> None:
     make_encoder(str(folder), DataConfig())
 
 
+def read_stream(path: str) -> None:
+    list(open_stream([SourceSpec(path, streaming=True)], DataConfig(), True).records(0, None))
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "config.json": read_sizes,
     "generation_config.json": lambda folder: stop_ids(folder, 1),
@@ -72,6 +80,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "complete.json": read_manifest,
     "merges.txt": settings_digests,
     "names.txt": lambda folder: read_candidates(str(folder / "names.txt")),
+    "train.jsonl": lambda folder: open_source(SourceSpec(str(folder / "train.jsonl")), None, None),
+    "stream.jsonl": lambda folder: read_stream(str(folder / "stream.jsonl")),
+    "clip.mp4": lambda folder: resolve_path("clip.mp4", MediaPolicy(str(folder)), str(folder)),
 }
 
 
@@ -95,6 +106,21 @@ def test_only_regular_files_are_opened(name, place, tiny, tmp_path):
         READERS[name](folder)
     assert str(folder) in str(caught.value)
     assert name in str(caught.value) or place in str(caught.value), caught.value
+
+
+def test_a_loop_of_links_in_a_model_is_left_out_of_its_export(tmp_path):
+    loop(tmp_path / "notes.txt")
+    assert not is_own(tmp_path / "notes.txt")
+
+
+def test_a_home_folder_of_nobody_is_a_path_like_any_other():
+    """Path.expanduser raises RuntimeError."""
+    path = "~no-such-user/a"
+    assert str(home_path(path)) == path and home_path("~") == Path.home()
+    with pytest.raises(ConfigError, match=r"no-such-user/a.* has no config\.json"):
+        read_sizes(path)
+    with pytest.raises(ConfigError, match="--config: no file ~no-such-user/a"):
+        ConfigFile.read(path)
 
 
 def field(value: Any) -> Field:

@@ -348,7 +348,28 @@ def long_name():
     return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
 
 
-@pytest.mark.parametrize("content", [sparse_member(), long_name()], ids=["holes", "name"])
+def pax_size(kind, size):
+    """A member whose extended header says this size: a negative one leads back to the header."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("0.json")
+        info.type, info.pax_headers = kind, {"size": str(size)}
+        tar.addfile(info)
+    return file.getvalue()
+
+
+HEADERS = {
+    "holes": sparse_member(),
+    "name": long_name(),
+    "negative": pax_size(tarfile.REGTYPE, -1),
+    "backwards": pax_size(tarfile.REGTYPE, -2048),
+    "backwards, and of no known type": pax_size(b"Z", -2048),
+    "beyond the file": pax_size(tarfile.REGTYPE, 10**12),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS)
 def test_tar_headers_that_promise_too_much(content, tmp_path):
     (tmp_path / "a.tar").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.tar: not a readable, uncompressed tar file"):

@@ -20,7 +20,7 @@ from megatron_vlm.data.read.records import Image
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.adapter_files import lora_of
 from megatron_vlm.hub import folder_of
-from megatron_vlm.paths import require_file
+from megatron_vlm.paths import home_path, real_path, require_file
 from megatron_vlm.step.decode import generate
 from megatron_vlm.worker import MegatronWorker
 
@@ -53,7 +53,7 @@ class Conversation:
     def medium(self, kind: str, given: str) -> dict[str, str]:
         """The part of a message that shows a picture or a video of the disk; a DataError where it
         cannot be opened."""
-        path = str(require_file(Path(given).expanduser()).resolve())
+        path = str(real_path(require_file(home_path(given))))
         if kind == "image":
             image_size(Image(path), self.rows.reader.policy, given)
         else:

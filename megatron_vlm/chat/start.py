@@ -10,7 +10,7 @@ from megatron_vlm.config.schema import PlatformName
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.early import check_model
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.paths import require_file
+from megatron_vlm.paths import home_path, require_file
 
 _CONFIGS = ("config.json", "adapter_config.json")
 PLATFORMS = get_args(PlatformName)
@@ -40,7 +40,7 @@ def start_chat(args: argparse.Namespace) -> int:
     settings = Settings(args.max_new_tokens, args.temperature, args.seed, args.platform)
     folder, adapter = find_model(args.where)
     for path in (*args.image, *args.video):
-        require_file(Path(path).expanduser())
+        require_file(home_path(path))
     if under_launcher():
         raise ConfigError("megatron-vlm chat runs in one process; start it without a launcher")
     from megatron_vlm.chat.terminal import run_chat
@@ -69,7 +69,7 @@ class Settings:
 def find_model(given: str) -> tuple[str, Path | None]:
     """The folder itself, or the export of a run; and where that is an adapter, the model that it
     was trained on. Checked as far as that takes no torch."""
-    folder = Path(given).expanduser()
+    folder = home_path(given)
     found = folder
     if not any((folder / name).is_file() for name in _CONFIGS):
         if any((folder / "export" / name).is_file() for name in _CONFIGS):

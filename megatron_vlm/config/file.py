@@ -14,14 +14,13 @@ import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_vlm.config.guesses import hint
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.config.yaml_text import YamlText
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.paths import require_file
+from megatron_vlm.paths import home_path, require_file
 
 MOST_BYTES = 2**16
 _RECIPES = "defaults is a list of recipes, each as `- GROUP: NAME`, such as `- model: qwen3_vl_2b`"
@@ -41,7 +40,7 @@ class ConfigFile:
     def read(path: str) -> "ConfigFile":
         """The file at this path."""
         try:
-            with open(require_file(Path(path).expanduser(), "--config"), "rb") as file:
+            with open(require_file(home_path(path), "--config"), "rb") as file:
                 content = file.read(MOST_BYTES + 1)
             if len(content) > MOST_BYTES:
                 raise ConfigError(

@@ -55,8 +55,14 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
     spec = SourceSpec(**given)
     # A weight stays an int where it was one: the fingerprint of the data, by which a run resumes,
     # spells it out.
-    if not isinstance(spec.weight, int | float) or not 0 < spec.weight < 1000:
+    if type(spec.weight) not in (int, float) or not 0 < spec.weight < 1000:
         raise ConfigError(f"{key}: weight of {spec.path} is {spec.weight!r}; give 0 to 1000")
+    for item in fields(SourceSpec):
+        value = getattr(spec, item.name)
+        if item.name != "weight" and not isinstance(value, item.type):  # type: ignore[arg-type]
+            shown = "null" if value is None else repr(value)
+            wanted = "true or false" if item.type is bool else "text; put it in quotes"
+            raise ConfigError(f"{key}: {item.name} of {spec.path} is {shown}, not {wanted}")
     return spec
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.paths import home_path
 
 _VOID = frozenset(("meta", "img", "input", "rect", "line", "path"))
 # Should anything of a record become markup after all, it still loads nothing and runs nothing.
@@ -23,7 +24,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 def save_page(path: str, page: str) -> None:
     """Write the page that a command's --html asks for."""
     try:
-        Path(path).expanduser().write_text(page, encoding="utf-8")
+        home_path(path).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {path}: cannot be written: {error.strerror}") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_vlm.distributed.process import say
 from megatron_vlm.hf.source import INDEX
+from megatron_vlm.paths import real_path
 
 # What transformers and vLLM read, and what decides how a record becomes tokens and patches.
 SETTINGS = (
@@ -51,6 +52,6 @@ def is_own(file: Path) -> bool:
     of the hub keeps them in models--NAME/blobs, and a folder of links keeps their names. Any other
     link could publish a file that its owner never meant to; but config.json has been read as such.
     """
-    kept = file.resolve()
+    kept = real_path(file)
     cached = kept.parent.name == "blobs" and kept.parent.parent.name.startswith("models--")
     return kept.is_file() and (kept.name == file.name or cached or file.name == "config.json")

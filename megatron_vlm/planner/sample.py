@@ -1,7 +1,6 @@
 """What rows of data.train are like, from a few hundred of its records."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from megatron_vlm.data.encode.sample import Dropped, Sample
 from megatron_vlm.data.read.sources import open_source
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.paths import home_path
 from megatron_vlm.planner.shapes import BatchSizes, Mix, assumed_mix
 
 _RECORDS = 256
@@ -24,7 +24,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> Mix:
     if not specs or any(spec.streaming for spec in specs):
         mix = assumed_mix(sizes, cfg.data.max_tokens)
         return mix if not specs else Mix(mix.rows, f"data.train streams; {mix.origin}")
-    cache = None if cfg.data.cache_dir is None else Path(cfg.data.cache_dir).expanduser()
+    cache = None if cfg.data.cache_dir is None else home_path(cfg.data.cache_dir)
     sources = [open_source(spec, cfg.data.image_root, cache) for spec in specs]
     lengths, weights = tuple(map(len, sources)), tuple(spec.weight for spec in specs)
     epoch = Order(lengths, weights, cfg.data.seed, cfg.data.shuffle).epoch(0)

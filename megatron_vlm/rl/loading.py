@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.paths import home_path, real_path
 
 _LONGEST = 300  # characters of what an exception says
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -65,7 +66,7 @@ def place_of(error: BaseException, home: Path) -> str:
 def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
     """Its folder comes first in sys.path, as for a program; for a module, the working folder."""
     is_file = place.endswith(".py")
-    path = Path(place).expanduser().resolve()
+    path = real_path(home_path(place))
     if is_file and not path.is_file():
         near = difflib.get_close_matches(
             path.name, [each.name for each in path.parent.glob("*.py")]
@@ -80,7 +81,7 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
         where = place_of(error, home)
         raise ConfigError(f"rl.{kind}={target} cannot be imported: {said(error)}{where}") from error
     file = getattr(module, "__file__", None)
-    return module, home if file is None else Path(file).resolve().parent
+    return module, home if file is None else real_path(file).parent
 
 
 def _of_file(path: Path) -> ModuleType:

@@ -25,6 +25,7 @@ from megatron_vlm.data.scratch import scratch_folder
 from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.paths import home_path
 
 log = logging.getLogger("megatron_vlm.data")
 
@@ -111,7 +112,7 @@ def open_data(
     `share`: which of how many processes this is, where several index together. With `asks`,
     samples are prompts: nothing of them is trained, and an answer at their end is left out."""
     encoder = make_encoder(model_path, cfg)
-    cache = None if cfg.cache_dir is None else Path(cfg.cache_dir).expanduser()
+    cache = None if cfg.cache_dir is None else home_path(cfg.cache_dir)
     if any(spec.streaming for spec in specs):
         assert all(spec.streaming for spec in specs)
         stream = open_stream(specs, cfg, train)

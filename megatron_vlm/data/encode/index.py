@@ -27,6 +27,7 @@ from megatron_vlm.data.processes import in_processes
 from megatron_vlm.data.read.sources import Source
 from megatron_vlm.data.read.unknown import UnknownKeysError, refusal
 from megatron_vlm.errors import DataError
+from megatron_vlm.paths import home_path
 
 _log = logging.getLogger("megatron_vlm.data")
 
@@ -97,7 +98,7 @@ def build_index(
     several do it together."""
     if not len(source):
         raise DataError(f"{source.name} has no records")
-    cache = scratch if cfg.cache_dir is None else Path(cfg.cache_dir).expanduser() / "text"
+    cache = scratch if cfg.cache_dir is None else home_path(cfg.cache_dir) / "text"
     folder = cache / index_key(source, reader, cfg)
     with contextlib.suppress(OSError):  # then nothing can be kept there, and `_keep` says why
         folder.mkdir(parents=True, exist_ok=True)

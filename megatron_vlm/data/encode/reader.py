@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.sizes import ModelSizes, Tokens
 from megatron_vlm.hub import folder_of
+from megatron_vlm.paths import home_path
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def make_reader(
     encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None, asks: bool = False
 ) -> Reader:
     """A reader for records whose images are in `root`; with None it opens no local files."""
-    root = None if root is None else str(Path(root).expanduser())
+    root = None if root is None else str(home_path(root))
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
     return Reader(encoder, policy, sizes.tokens, asks)
 

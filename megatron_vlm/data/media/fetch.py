@@ -18,6 +18,9 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from megatron_vlm.errors import DataError
+from megatron_vlm.outside import reason
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_BYTES = 64 * 2**20
 MAX_REDIRECTS = 3
@@ -25,11 +28,42 @@ TIMEOUT_S = 20.0  # without a single byte, and for a TLS handshake
 TOTAL_S = 120.0  # for all of it
 
 
+# Addresses of IPv6 whose last 32 bits are one of IPv4 that packets go on to: IPv4-compatible,
+# IPv4-mapped, IPv4-translated and NAT64.
+_ENDING_IN_IPV4 = tuple(
+    ipaddress.IPv6Network(f"{prefix}/96")
+    for prefix in ("::", "::ffff:0:0", "::ffff:0:0:0", "64:ff9b::")
+)
+_ISATAP = 0x5EFE  # before the last 32 bits, but for the bits that say of what scope it is
+_ISATAP_BITS = 0xFDFFFFFF
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA gives out for the internet
+
+
 def is_public(address: str) -> bool:
-    """Whether the address belongs to the public internet."""
-    parsed = ipaddress.ip_address(address)
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_global
+    """Whether the address, and each that it embeds, belongs to the public internet."""
+    return all(map(_is_public, _unwrapped(ipaddress.ip_address(address))))
+
+
+def _unwrapped(address: _Address) -> list[_Address]:
+    """The addresses that packets to this one may go to."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    if any(address in network for network in _ENDING_IN_IPV4):
+        return [last]
+    if inner := address.teredo or address.sixtofour:
+        return [*inner] if isinstance(inner, tuple) else [inner]
+    if int(address) >> 32 & _ISATAP_BITS == _ISATAP:
+        return [address, last]
+    return [address]
+
+
+def _is_public(address: _Address) -> bool:
+    if address.is_multicast or not address.is_global:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        return address in _UNICAST
+    return not address.is_reserved
 
 
 def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> bytes:
@@ -38,11 +72,11 @@ def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> b
     try:
         with deadline.running(TOTAL_S):
             body = _followed(url, where, allowed, deadline)
-    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+    except Exception as error:  # of sockets, of ssl, of httpx and of what it is made of
         if isinstance(error, DataError):
             raise
         if not deadline.over:
-            raise DataError(f"{where}: cannot be fetched: {error}") from error
+            raise DataError(f"{where}: cannot be fetched: {reason(error)}") from error
     if deadline.over:  # without an error, what came may be a part
         raise DataError(
             f"{where}: was not fetched within {TOTAL_S:g} s; copy the file to data.image_root"
@@ -115,7 +149,7 @@ def _request(
         httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
         client.stream("GET", target, headers=headers, extensions=more) as response,
     ):
-        if response.is_redirect:
+        if response.has_redirect_location:
             return b"", response.headers["location"]
         if response.status_code != 200:
             raise DataError(f"{where}: the server answers {response.status_code}")

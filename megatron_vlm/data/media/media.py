@@ -23,7 +23,7 @@ import PIL.ImageOps
 from megatron_vlm.data.media.fetch import fetch
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import DataError
-from megatron_vlm.paths import what_is_at
+from megatron_vlm.paths import real_path, what_is_at
 
 MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
@@ -50,11 +50,11 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
             f"{where}: {source[:120]!r} is a local file, and no folder is open to records; give "
             "the file's content (bytes or a data URI), or set image_root"
         )
-    root = Path(policy.root).resolve()
+    root = real_path(policy.root)
     try:
         if source.startswith("file://"):
             source = urllib.parse.unquote(urllib.parse.urlsplit(source).path)
-        path = (root / source).resolve()
+        path = real_path(root / source)
         found = what_is_at(path)
     except (OSError, ValueError) as error:  # too long, with a NUL byte, a loop of links
         raise DataError(f"{where}: {source[:120]!r} is not a path: {error}") from error
@@ -161,7 +161,9 @@ def _check_tiles(opened: PIL.Image.Image, what: str) -> None:
 
 
 def check_aspect(height: int, width: int, what: str) -> None:
-    """Refuse what is too long for its width; `what` begins the message."""
+    """Refuse what is too long for its width, or has no pixels; `what` begins the message."""
+    if min(width, height) < 1:
+        raise DataError(f"{what}; it shows nothing: drop it")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise DataError(
             f"{what}; sides may differ by a factor of {MAX_ASPECT} at most: crop or drop it"

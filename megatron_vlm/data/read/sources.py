@@ -24,7 +24,7 @@ from megatron_vlm.data.read.table import TableSource
 from megatron_vlm.data.read.tar import TarSource
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.outside import Outside
-from megatron_vlm.paths import require_file, require_files_in
+from megatron_vlm.paths import real_path, require_file, require_files_in
 
 _MOST_LIST = 2**36  # bytes
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub
@@ -85,7 +85,7 @@ def paths_of(spec: SourceSpec) -> list[str]:
 
 def folder_of(path: str) -> str:
     """Where the images of a file, or of a folder of files, lie unless something else is said."""
-    resolved = Path(path).resolve()
+    resolved = real_path(path)
     return str(resolved if resolved.is_dir() else resolved.parent)
 
 

@@ -59,7 +59,11 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
     samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
     try:
         with tarfile.open(path, "r:") as tar:
+            total = os.path.getsize(path)
             for member in tar:
+                # A size below 0 would lead back to members that have been read.
+                if member.size < 0 or member.offset_data > total - member.size:
+                    raise tarfile.ReadError(f"{member.name} has a size of {member.size} bytes")
                 folder, _, base = member.name.rpartition("/")
                 stem, _, field = base.partition(".")
                 if not member.isfile() or not field:
@@ -70,7 +74,7 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
                 if member.issparse():  # its size is not what the file holds
                     raise tarfile.ReadError(f"{member.name} is stored with holes")
                 samples[-1][2][field.lower()] = (member.offset_data, member.size)
-            if tar.offset > os.path.getsize(path):
+            if tar.offset > total:
                 raise tarfile.ReadError("unexpected end of data")
     except Exception as error:  # tarfile raises many kinds
         raise DataError(f"{path}: not a readable, uncompressed tar file: {error}") from error

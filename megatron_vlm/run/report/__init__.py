@@ -9,6 +9,7 @@ from megatron_vlm.display.heat import heat_css, heat_script
 from megatron_vlm.display.html import document
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.outside import Outside
+from megatron_vlm.paths import real_path
 from megatron_vlm.run.report.comparison import comparison_page
 from megatron_vlm.run.report.metrics import LoggedRun, read_metrics
 from megatron_vlm.run.report.page import run_page
@@ -38,7 +39,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path; as many parts as it takes to tell the runs apart."""
-    paths = [folder.resolve() for folder in folders]
+    paths = [real_path(folder) for folder in folders]
     if len(set(paths)) < len(paths):
         raise ConfigError(
             f"{len(paths)} runs were given, {len(set(paths))} of them different; give each run once"
