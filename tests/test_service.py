@@ -184,6 +184,7 @@ def exported(running: Running, model: Model, name: str) -> str:
         (folder,) = db.execute(
             "SELECT folder FROM checkpoints WHERE model = ? AND name = ?", (model.id, name)
         ).fetchone()
+    assert not (run / folder.removesuffix("-export")).exists()  # our own form, which it was made of
     return str(run / folder)
 
 

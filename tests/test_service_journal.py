@@ -342,6 +342,42 @@ def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
         assert isinstance(journal.accept(a_sample("s", 0)), Accepted)
 
 
+def pass_time(journal, seconds):
+    """As if so much time had passed since all that there is."""
+    with journal._store.write() as db:
+        db.execute("UPDATE sessions SET heard = heard - ?", (seconds,))
+        for table in ("models", "samplers"):
+            db.execute(
+                f"UPDATE {table} SET created = created - ?, used = used - ?", (seconds, seconds)
+            )
+
+
+def test_models_of_silent_clients_are_not_counted(tmp_path):
+    def made(journal, session, number):
+        new = NewModel(f"{session}:train:{number}", session, "base", 8)
+        return journal.accept(NewCall("create_model", session, number, "k", b"{}", model=new))
+
+    with opened(tmp_path, bounds=Bounds(models=2)) as journal:
+        silent, _ = a_model(journal)
+        finished, _ = a_model(journal)
+        here = journal.create_session("k", {}, None)
+        full = made(journal, here, 0)
+        assert isinstance(full, Full) and not full.passing and "limit models is 2" in full.text
+        journal.finish_session(finished, "success")
+        promise = made(journal, here, 0)
+        ready = ModelChange(f"{here}:train:0", state="ready")
+        journal.finish(promise.request_id, DONE, Changes(models=(ready,)))
+        pass_time(journal, 200)
+        journal.heard(here)
+        journal.sweep()
+        assert journal.live_models() == {f"{here}:train:0"}
+        waiting = journal.accept(a_step(f"{silent}:train:0", 1)).request_id
+        assert journal.live_models() == {f"{here}:train:0", f"{silent}:train:0"}
+        journal.finish(waiting, DONE)
+        assert f"{silent}:train:0" in journal.live_models()  # it has just asked for something
+        assert isinstance(made(journal, here, 1), Full)
+
+
 def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tmp_path):
     with opened(tmp_path, keep=AT_ONCE) as journal:
         _, model = a_model(journal)
@@ -508,6 +544,34 @@ def test_sessions_that_were_not_heard_of_end(tmp_path):
         assert not (tmp_path / "eph" / quiet).exists() and (tmp_path / "eph" / heard).exists()
         assert journal.active_sessions("k", 0.2) == 1
         assert journal.session(quiet).user_metadata == {"a": 1}
+
+
+def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
+    with opened(tmp_path, keep=Keep(superseded=100, released=-1)) as journal:
+        session, model = a_model(journal)
+        at = {name: folder(journal, f"weights/{name}") for name in ("old", "asked", "new", "named")}
+
+        def sampler(name, path=None):
+            journal.create_sampler(NewSampler(name, session, model, "base", at[name], path))
+            pass_time(journal, 1)
+
+        def left():
+            journal.sweep()
+            return sorted(s.id for s in journal.samplers())
+
+        for name in ("old", "asked", "new"):
+            sampler(name)
+        sampler("named", "tinker://m/sampler_weights/n")
+        assert left() == ["asked", "named", "new", "old"]
+        waiting = journal.accept(a_sample("asked", 1)).request_id
+        pass_time(journal, 200)
+        assert left() == ["asked", "named", "new"]
+        assert not at["old"].exists() and at["asked"].exists()
+        journal.finish(waiting, DONE)
+        assert left() == ["asked", "named", "new"]  # it has answered a moment ago
+        pass_time(journal, 200)
+        assert left() == ["named", "new"] and not at["asked"].exists()
+        assert journal.folders() == {at["new"], at["named"]}
 
 
 def test_clients_of_a_sampling_session_have_numbers(tmp_path):

@@ -23,6 +23,7 @@ from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
 from megatron_vlm.service.journal.accept import Bounds
 from megatron_vlm.service.journal.journal import Journal
+from megatron_vlm.service.journal.sweep import Keep
 from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.rows import RowReader
@@ -45,14 +46,15 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
     limits = limits_of(cfg.serve.limits)
     keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
     base = orders.models.base
-    journal = Journal(Path(cfg.run), Bounds(limits.open_calls, limits.open_bytes, limits.models))
+    bounds = Bounds(limits.open_calls, limits.open_bytes, limits.models)
+    journal = Journal(Path(cfg.run), bounds, Keep(superseded=limits.snapshot_seconds))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes)
-    bounds = _bounds(cfg, limits, reader.longest)
-    readings = Readings(journal, reader, _stop_words(cfg), bounds, base.dims.dp)
+    samples = _bounds(cfg, limits, reader.longest)
+    readings = Readings(journal, reader, _stop_words(cfg), samples, base.dims.dp)
     drawer = None
     if cfg.serve.sampler == "vllm":  # before anybody can ask: loading takes minutes
-        settings = engine_settings(cfg, orders, limits, bounds)
+        settings = engine_settings(cfg, orders, limits, samples)
         engines = Engines()
         opened.callback(engines.close)
         engines.start(settings, cfg.serve.engine_gpus, orders.wait)

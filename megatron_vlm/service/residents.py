@@ -126,6 +126,13 @@ class Residents:
             self.keep(self.models[id])
         self.forget(id)
 
+    def put_away_silent(self) -> None:
+        """To disk with those whose clients have not been heard of: scripts that end without a word
+        hold memory no longer than that."""
+        live = self.journal.live_models()
+        for id in [id for id in self.models if id not in live]:
+            self.put_away(id)
+
     def _is_wanted(self, id: str) -> bool:
         """Whether its client may still ask for it."""
         found = self.journal.model(id)
@@ -176,14 +183,16 @@ class Residents:
         return folder
 
     def remove_strangers(self) -> None:
-        """Folders that the journal knows nothing of: a process died before it had written it."""
-        known = {path for each in self.journal.models() for path in (each.folder, each.source)}
-        known |= {each.folder for each in self.journal.checkpoints()}
-        known |= {each.folder for each in self.journal.samplers()}
-        for kind in ("states", "weights"):
-            for folder in (self.journal.run / kind).glob("*"):
-                if folder not in known:
-                    shutil.rmtree(folder, ignore_errors=True)
+        """Folders that no row of the journal names: a call has failed, or a process has died,
+        before there was one. Whatever this process writes is in the journal by now, since its calls
+        are done one after the other."""
+        there = [
+            path for kind in ("states", "weights") for path in (self.journal.run / kind).glob("*")
+        ]
+        known = self.journal.folders()
+        for folder in there:
+            if folder not in known:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _beginning(model: Model) -> tuple[Path | None, bool]:

@@ -38,6 +38,7 @@ from megatron_vlm.service.training import ModelCalls
 from megatron_vlm.service.turns import PER_SWAP, Turns
 from megatron_vlm.service.wire.values import RequestError
 
+TIDY_S = 15.0
 AHEAD = 4  # calls of a model that are read while others are done
 
 
@@ -63,11 +64,13 @@ class Service:
         self.turns, self.progress = Turns(), ProgressLine()
         self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
         self.gauges = {"samples_total": 0.0}  # for /metrics
+        self.tidy_at = 0.0
 
     def run(self) -> None:
         """Until a signal, which raises Stopped."""
         while True:
             self.orders.wait()
+            self._tidy_if_due()
             calls = self._next()
             self.progress.tell(self.gauges, len(calls))
             self.readings.begin(calls)
@@ -80,6 +83,19 @@ class Service:
                 self.journal.wait(GATHER_S)
                 continue
             self.turn(call, ready)
+
+    def _tidy_if_due(self) -> None:
+        """Between turns, when nothing is being written: let go of what nobody needs any more."""
+        if time.monotonic() < self.tidy_at:
+            return
+        self.tidy_at = time.monotonic() + TIDY_S
+        self.residents.remove_strangers()
+        try:
+            self.residents.put_away_silent()
+        except BrokenError:
+            raise
+        except MegatronVLMError as error:  # it stays in memory
+            say(f"a model that waits for its client could not be kept on disk: {error}")
 
     def _next(self) -> Sequence[Call]:
         """Calls for the ranks: where an engine draws the samples, those that it leaves to them."""

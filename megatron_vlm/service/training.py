@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -233,17 +234,24 @@ class ModelCalls:
         folder = self.residents.new_folder("weights")
         self.orders.save(resident.id, str(folder), moments)
         if kind == "external":
-            out = folder.with_name(f"{folder.name}-export")
-            form_of: Exported | None = "adapter" if resident.form.rank else None
-            export = partial(export_checkpoint, str(folder), str(out), kind=form_of)
-            beside(export, self.orders.wait)
-            folder = out
+            folder = self._exported(folder, resident.form)
         size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
         expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
         facts = {"form": resident.form.plain(), "moments": moments}
         return folder, NewCheckpoint(
             resident.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
         )
+
+    def _exported(self, folder: Path, made: ModelForm) -> Path:
+        """What others read, in place of our own form."""
+        out = folder.with_name(f"{folder.name}-export")
+        kind: Exported | None = "adapter" if made.rank else None
+        try:
+            export = partial(export_checkpoint, str(folder), str(out), kind=kind)
+            beside(export, self.orders.wait)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return out
 
 
 def _json(answer: Mapping[str, Any]) -> Outcome:

@@ -77,10 +77,11 @@ class FrontDesk:
         return await asyncio.to_thread(function, *values)
 
     async def promise(self, new: NewCall) -> str:
-        """The id of the promise, which is on the disk; 429 where there is no room."""
+        """The id of the promise, which is on the disk; 429, which a client sends again without a
+        word, where there is no room for the moment."""
         given = await self.acceptor.accept(new)
         if isinstance(given, Full):
-            raise Refused(429, given.text)
+            raise Refused(429 if given.passing else 422, given.text)
         if given.new:
             self.metrics.accepted(new.kind)
         return given.request_id

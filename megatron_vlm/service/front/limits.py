@@ -30,7 +30,8 @@ class RequestLimits:
     open_calls: int = 4096
     open_bytes: int = 4 * 2**30
     sessions: int = 256
-    models: int = 64
+    models: int = 64  # whose clients were heard of lately
+    snapshot_seconds: float = 1800.0  # that one is kept which is not the model's newest
     # of the server
     connections: int = 4096
     bodies_bytes: int = 2 * 2**30  # being received, together

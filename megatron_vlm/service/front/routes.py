@@ -59,7 +59,8 @@ def own_sampler(desk: FrontDesk, key: str, sampler: str) -> SamplingSession:
     if found is None or found.key != key:
         raise Refused(
             404,
-            f"there is no sampling session {sampler!r}, or its session has ended; make it again",
+            f"there is no sampling session {sampler!r}, its session has ended, or its model has "
+            "had newer snapshots for longer than limit snapshot_seconds; make it again",
         )
     return found
 

@@ -83,7 +83,9 @@ async def create_session(request: Request, desk: AtDesk, key: Key) -> Answer:
     active = desk.journal.active_sessions(key, _ACTIVE)
     if active >= desk.limits.sessions:
         raise Refused(
-            429, f"{active} sessions are active, and limit sessions is {desk.limits.sessions}"
+            422,
+            f"{active} sessions are active, and limit sessions is {desk.limits.sessions}: close() "
+            f"some, or wait; one that ended without it does not count after {_ACTIVE:g} s",
         )
     session = await desk.write(
         desk.journal.create_session, key, form.user_metadata or {}, form.display_name

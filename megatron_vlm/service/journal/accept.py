@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.values import (
+    SAMPLE,
     TRAINING,
     Accepted,
     Failure,
@@ -19,6 +20,12 @@ from megatron_vlm.service.journal.values import (
 )
 
 SEED_BITS = 62
+# Whose client is there, or has just asked for something: the others are on disk, and in nobody's
+# way. `at` is the time since which a client has to have been heard of.
+_LIVE = (
+    "state IN ('creating', 'ready') AND finished IS NULL AND (heard > :at OR used > :at OR EXISTS"
+    " (SELECT 1 FROM calls WHERE owner = models.id AND seq >= next_seq AND done IS NULL))"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Bounds:
 
     open_calls: int = 4096
     open_bytes: int = 4 * 2**30
-    models: int = 64
+    models: int = 64  # of sessions that were heard of lately
+    silent_s: float = 120.0  # without a word of a client, which is heard of every 10 s
 
 
 def accept(
@@ -51,13 +59,13 @@ def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
     if new.failure is not None:
         return None
     if new.model is not None:
-        (models,) = db.execute(
-            "SELECT count(*) FROM models WHERE key = ? AND state IN ('creating', 'ready')",
-            (new.key,),
-        ).fetchone()
+        models = len(live_models(db, bounds, new.key))
         if models >= bounds.models:
             return Full(
-                f"{models} models are there, and limit models is {bounds.models}: unload one"
+                f"{models} models of running clients are there, and limit models is "
+                f"{bounds.models}: unload one, or end a client; models of one that ended without "
+                f"close() do not count after {bounds.silent_s:g} s",
+                passing=False,
             )
     calls, size = db.execute(
         "SELECT count(*), coalesce(sum(size), 0) FROM calls WHERE key = ? AND done IS NULL",
@@ -73,6 +81,16 @@ def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
         f"{size} bytes are waiting and {len(new.body)} were sent: limit open_bytes is "
         f"{bounds.open_bytes}"
     )
+
+
+def live_models(db: sqlite3.Connection, bounds: Bounds, key: str | None = None) -> set[str]:
+    """Models, of a key or of all, that somebody may be about to ask for something."""
+    rows = db.execute(
+        "SELECT models.id FROM models JOIN sessions ON sessions.id = session"
+        f" WHERE coalesce(models.key = :key, 1) AND {_LIVE}",
+        {"key": key, "at": time.time() - bounds.silent_s},
+    )
+    return {row["id"] for row in rows}
 
 
 def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -> str:
@@ -94,6 +112,8 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
             advance(db, new.owner)
         return request_id
     db.execute("INSERT INTO bodies VALUES (?, ?)", (cursor.lastrowid, new.body))
+    if new.kind == SAMPLE:
+        use_sampler(db, new.owner, now)
     if new.model is not None:
         _insert_model(store, db, new, new.model, seed, now)
     return request_id
@@ -127,6 +147,11 @@ def _insert_model(
             None if model.source is None else store.kept(model.source),
         ),
     )
+
+
+def use_sampler(db: sqlite3.Connection, sampler: str, now: float) -> None:
+    """Note that a sampling session is asked, or has answered."""
+    db.execute("UPDATE samplers SET used = ? WHERE id = ?", (now, sampler))
 
 
 def fail(db: sqlite3.Connection, request_id: str, failure: Failure, now: float) -> None:

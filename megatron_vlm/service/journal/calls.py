@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_vlm.service.journal.accept import advance, fail
+from megatron_vlm.service.journal.accept import advance, fail, use_sampler
 from megatron_vlm.service.journal.changes import apply
 from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.values import (
@@ -135,6 +135,8 @@ def finish(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str
     if row["model"] is not None:
         advance(db, row["model"])
         db.execute("UPDATE models SET used = ? WHERE id = ?", (now, row["model"]))
+    elif row["kind"] == SAMPLE:
+        use_sampler(db, row["owner"], now)
     changes = finished.changes
     if row["kind"] in CREATION and isinstance(outcome, Failure):
         failed = ModelChange(model_id(row["owner"], row["seq"]), state="failed")

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.service.journal import calls, tables
-from megatron_vlm.service.journal.accept import Bounds, accept
+from megatron_vlm.service.journal.accept import Bounds, accept, live_models
 from megatron_vlm.service.journal.bell import Bell, Listener
 from megatron_vlm.service.journal.changes import put_sampler, release, save
 from megatron_vlm.service.journal.store import Store
-from megatron_vlm.service.journal.sweep import Keep, sweep
+from megatron_vlm.service.journal.sweep import Keep, folders, sweep
 from megatron_vlm.service.journal.touched import Touched
 from megatron_vlm.service.journal.values import (
     SAMPLE,
@@ -197,6 +197,11 @@ class Journal:
         with self._store.read() as db:
             return _only(tables.models(self._store, db, "id = ?", (model,)))
 
+    def live_models(self) -> set[str]:
+        """Ids of models whose client is there, or waits for a call of them."""
+        with self._store.read() as db:
+            return live_models(db, self._bounds)
+
     def samplers(self, key: str | None = None) -> list[SamplingSession]:
         """All sampling sessions that have not ended; newest first."""
         with self._store.read() as db:
@@ -225,6 +230,11 @@ class Journal:
         with self._store.read() as db:
             where = "path = ? AND coalesce(expires > ?, 1)"
             return _only(tables.checkpoints(self._store, db, where, (path, time.time())))
+
+    def folders(self) -> set[Path]:
+        """Every folder that a row names."""
+        with self._store.read() as db:
+            return {self.run / name for name in folders(db)}
 
     def sessions(self, key: str | None = None) -> list[Session]:
         """All sessions, or those of a key; newest first."""

@@ -18,6 +18,12 @@ from megatron_vlm.service.journal.values import (
     ModelChange,
 )
 
+_USED = (
+    "SELECT folder FROM checkpoints UNION ALL SELECT folder FROM models WHERE folder IS NOT NULL"
+    " UNION ALL SELECT source FROM models WHERE source IS NOT NULL"
+    " UNION ALL SELECT folder FROM samplers WHERE ended IS NULL AND folder IS NOT NULL"
+)
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -30,6 +36,8 @@ class Keep:
     silent: float = 86400.0  # samplers and calls of one that was not heard of again
     lost: float = 7 * 86400.0  # and its models
     released: float = 60.0  # a folder that nothing refers to
+    # A snapshot of which its model has a newer one, since then and since its last sample.
+    superseded: float = 1800.0
 
 
 def sweep(store: Store, keep: Keep) -> list[KeptPromise]:
@@ -38,6 +46,7 @@ def sweep(store: Store, keep: Keep) -> list[KeptPromise]:
     with store.write() as db:
         _drop_results(db, keep, now)
         _expire(db, now)
+        _end_superseded(db, now, now - keep.superseded)
         ended = kept(db, [*_end_sessions(db, keep, now), *_unload(store, db, keep, now)])
         db.execute("PRAGMA incremental_vacuum(2000)").fetchall()
     _remove_released(store, now - keep.released)
@@ -89,6 +98,20 @@ def _end_sessions(db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
     return [row["request_id"] for row in waiting]
 
 
+def _end_superseded(db: sqlite3.Connection, now: float, before: float) -> None:
+    """Sampling sessions of a model's weights as they were, once it has newer ones: a loop makes one
+    at each step and asks the last of them. Those of named checkpoints stay."""
+    old = (
+        "SELECT id FROM (SELECT id, used, lead(created) OVER (PARTITION BY model ORDER BY created)"
+        " AS newer FROM samplers WHERE ended IS NULL AND model IS NOT NULL AND path IS NULL)"
+        " AS snapshots WHERE used < ? AND newer < ? AND NOT EXISTS"
+        " (SELECT 1 FROM calls WHERE calls.owner = snapshots.id AND done IS NULL)"
+    )
+    for row in db.execute(old, (before, before)).fetchall():
+        release(db, now, "SELECT folder FROM samplers WHERE id = ?", row["id"])
+        db.execute("UPDATE samplers SET ended = ? WHERE id = ?", (now, row["id"]))
+
+
 def _unload(store: Store, db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
     """Models whose client has gone: their checkpoints stay, and what only they need goes."""
     rows = db.execute(
@@ -101,16 +124,16 @@ def _unload(store: Store, db: sqlite3.Connection, keep: Keep, now: float) -> lis
     return apply(store, db, Changes(models=gone), now)
 
 
+def folders(db: sqlite3.Connection) -> list[str]:
+    """All that something needs, or that will be removed when its time has come."""
+    return [row["folder"] for row in db.execute(f"{_USED} UNION ALL SELECT folder FROM released")]
+
+
 def _remove_released(store: Store, before: float) -> None:
     """Remove folders that nothing refers to, nor to one inside them. The row goes after the folder:
     a crash in between removes what is left the next time."""
     with store.write() as db:
-        used = (
-            "SELECT folder FROM checkpoints UNION ALL SELECT folder FROM models WHERE folder"
-            " IS NOT NULL UNION ALL SELECT source FROM models WHERE source IS NOT NULL UNION ALL"
-            " SELECT folder FROM samplers WHERE ended IS NULL AND folder IS NOT NULL"
-        )
-        needed = [Path(row["folder"]) for row in db.execute(used)]
+        needed = [Path(row["folder"]) for row in db.execute(_USED)]
         rows = db.execute("SELECT folder FROM released WHERE since < ?", (before,)).fetchall()
     for row in rows:
         folder = store.run / row["folder"]

@@ -90,9 +90,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Full:
-    """Nothing was promised: there is no room until others are done, or at all."""
+    """Nothing was promised: there is no room, until others are done where it is `passing`."""
 
     text: str
+    passing: bool = True
 
 
 @dataclass(frozen=True)
