@@ -2,6 +2,8 @@
 """The losses that clients of the service ask for: log-probs, sums and all gradients are those of
 the official formulas, written out in plain PyTorch on Hugging Face's model; and what is refused."""
 
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -47,7 +49,8 @@ def importance_sampling(p: Tensor, given: Inputs, options: Mapping[str, float]) 
 
 
 def bounds(options: Mapping[str, float], low: float, high: float) -> tuple[float, float]:
-    return options.get("clip_low_threshold", low), options.get("clip_high_threshold", high)
+    high = options.get("clip_high_threshold", high)
+    return options.get("clip_low_threshold", low), math.inf if high == NO_CLIP else high
 
 
 def pessimistic(r: Tensor, given: Inputs, low: float, high: float) -> Tensor:
@@ -84,6 +87,7 @@ FORMULAS: dict[str, Formula] = {
     "dro": dro,
     "gspo": gspo,
 }
+NO_CLIP = sys.float_info.max  # what many scripts give
 CASES: dict[str, tuple[str, dict[str, float], bool]] = {
     "cross_entropy": ("cross_entropy", {}, False),
     "cross_entropy-several": ("cross_entropy", {}, True),
@@ -95,6 +99,9 @@ CASES: dict[str, tuple[str, dict[str, float], bool]] = {
     "dro": ("dro", {}, False),
     "dro-beta": ("dro", {"beta": 0.7}, False),
     "gspo": ("gspo", {"clip_low_threshold": 0.97, "clip_high_threshold": 1.03}, False),
+    "ppo-open": ("ppo", {"clip_low_threshold": 0.97, "clip_high_threshold": NO_CLIP}, False),
+    "cispo-open": ("cispo", {"clip_low_threshold": 0.97, "clip_high_threshold": NO_CLIP}, False),
+    "gspo-open": ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": NO_CLIP}, False),
 }
 LAYOUTS = {
     "1x1": (layout(), {}),

@@ -7,6 +7,8 @@ docs/rl.md.
 Shapes: N supervised tokens of a micro-batch, row by row, of which there may be none.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -94,7 +96,7 @@ def cispo(
     1 + clip_high is clipped."""
     _check_clips("cispo", clip_low, clip_high)
     ratio_N = (log_probs_N.detach() - old_log_probs_N).exp()
-    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    weight_N = _within(ratio_N, clip_low, clip_high)
     report = {"clip_fraction": (weight_N != ratio_N).float()}
     loss_N = -weight_N * advantages_N * log_probs_N
     return loss_N, report | _drift(log_probs_N, old_log_probs_N)
@@ -130,9 +132,18 @@ def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Losses:
     """PPO's pessimistic bound: the larger loss of the two ratios, and where it was the clipped."""
     plain_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    clipped_N = _within(ratio_N, clip_low, clip_high) * advantages_N
     report = {"clip_fraction": (clipped_N < plain_N).float()}
     return -torch.minimum(plain_N, clipped_N), report
+
+
+def _within(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """The ratio clipped to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold
+    is none, whether it is infinite or the largest float64: torch's clamp refuses the latter."""
+    high = 1 + clip_high
+    if high > torch.finfo(ratio_N.dtype).max:
+        high = math.inf
+    return ratio_N.clamp(1 - clip_low, high)
 
 
 def _means_of_sequences(
