@@ -56,7 +56,7 @@ from megatron_vlm.products import take_faster_products
 from megatron_vlm.step.arrival import StageInput
 from megatron_vlm.step.backward import Backward, LossCall, StepMetrics, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.step.decode import ROWS, TextOf, sample
+from megatron_vlm.step.decode import ROWS, sample
 from megatron_vlm.step.expert_choices import check_routing
 from megatron_vlm.step.gradients import Gradients
 from megatron_vlm.step.losses import LossFunction, Objective, check_divisor, loss_of
@@ -72,6 +72,7 @@ from megatron_vlm.step.optimizer import (
 )
 from megatron_vlm.step.overlap import WeightGather
 from megatron_vlm.step.pipeline import Stage
+from megatron_vlm.step.stops import Texts
 
 # Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
 PATIENCE = 2
@@ -220,14 +221,14 @@ class MegatronWorker:
         n: int = 1,
         seeds: Sequence[int] | None = None,
         batch_rows: int = ROWS,
-        text_of: TextOf | None = None,
+        texts: Texts | None = None,
         routing: bool = False,
     ) -> list[list[Completion]]:
         """`n` answers to each prompt, with the log-probs that `forward` gives their tokens, and
         with `routing` the experts that they went to. A collective; see step/decode.py."""
         if routing:
             self._check_experts()
-        drawn = n, seeds, batch_rows, text_of
+        drawn = n, seeds, batch_rows, texts
         found = sample(self.stage, prompts, settings, *drawn, self._hear, routing)
         return [[replace(each, version=self.steps) for each in answers] for answers in found]
 

@@ -4,7 +4,7 @@ that ends makes place for the next prompt; what is cut off is what transformers 
 
 import random
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from megatron_vlm.data.encode.row import continued
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.model.cache import COLUMNS, KVCache
 from megatron_vlm.step.completions import Completion, SamplingSettings
+from megatron_vlm.step.decoder import Decoder
 from megatron_vlm.step.lane import DecodePass
 from megatron_vlm.step.sampling import likeliest, pick, whole_logits
+from megatron_vlm.step.stops import TextOf, Texts
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import Case, call, my_rows
@@ -207,7 +209,7 @@ def with_stop_strings(worker: MegatronWorker) -> list[list[Completion]]:
     prompts = make_rows(MIXED)
     free = worker.sample(prompts, SamplingSettings(30), 1, SEEDS)
     settings = SamplingSettings(30, stop_strings=("bbc", "dcfa"))
-    stopped = worker.sample(prompts, settings, 1, SEEDS, text_of=letters)
+    stopped = worker.sample(prompts, settings, 1, SEEDS, texts=Texts(letters))
     return [[one[0] for one in found] for found in (free, stopped)]
 
 
@@ -222,6 +224,130 @@ def test_an_answer_ends_with_the_token_that_completes_a_string(pool, tiny):
         assert other.ended == ("length" if count is None else "stop") and one.ended == "length"
         ends += count is not None
     assert 2 < ends < 8
+
+
+def byte_level(ids: Any) -> str:
+    """Each id is a byte, as tokens of byte-level BPE are: characters of up to four of them."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def words(ids: Any) -> str:
+    """A decoder that leaves out the space before the first word, and those before a full stop."""
+    pieces = "".join(("", " a", " bb", ".", " c", "d")[token % 6] for token in ids)
+    return pieces.removeprefix(" ").replace(" .", ".")
+
+
+def reversed_text(ids: Any) -> str:
+    """No tail of an answer says the end of what all of it says."""
+    return letters(ids)[::-1]
+
+
+ALPHABETS: dict[str, tuple[TextOf, list[list[int]], list[tuple[str, ...]]]] = {
+    "letters": (letters, [[i] for i in range(21)], [("bbc", "dcfa"), ("dcfa",), ("bbceb",)]),
+    "bytes": (
+        byte_level,
+        [[*each.encode()] for each in ("a", "é", "三", "😀", "b")] + [[0x80], [0xF0, 0x9F]],
+        [("é三",), ("😀a", "\ufffdb"), ("三😀三é",), ("\ufffd\ufffd\ufffd",)],
+    ),
+    "words": (words, [[i] for i in range(6)], [("a bb",), (". a.", "d c d"), ("bb.d a",)]),
+    "reversed": (reversed_text, [[i] for i in range(21)], [("bbc",), ("afcd",), ("aaaaaaaaaa",)]),
+}
+
+
+@pytest.mark.parametrize("name", ALPHABETS)
+def test_a_string_is_met_where_the_whole_answer_has_it(name):
+    """Long answers, of which a tail is decoded: at whatever token the text of all ids has a string
+    first, the search meets it, and nowhere else."""
+    text_of, tokens, choices = ALPHABETS[name]
+    rng, met, most, longest = random.Random(0), 0, 0, 0
+    for turn in range(60):
+        strings, decoded = choices[turn % len(choices)], []
+
+        def counting(ids: Any, decoded: list[int] = decoded) -> str:
+            decoded.append(len(ids))
+            return text_of(ids)
+
+        [search] = Texts(counting).searches(strings)
+        ids: list[int] = []
+        for token in chain.from_iterable(rng.choice(tokens) for _ in range(300)):
+            ids.append(token)
+            expected = any(string in text_of(ids) for string in strings)
+            assert search.found(ids) == expected
+            if expected:
+                met += 1
+                longest = max(longest, len(ids))
+                break
+        most = max(most, *decoded[2:], 0)
+    assert met > 5 and longest > 100
+    assert (most > 290) if name == "reversed" else (most < 200)
+
+
+def test_a_string_with_a_special_token_in_it_is_met():
+    """The token 9 is special: text of answers leaves it out, and a string that has it is looked for
+    where it is shown."""
+    shown = lambda ids: "".join("<end>" if i == 9 else "ab"[i % 2] for i in ids)  # noqa: E731
+    texts = Texts(lambda ids: shown([i for i in ids if i != 9]), shown, ("<end>",))
+    for string, expected in (("a<end>", 3), ("aaa", 4), ("<end>a<e", 5)):
+        searches = texts.searches(["nothing", string])
+        ids, at = [0, 0, 9, 0, 9, 1], []
+        for end in range(1, 7):
+            if any(each.found(ids[:end]) for each in searches):
+                at.append(end)
+        assert at[0] == expected
+
+
+SEVERAL = [
+    SamplingSettings(3),
+    SamplingSettings(25, stop_ids=STOP_IDS),
+    SamplingSettings(12, temperature=0),
+    SamplingSettings(9, temperature=0.6, tempered=True),
+    SamplingSettings(30, stop_strings=("bbc", "dcfa")),
+    SamplingSettings(7, top_k=40),
+    SamplingSettings(8, top_p=0.7, temperature=1.3),
+    SamplingSettings(9, temperature=0.6),
+]
+
+
+def settings_of_their_own(worker: MegatronWorker) -> tuple[Any, Any, list[int]]:
+    """Prompts with settings of their own: each alone; and together, in rounds by twos, the later
+    ones joining those that are under way, two of which leave before their end; and the rows of the
+    passes of the latter."""
+    rows, alone = make_rows(MIXED), []
+    for place, (row, settings) in enumerate(zip(rows, SEVERAL, strict=True)):
+        found = worker.sample([row], settings, 1 + place % 3, [10 * place], texts=Texts(letters))
+        alone.append([(each.ids, each.ended) for each in found[0]])
+    seen, decoder = counted(worker), Decoder(worker.stage, 8, Texts(letters))
+    prompts = [
+        decoder.prompt(place, row, settings, 1 + place % 3, 10 * place)
+        for place, (row, settings) in enumerate(zip(rows, SEVERAL, strict=True))
+    ]
+    gone = replace(SEVERAL[1], stop_ids=(), max_tokens=200)
+    goners = [decoder.prompt(100 + place, rows[place], gone, 2, place) for place in range(2)]
+    together: dict[int, Any] = {}
+    batches = [[prompts[0], goners[0]], prompts[1:4], [], [*prompts[4:], goners[1]]]
+    for turn in count():
+        decoder.join(batches[turn] if turn < len(batches) else [])
+        if turn in (4, 7):
+            decoder.leave({goners[turn // 7].number})
+        for prompt in decoder.advance(2):
+            answers = [draw.completion for draw in prompt.draws]
+            together[prompt.number] = [(each.ids, each.ended) for each in answers]
+        if turn > len(batches) and not decoder.prompts:
+            break
+    # Everybody has ended or left, and nothing is kept of them.
+    assert not decoder.waiting and all(not lane.draws for lane in decoder.lanes)
+    assert all(not lane.cache.layers and not lane.begun.layers for lane in decoder.lanes)
+    in_order = [together[place] for place in range(len(prompts))]
+    return in_order, alone, [each[0] for each in chain.from_iterable(seen) if each[1] == 1]
+
+
+@pytest.mark.parametrize("name", ["1x1x1", "pp2", "tp2"])
+def test_each_is_drawn_by_its_own_settings_whoever_comes_and_goes(name, pool, tiny):
+    case = LAYOUTS[name][0]
+    for together, alone, rows in pool.run(call, case.world, tiny(), case, settings_of_their_own):
+        assert together == alone
+        assert len({len(ids) for answers in alone for ids, _ in answers}) > 5
+        assert max(rows) == 8
 
 
 def pieces(text: str) -> set[str]:
@@ -340,7 +466,7 @@ def test_what_is_refused(pool, tiny):
     without, few, none, no_text, no_experts = pool.run(call, 1, tiny(), layout(), refusals)[0]
     assert "needs a seed for each of the 2 prompts, and there are none" in without
     assert "and there are 1" in few and "n=0 must be at least 1" in none
-    assert "give text_of" in no_text and "has no experts" in no_experts
+    assert "give texts" in no_text and "has no experts" in no_experts
 
 
 def test_a_cache_holds_what_its_rows_were_given():

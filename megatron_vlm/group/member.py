@@ -1,7 +1,7 @@
 """One rank of a group: what it does for each call of the controller."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_vlm.step.backward import Backward, LossCall, run_backward
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.losses import Objective
 from megatron_vlm.step.optimizer import AdamStep
+from megatron_vlm.step.stops import Texts
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
 
@@ -92,11 +93,20 @@ class Member:
             seeds = [(seed << 32) + n * place for place in places]
         else:
             seeds = [seed[place] for place in places]
-        text_of = self._text_of if settings.stop_strings else None
-        return self.worker.sample(prompts, settings, n, seeds, batch_rows, text_of)
+        texts = self.texts if settings.stop_strings else None
+        return self.worker.sample(prompts, settings, n, seeds, batch_rows, texts)
 
-    def _text_of(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+    @cached_property
+    def texts(self) -> Texts:
+        """What the checkpoint's tokenizer decodes."""
+
+        def text_of(skip: bool, ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
+
+        tokenizer = self._tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        special = tuple(str(token) for token in added if token.special)
+        return Texts(partial(text_of, True), partial(text_of, False), special)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

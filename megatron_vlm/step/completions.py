@@ -41,6 +41,11 @@ class SamplingSettings:
                 "answer would end; leave it out"
             )
 
+    @property
+    def picking(self) -> tuple[float, int, float, bool]:
+        """What says how the next token is picked, and nothing that says when an answer ends."""
+        return self.temperature, self.top_k, self.top_p, self.tempered
+
     @staticmethod
     def of(said: Mapping[str, Any]) -> "SamplingSettings":
         """From what JSON has made of `dataclasses.asdict`: lists in place of tuples."""

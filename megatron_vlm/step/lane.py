@@ -6,7 +6,7 @@ MicroBatch like any other, its rows one token long.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_vlm.data.batch.micro_batch import MicroBatch, collate, filler_batch
 from megatron_vlm.data.encode.row import IGNORE, PlacedRow
 from megatron_vlm.model.cache import KVCache
-from megatron_vlm.step.completions import Ended
+from megatron_vlm.step.completions import Completion, Ended, SamplingSettings
+from megatron_vlm.step.stops import StopSearch
 
 
 @dataclass
@@ -23,8 +24,10 @@ class Draw:
     """An answer in the making."""
 
     prompt: int  # the number of its prompt
+    settings: SamplingSettings
     seed: int
     position: int  # of its next token: text continues after the highest position on any axis
+    searches: list[StopSearch] = field(default_factory=list)  # for its stop strings
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     ended: Ended | None = None
@@ -35,13 +38,47 @@ class Draw:
         """What the noise of its next token is drawn from."""
         return self.seed, len(self.ids)
 
+    def end(self) -> Ended | None:
+        """How it has ended with its newest token, if it has."""
+        if self.ids[-1] in self.settings.stop_ids:
+            return "stop"
+        if any(search.found(self.ids) for search in self.searches):
+            return "stop"
+        return "length" if len(self.ids) == self.settings.max_tokens else None
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, which has ended."""
+        assert self.ended is not None
+        routing_SLK = None
+        if self.routing:
+            last_1LK = torch.full_like(self.routing[-1][:1], -1)
+            routing_SLK = torch.cat([*self.routing, last_1LK])
+        return Completion(
+            tuple(self.ids), tuple(self.log_probs), self.ended, routing_SLK=routing_SLK
+        )
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and the answers that are drawn to it."""
+    """A prompt and the answers that are drawn to it, one or more."""
 
     row: PlacedRow
     draws: list[Draw]
+
+    @property
+    def number(self) -> int:
+        return self.draws[0].prompt
+
+    @property
+    def left(self) -> int:
+        """Answers that have not ended."""
+        return sum(draw.ended is None for draw in self.draws)
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers, so far."""
+        return sum(len(draw.ids) for draw in self.draws)
 
 
 @dataclass(frozen=True)
@@ -83,19 +120,30 @@ class Lane:
             found.append(prefill(prompts, self.device))
         return found
 
-    def settle(self, done: DecodePass, ended: Callable[[Draw], Ended | None]) -> None:
+    def settle(self, done: DecodePass, heard: Callable[[Draw], None]) -> None:
         """A pass is through, and its draws have their next tokens: go on with those that have not
         ended."""
         for draw in done.draws:
-            draw.ended = ended(draw)
+            heard(draw)
+            draw.ended = draw.end()
         going_on = [place for place, draw in enumerate(done.draws) if draw.ended is None]
         if done.cache is self.cache:
-            order = _closed_up(going_on)
-            self.cache.keep(order)
-            self.draws = [self.draws[place] for place in order]
+            self._keep(going_on)
         else:
             self.begun = done.cache
             self.unseated = [(done.rows[place], done.draws[place]) for place in going_on]
+
+    def leave(self, prompts: Collection[int]) -> None:
+        """Between two passes: go on without the answers to these prompts."""
+        self._keep([row for row, draw in enumerate(self.draws) if draw.prompt not in prompts])
+        self.unseated = [pair for pair in self.unseated if pair[1].prompt not in prompts]
+        if not self.unseated:
+            self.begun = KVCache([], self.device)
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        order = _closed_up(rows)
+        self.cache.keep(order)
+        self.draws = [self.draws[place] for place in order]
 
     def _seat(self) -> None:
         free = self.size - len(self.draws)
