@@ -173,6 +173,14 @@ def test_an_evaluation_needs_sets():
     [
         ("modle.path=y", "'modle.path' is not a configuration key; did you mean 'model.path'"),
         ("parallel.tpp=2", "did you mean 'parallel.tp'"),
+        ("hydra.run.dir=x", "'hydra.run.dir' is not .*the folder of a run is run="),
+        ("hydra.searchpath=[file:///tmp]", "'hydra.searchpath' is not a configuration key"),
+        ("+hydra/launcher=joblib", "'hydra/launcher' is not a configuration key"),
+        ("hydra=x", "'hydra' is not a configuration key"),
+        ("~hydra", "'hydra' is not a configuration key"),
+        ("model@x=qwen3_vl_2b", "'model@x' is not a configuration key"),
+        ("optim.lr=1e-5,2e-5", "optim.lr"),
+        ("optim.lr=choice(1e-5,2e-5)", "optim.lr"),
         ("+train.packed=true", "did you mean 'train.packing'"),
         ("model=qwen4", "model/qwen4 is not a recipe; choose one of .*qwen3_vl_2b"),
         ("optim.schedule=cosin", "optim.schedule='cosin' is not one of constant, linear, cosine"),
@@ -198,6 +206,37 @@ def test_an_evaluation_needs_sets():
 def test_mistakes(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(["model.path=x", override])
+    with pytest.raises(ConfigError):
+        from_yaml(to_yaml(load_config(["model.path=x"])), [override])
+
+
+@pytest.mark.parametrize("form", ["run=${{oc.env:{0}}}", "model.path='a${{oc.env:{0}}}'"])
+def test_a_variable_is_never_written_into_a_run(form, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "of nobody else")
+    override = form.format("SECRET_TOKEN")
+    saved = to_yaml(load_config(["model.path=x"])).replace("path: x", "path: ${oc.env:HOME}")
+    for load in (lambda: load_config(["model.path=x", override]), lambda: from_yaml(saved)):
+        with pytest.raises(ConfigError, match=r"\$\{\.\.\.\} is not replaced") as caught:
+            load()
+        assert "of nobody else" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "marks", ["[]", "{a:}", "{[}]", "()"], ids=["lists", "maps", "mixed", "calls"]
+)
+def test_what_is_nested_too_deeply_is_refused(marks):
+    opening, closing = marks[: (len(marks) + 1) // 2], marks[(len(marks) + 1) // 2 :]
+    opening, closing = {"()": ("choice(", ")")}.get(marks, (opening, closing))
+    message = "data.template_kwargs: nested deeper than 32 levels"
+    text = f"data.template_kwargs={opening * 500}1{closing * 500}"
+    for load in (
+        lambda: load_config(["model.path=x", text]),
+        lambda: from_yaml(to_yaml(load_config(["model.path=x"])), [text]),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load()
+    deep = "{a:" * 31 + "1" + "}" * 31
+    assert load_config(["model.path=x", f"data.template_kwargs={deep}"]).data.template_kwargs["a"]
 
 
 def test_a_missing_path_is_named():

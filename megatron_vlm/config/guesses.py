@@ -139,6 +139,7 @@ _OTHER = {
     ),
     "a run is named by its folder: run=runs/NAME": "run_name wandb_name wandb_run_name "
     "experiment_name",
+    "settings of Hydra's own are not taken; the folder of a run is run=runs/NAME": "hydra",
     "nothing is split off data.train; name held-out data in data.eval": "val_size "
     "split_dataset_ratio eval_ratio validation_split",
     "data.train={path: NAME, streaming: true} reads a data set as it comes": "streaming",

@@ -20,6 +20,7 @@ from megatron_vlm.config.guesses import hint
 from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
+from megatron_vlm.config.yaml_text import MOST_DEPTH
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.outside import Outside
 
@@ -65,6 +66,7 @@ def from_yaml(text: str, overrides: Sequence[str] = (), file: ConfigFile | None 
     not composed again."""
     _check_keys(overrides)
     _refuse_recipes([*_recipes_of(file), *overrides])
+    _refuse_variables(text, "config.yaml")
     with _explained(file, overrides):
         changes = OmegaConf.from_dotlist([_plain(override) for override in overrides])
         schema = OmegaConf.structured(_composable(Config))
@@ -207,8 +209,29 @@ def _check_keys(overrides: Sequence[str]) -> None:
         if "=" not in override and not override.startswith("~"):
             own = f"; a file is given as --config {key}" if key.endswith((".yaml", ".yml")) else ""
             raise ConfigError(f"{override!r}: arguments are given as KEY=VALUE{own}")
-        if key not in keys and not key.startswith("hydra"):
+        if key not in keys:
             raise ConfigError(f"{key!r} is not a configuration key{hint(key)}")
+        _check_text(override, key)
+
+
+def _check_text(override: str, key: str) -> None:
+    """Refuse what Hydra would replace, and what it and others would have to follow too deep."""
+    _refuse_variables(override, key)
+    depth = deepest = 0
+    for character in override:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    if deepest > MOST_DEPTH:
+        raise ConfigError(f"{key}: nested deeper than {MOST_DEPTH} levels; this is no value")
+
+
+def _refuse_variables(text: str, where: str) -> None:
+    """What ${oc.env:NAME} stands for, such as a token, would be written into the run."""
+    if "${" in text:
+        raise ConfigError(
+            f"{where}: ${{...}} is not replaced; write the value, or let the shell replace it: "
+            'run="$FOLDER"'
+        )
 
 
 def _explain(error: Exception) -> str:

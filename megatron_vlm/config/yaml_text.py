@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from megatron_vlm.errors import ConfigError
 
 _MOST_VALUES = 10_000
-_MOST_DEPTH = 32
+MOST_DEPTH = 32
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {
     "null": r"~|null|Null|NULL|",
@@ -75,7 +75,7 @@ class YamlText:
                 f"{self.name}: more than {_MOST_VALUES} values, counting each alias; this is no "
                 "configuration"
             )
-        if depth > _MOST_DEPTH:
+        if depth > MOST_DEPTH:
             raise self._too_deep()
         if node.tag == _TAG + "map":
             pairs = self.pairs(node)
@@ -118,5 +118,5 @@ class YamlText:
 
     def _too_deep(self) -> ConfigError:
         return ConfigError(
-            f"{self.name}: nested deeper than {_MOST_DEPTH} levels; this is no configuration"
+            f"{self.name}: nested deeper than {MOST_DEPTH} levels; this is no configuration"
         )
