@@ -17,10 +17,10 @@ from transformers.video_utils import read_video_pyav
 
 from megatron_vlm.chat.conversation import Conversation
 from megatron_vlm.chat.start import Settings, find_model
-from megatron_vlm.chat.terminal import HELP, talk
+from megatron_vlm.chat.terminal import HELP, talk, typed
 from megatron_vlm.cli import main
 from megatron_vlm.display.text import visible
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.sizes import Part
 from megatron_vlm.step.decode import generate
 from tests.chats import data_uri, hf_encode, hf_processor, picture
@@ -280,6 +280,20 @@ def test_folders(tmp_path, tiny):
 def test_arguments_are_checked_before_the_model_is_loaded(words, message, tiny, capfd):
     assert main(["chat", tiny(), *words]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_a_mistake_of_one_line(monkeypatch):
+    piped = io.BytesIO(b"one\n\xff\xfe two\nthr\xc3\xa9e")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
+    assert typed() == "one\n"
+    with pytest.raises(DataError, match="what was typed is not utf-8 text, at byte 0"):
+        typed()
+    assert typed() == "thr\u00e9e"
+    with pytest.raises(EOFError):
+        typed()
+    monkeypatch.setattr(sys, "stdin", None)  # as where it was closed
+    with pytest.raises(EOFError):
+        typed()
 
 
 @pytest.mark.slow  # it imports everything

@@ -97,6 +97,9 @@ WRONG = {
     "{'reward': None}": "gave as reward None (NoneType), not a finite number",
     "{'reward': 1, 'n': 'x'}": "gave as figure 'n' 'x' (str), not a finite number",
     "{'reward': 1, 2: 3}": "gave as figures {2: 3} (dict), not numbers by name",
+    "{'reward': 1, '\\udc80': 2}": "gave as figures {'\\udc80': 2} (dict), of which one",
+    "{'reward': 1, 'n' * 101: 2}": "gave as figures {'nnn",
+    "{'reward': 1, 'a\\x1b[2J': 2}": "gave as figures {'a\\x1b[2J': 2} (dict), of which one",
     "1 / 0": "raised ZeroDivisionError: division by zero at ",
     "exit(3)": "raised SystemExit: 3 at ",
     "iter(())": "not a finite number",
@@ -146,6 +149,52 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
     assert f": no file /no at {tmp_path / 'rewards.py'}:13; mend it" in elsewhere
     assert f"raised KeyError: 'x' at {tmp_path / 'neighbour.py'}:2; mend it" in neighbours
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_what_is_raised_is_shown_as_text_and_within_bounds(judging, capfd):
+    judges = judging(
+        """
+        def score(record, answer):
+            raise ValueError("\\x1b[2J\\x9b31m\\udc80" + "y" * 2**20 + "\\x07")
+        """,
+        "rewards.py:score",
+    )
+    [error] = rewards(answers(judges, "x"))
+    assert "raised ValueError: " in error and len(error) < 1000
+    shown = capfd.readouterr().err
+    assert "Traceback" in shown and "in score" in shown and "ValueError: \\x1b[2J" in shown
+    assert len(shown) < 10_000 and not set(shown) & set("\x1b\x9b\x07")
+
+
+def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
+    """Where a process cannot answer for another reason, it says so, too: nobody waits."""
+    judges = judging(
+        """
+        from megatron_vlm.rl.environment import EnvStep
+
+        class Odd:
+            __slots__ = ()
+            @property
+            def tolist(self):
+                raise RuntimeError("no list")
+
+        class Wrong:
+            def reset(self, record):
+                pass
+
+            def step(self, answer):
+                deep = []
+                for _ in range(5000):
+                    deep = [deep]
+                found = {"deep": deep, "odd": Odd()}[answer]
+                return EnvStep(1, [{"role": "user", "content": found}])
+        """,
+        None,
+        "rewards.py:Wrong",
+    )
+    deep, odd = rewards(answers(judges, "deep", "odd"))
+    assert "Wrong.step gave messages that cannot be sent: RecursionError" in deep
+    assert "Wrong.step gave messages that cannot be sent: RuntimeError: no list" in odd
 
 
 def test_coroutines_run_at_the_same_time(judging):

@@ -16,7 +16,7 @@ from megatron_vlm.chat.conversation import AnswerStopped, Conversation
 from megatron_vlm.chat.start import Settings
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import INTERRUPTED, say
-from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.errors import DataError, MegatronVLMError
 
 HELP = (
     "/image PATH or /video PATH shows one with the next question, /reset forgets what was said, "
@@ -41,7 +41,7 @@ def run_chat(
             _answer(conversation, prompt, media, sys.stdout)
         else:
             say(f"{adapter or folder} on {conversation.worker.platform.name}. {HELP}.")
-            talk(conversation, media, _typed, sys.stdout)
+            talk(conversation, media, typed, sys.stdout)
     except KeyboardInterrupt:  # a second one, or one while a question is encoded
         return INTERRUPTED
     return 0
@@ -125,13 +125,22 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _typed() -> str:
-    """A line of stdin; people at a terminal are asked for it, and can edit it."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() uses it
-    return input("> ")
+def typed() -> str:
+    """A line of stdin; people at a terminal are asked for it, and can edit it. A DataError where
+    it is no text; what follows is read on."""
+    if sys.stdin is None:  # it was closed before we began
+        raise EOFError
+    try:
+        if not sys.stdin.isatty():
+            # Of bytes each line is decoded by itself: a reader of text would lose its place.
+            line = sys.stdin.buffer.readline()
+            if not line:
+                raise EOFError
+            return line.decode(sys.stdin.encoding)
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() uses it
+        return input("> ")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"what was typed is not {error.encoding} text, at byte {error.start}; type it again"
+        ) from None

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.messages import parse_messages
+from megatron_vlm.display.text import visible
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.parent import signal_when_parent_dies
 from megatron_vlm.rl.environment import Environment, EnvStep
@@ -32,6 +33,8 @@ from megatron_vlm.rl.packing import HEADER, PackingError, pack, repacked, unpack
 
 Request = dict[str, Any]
 _MOST_SHOWN = 200  # characters of a wrong result
+_MOST_TRACED = 4000  # characters of either end of a traceback
+_LONGEST_NAME = 100  # characters of a figure's name
 
 
 class _WrongError(Exception):
@@ -103,8 +106,17 @@ class _Bench:
         place = place_of(error, self.home)
         if place not in self.shown:
             self.shown.add(place)
-            traceback.print_exception(error)
+            print(_traceback(error), file=sys.stderr, flush=True)
         return place
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python shows it, but as text that steers no terminal, and within bounds: where it was
+    raised, and the beginning and the end of what it says."""
+    text = visible("".join(traceback.format_exception(error)).rstrip("\n"))
+    if len(text) <= 2 * _MOST_TRACED:
+        return text
+    return f"{text[:_MOST_TRACED]}\n...\n{text[-_MOST_TRACED:]}"
 
 
 def _of_reward(result: Any) -> Request:
@@ -133,6 +145,11 @@ def _opening(result: Any) -> Any:
 def _step(reward: Any, figures: Any, messages: Any) -> Request:
     if not isinstance(figures, Mapping) or not all(isinstance(name, str) for name in figures):
         raise _WrongError(f"gave as figures {_shown(figures)}, not numbers by name")
+    if not all(0 < len(name) <= _LONGEST_NAME and name == visible(name) for name in figures):
+        raise _WrongError(
+            f"gave as figures {_shown(figures)}, of which one has a name that is no text of 1 to "
+            f"{_LONGEST_NAME} characters"
+        )
     checked = {
         name: _number(value, f"gave as figure {name!r}", "a finite number")
         for name, value in figures.items()
@@ -161,6 +178,8 @@ def _messages(value: Any) -> Any:
         raise _WrongError(f"gave messages that cannot be sent: {error}") from None
     except DataError as error:
         raise _WrongError(f"gave messages that are none: {error}") from None
+    except Exception as error:  # of theirs, or of what is nested too deeply
+        raise _WrongError(f"gave messages that cannot be sent: {said(error)}") from None
     return arriving
 
 
@@ -185,6 +204,8 @@ async def _serve(link: _Link, bench: _Bench) -> None:
             link.send({"id": number, "answer": await bench.answer(request)})
         except _WrongError as error:
             link.send({"id": number, "wrong": str(error)})
+        except Exception as error:  # of a value of theirs that cannot be looked at
+            link.send({"id": number, "wrong": f"returned what cannot be read: {said(error)}"})
 
     def take(request: Request) -> None:
         if request["do"] == "end":
