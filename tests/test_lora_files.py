@@ -25,7 +25,7 @@ from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.adapters import adapted
-from megatron_vlm.hf.adapter_files import lora_of
+from megatron_vlm.hf.adapter_files import base_of, lora_of
 from megatron_vlm.hf.adapters import adapted_weights, serving_remark
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hf.stages import short
@@ -322,6 +322,46 @@ def test_an_adapter_answers_as_the_merged_model_does(a_run, pool):
     run = a_run[0] / "run"
     adapter, merged = (pool.run(ask, 1, str(path))[0] for path in (run, run / "merged"))
     assert adapter == merged
+
+
+def test_a_base_that_was_replaced_in_place_is_refused(a_run, pool, tiny, tmp_path):
+    """By whoever loads the adapter of a run."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(tiny(), base)
+    shutil.copytree(a_run[0] / "run" / "export", run / "export")
+    config = run / "export" / "adapter_config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(base)})
+    )
+    assert pool.run(ask, 1, str(run))[0]  # the same weights in another place
+    weights = load_file(base / "model.safetensors")
+    weights["model.language_model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    words = ["model=tiny_cpu", f"data.eval={a_run[0] / 'train.jsonl'}", "data.cache_dir=null"]
+    for action, *given in (
+        (ask, str(run)),
+        (ask, str(run / "export")),
+        (score, str(run / "export"), words),
+    ):
+        with pytest.raises(
+            RuntimeError, match=f"trained beside other weights than those in {base}"
+        ):
+            pool.run(action, 1, *given)
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "base"),
+    [
+        ("org/name", "ab12", "org/name@ab12"),
+        ("org/name", None, "org/name"),
+        ("org/name@v1", "ab12", "org/name@v1"),
+        ("/models/name", "ab12", "/models/name"),
+    ],
+)
+def test_the_base_of_an_adapter_is_of_the_revision_that_it_names(name, revision, base, tmp_path):
+    said = {"peft_type": "LORA", "base_model_name_or_path": name, "revision": revision}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    assert base_of(tmp_path) == base
 
 
 def test_the_command_writes_either_form(a_run, tmp_path, capfd):

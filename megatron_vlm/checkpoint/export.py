@@ -47,7 +47,7 @@ def export_checkpoint(
     dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
     table = name_table(source.family, source.sizes, cfg.model.backend, dims)
     done = training_of(folder)
-    mark = None if done is None else mark_of(manifest, done.step)
+    mark = None if done is None else mark_of(folder, manifest, done.step)
     if not cfg.lora.rank:
         if kind is not None:
             raise ConfigError(
@@ -97,6 +97,8 @@ def _figures(scores: Field) -> dict[str, float]:
     return {key: value for key, value in found.items() if type(value) in (int, float)}
 
 
-def mark_of(manifest: Manifest, step: int) -> ExportMark:
+def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
     """What an export of this checkpoint says of itself."""
-    return ExportMark(manifest.run, step, manifest.id)
+    lora = outside_file(folder / "state.json").json().get("lora")
+    base = None if lora is None else lora["base"].string()
+    return ExportMark(manifest.run, step, manifest.id, base)

@@ -16,9 +16,11 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.adapters import PREFIX, is_of_experts, module_of
 from megatron_vlm.family.sizes import Part, TensorSpec
+from megatron_vlm.folders import read_mark
 from megatron_vlm.hf.adapter_form import file_tensors, is_of_linear, of_parameters
+from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.source import FLOATS, HFCheckpoint, read_header
-from megatron_vlm.hub import hub_name
+from megatron_vlm.hub import HubName, hub_name
 from megatron_vlm.outside import Field, Outside
 
 CONFIG = "adapter_config.json"
@@ -100,6 +102,12 @@ class AdapterFolder:
                 f"lora.path={self.folder} was trained on {repos[0]}, and model.path is {repos[1]}; "
                 "give the same model"
             )
+        digest = (read_mark(self.folder) or {}).get("base")  # where a run exported it
+        if digest not in (None, weights_digest(source)):
+            raise self._error(
+                f"it was trained beside other weights than those in {source.path}, which may have "
+                "been replaced; give the model that it was trained with"
+            )
 
     def _check_copied(self, name: str, source: HFCheckpoint) -> None:
         """PEFT writes the head's own weight as well, which the adapter was trained beside."""
@@ -177,12 +185,16 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> str:
     """The model that an adapter was trained on, as its files name it."""
-    said = read_adapter_config(folder).get("base_model_name_or_path")
+    config = read_adapter_config(folder)
+    said = config.get("base_model_name_or_path")
     if said is None:
         raise CheckpointError(
             f"{folder / CONFIG} names no base model; give it as model.path, and the adapter as "
             "lora.path"
         )
+    revision = config.get("revision")
+    if revision is not None and hub_name(said.string()) == HubName(said.string()):
+        return str(HubName(said.string(), revision.string()))
     return said.string()
 
 

@@ -114,7 +114,9 @@ class Saver:
 
     def export_mark(self) -> ExportMark | None:
         """What an export of the present weights says of itself, on rank 0."""
-        return None if self.head is None else mark_of(self.head, self.saved_step)
+        if self.head is None or self.newest is None:
+            return None
+        return mark_of(self.newest, self.head, self.saved_step)
 
     def training(self) -> Training | None:
         """What the model card of an export says was done, on rank 0."""
