@@ -4,8 +4,10 @@ are those of weights that stay as they were, and nothing changes where models wa
 the service was killed."""
 
 import math
+import resource
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from peft import PeftModel
 
 from tests.batches import token_ids
 from tests.pool import free_port
+from tests.ports import descendants
 from tests.reference import load_reference, row_logits
 from tests.service_client import (
     Client,
@@ -384,3 +387,66 @@ def test_models_that_wait_on_disk_are_the_same(client, path, tmp_path):
     few += ("train.micro_batch_size=2",)
     with served(path, tmp_path, free_port(), *few) as running, Client(running.url, path) as other:
         assert story(other, path) == want
+
+
+@contextmanager
+def little_memory(running: Running, more: int, last: int = 0) -> Iterator[None]:
+    """The processes that compute, or so many of the last ones, may have so many bytes more than
+    they have now."""
+    free, every = resource.RLIM_INFINITY, descendants(running.process.pid)
+    ranks = [p for p in every if b"service.run" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    pids = (ranks or every)[-last:]
+    for pid in pids:
+        size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(pid, resource.RLIMIT_AS, (size + more, free))
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_AS, (free, free))
+
+
+MUCH = [([[7] * 4000], {"target_tokens": [7] * 4000})] * 128  # more than 500 MiB
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.pp=1",
+        pytest.param("launch.processes=2", marks=pytest.mark.slow),
+        pytest.param("parallel.tp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_that_lacks_memory_fails_alone(layout, tiny, tmp_path):
+    path, settings = tiny(vocab=VOCAB), (layout, "train.micro_batch_size=64")
+    with served(path, tmp_path, free_port(), *settings) as running:
+        with Client(running.url, path) as client:
+            models = [client.model(rank, seed=3) for rank in (2, 2, 0)]
+            good = data_of(path, 0)
+            for model in models:
+                model.gradients(good[:2])
+            with little_memory(running, 500 * 2**20):
+                for model in (models[0], models[2]):
+                    with pytest.raises(FailedError, match="server: there is not enough memory"):
+                        model.gradients(MUCH)
+                assert models[1].gradients(good[2:])[0] == models[0].gradients(good[2:])[0]
+            assert models[0].step(**STEPS[0]) == models[1].step(**STEPS[0])
+            assert models[2].gradients(good[2:])[0]["loss:sum"]
+            assert client.sampler(base_model=path).sample([[5]], max_tokens=1).sequences
+        assert running.stop() == 75
+
+
+@pytest.mark.slow
+def test_memory_that_one_rank_lacks_ends_the_service(tiny, tmp_path):
+    """The other is in the midst of its work; what was promised is done by the next service."""
+    path, port = tiny(vocab=VOCAB), free_port()
+    settings = "launch.processes=2", "train.micro_batch_size=64"
+    with served(path, tmp_path, port, *settings) as running:
+        with Client(running.url, path, patience_s=60) as client:
+            model = client.model(2)
+            with little_memory(running, 500 * 2**20, last=1):
+                promise = model.ask_gradients(MUCH)
+                assert running.process.wait(60) == 1
+        with served(path, tmp_path, port, *settings):
+            assert read_output(client.result(promise))[0]["loss:sum"]

@@ -4,6 +4,7 @@ this room reads torch.cuda.
 Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cpu_stand_in.py answers those calls.
 """
 
+import gc
 import os
 import re
 import shutil
@@ -64,6 +65,12 @@ class Platform:
         """Until the device has done what it was given."""
         if self.is_cuda:
             torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Give back the memory that nothing uses, also where objects refer to each other."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
 
     def memory_allocated(self) -> int:
         """Bytes in use now: of the device, or the resident set of this process on the CPU."""

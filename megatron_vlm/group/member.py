@@ -125,8 +125,14 @@ class Member:
     def _prepare(self, part: ReplicaBatch, value_names: Sequence[str] = ()) -> list[MicroBatch]:
         """A bad row of one replica must not leave the others in a collective."""
         message = "another rank cannot take its rows; see its message"
-        with fail_together(self.worker.platform.device, FailedElsewhereError, message):
-            return self.worker.micro_batches(part.whole(), value_names, part.first_row)
+        device = self.worker.platform.device
+        try:
+            with fail_together(device, FailedElsewhereError, message):
+                return self.worker.micro_batches(part.whole(), value_names, part.first_row)
+        except MegatronVLMError:
+            raise
+        except Exception as error:  # the others have heard of it, and go on
+            raise WorkerError(f"{type(error).__name__}: {error}") from error
 
 
 def backward_of(

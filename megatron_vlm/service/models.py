@@ -129,6 +129,11 @@ class Models:
         rows = self.cfg.serve.sampler_rows
         return self.groups[name].sample(prompts, settings, n, seeds, rows).result()
 
+    def backwards_of(self, name: str) -> int:
+        """How many calls have added gradients since it is in memory."""
+        gradients = self.workers[name].gradients
+        return 0 if gradients is None else gradients.calls
+
     def step_of(self, name: str) -> int:
         """The optimizer's steps so far."""
         return self.workers[name].steps

@@ -10,9 +10,11 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agree import Signals, Stopped
+from megatron_vlm.distributed.alike import failed_alike
 from megatron_vlm.distributed.lead import Lead
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
+from megatron_vlm.service.failures import CallFailedError, Trouble
 from megatron_vlm.service.models import Loss, ModelForm, Models
 from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
@@ -26,6 +28,7 @@ class ModelOrders:
         self.models, self.signals = models, signals
         self.lead = Lead(models.watchdog, signals, models.base.platform.device)
         self.stopping = False
+        self.performed = 0  # orders, the same number on all ranks
 
     # -- rank 0
 
@@ -91,14 +94,25 @@ class ModelOrders:
         self._give({"do": "end"})
 
     def _give(self, order: dict[str, Any], *rows: Sequence[Row]) -> Any:
-        if self.lead.meet() and not self.stopping:
-            # The others wait for an order by now. Those that follow are the last ones.
-            self.stopping = True
-            self.lead.tell({"do": "wait"})
-            raise Stopped
+        # Before the others wait for it: what fails here is no concern of theirs.
         batches = [batch_of(each) for each in rows]
-        self.lead.tell(order, [] if self.lead.alone else [each.to_bytes() for each in batches])
-        return _perform(self.models, order, batches)
+        contents = [] if self.lead.alone else [each.to_bytes() for each in batches]
+        if not self._told(order, contents):
+            raise Stopped
+        return self._performed(order, batches)
+
+    def _told(self, order: dict[str, Any], contents: Sequence[bytes]) -> bool:
+        """Tell the others; False where they are told to stop in its place."""
+        try:
+            if self.lead.meet() and not self.stopping:
+                # The others wait for an order by now. Those that follow are the last ones.
+                self.stopping = True
+                self.lead.tell({"do": "wait"})
+                return False
+            self.lead.tell(order, contents)
+        except Exception as error:
+            raise BrokenError(f"the other ranks cannot be told what to do: {error}") from error
+        return True
 
     # -- the others
 
@@ -110,11 +124,42 @@ class ModelOrders:
             if order["do"] == "end":
                 return
             try:
-                _perform(self.models, order, list(map(TensorBatch.from_bytes, contents)))
+                self._performed(order, list(map(TensorBatch.from_bytes, contents)))
             except BrokenError:
                 raise
             except MegatronVLMError:
                 continue  # rank 0 has it, too, and tells the client
+
+    # -- all
+
+    def _performed(self, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
+        """What comes of it. After an error that nobody has foreseen all ranks go on where all have
+        met it, at the same place; otherwise it is a BrokenError, which ends the job."""
+        self.performed += 1
+        try:
+            return _perform(self.models, order, batches)
+        except BrokenError as error:
+            trouble = Trouble.of(error.__cause__ or error)
+        except MegatronVLMError:
+            raise
+        except Exception as error:
+            trouble = Trouble.of(error)
+        # The error is gone by now, and with its traceback whatever was computed with.
+        raise self._after(trouble)
+
+    def _after(self, trouble: Trouble) -> Exception:
+        base = self.models.base
+        together = self.lead.alone or (
+            not trouble.in_collective and failed_alike(f"failed/{self.performed}", base.grid)
+        )
+        if not together:
+            return BrokenError(f"not all ranks have met this error: {trouble.told}")
+        try:
+            base.platform.wait()
+            base.platform.release()
+        except Exception as error:
+            return BrokenError(f"the device does nothing any longer: {error}")
+        return CallFailedError(trouble.told)
 
 
 def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_vlm.service.batches import Batch, read_batch
 from megatron_vlm.service.drawing import SampleAsk, SampleBounds, StopWords, read_ask
+from megatron_vlm.service.failures import bare
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, Call
 from megatron_vlm.service.rows import RowReader
@@ -41,7 +42,9 @@ class Readings:
             size += call.size
             if size > MOST_BYTES:
                 break
-            if call.request_id not in self.futures and call.kind in _READ:
+            # One with attempts may be what the process died of: it is read in its own turn.
+            ahead = call.kind in _READ and not call.attempts
+            if ahead and call.request_id not in self.futures:
                 self.futures[call.request_id] = self.pool.submit(self._read, call)
 
     def take(self, call: Call) -> Any:
@@ -56,7 +59,7 @@ class Readings:
         return None if future.exception() else future.result()
 
     def batch(self, body: bytes) -> Batch:
-        """A forward_backward."""
+        """A forward_backward that was done before."""
         return read_batch(body, self.reader, self.replicas)
 
     def drop(self, call: Call) -> None:
@@ -75,8 +78,9 @@ class Readings:
 
     def sample(self, call: Call) -> SampleAsk:
         """What a sample asks for, read here and now; in any thread."""
-        body = self.journal.body(call.request_id)
-        return read_ask(body, self.reader, self.stops, call.seed, self.bounds)
+        ask = self._read(call)
+        assert isinstance(ask, SampleAsk)
+        return ask
 
     def put(self, call: Call, ask: SampleAsk) -> None:
         """What a sample asks for was read elsewhere."""
@@ -84,9 +88,16 @@ class Readings:
             self.futures[call.request_id] = _settled(lambda: ask)
 
     def _read(self, call: Call) -> Batch | SampleAsk:
-        if call.kind == SAMPLE:
-            return self.sample(call)
-        return self.batch(self.journal.body(call.request_id))
+        """An error may wait long for its turn: it keeps nothing of what was decoded."""
+        try:
+            with self.journal.reads.of(call.request_id):
+                body = self.journal.body(call.request_id)
+                if call.kind == SAMPLE:
+                    return read_ask(body, self.reader, self.stops, call.seed, self.bounds)
+                return self.batch(body)
+        except Exception as error:
+            failure = bare(error)
+        raise failure
 
 
 def _settled(work: Callable[[], Any]) -> "Future[Any]":

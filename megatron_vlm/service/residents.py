@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.config.schema import ServeConfig
-from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.distributed.agree import Stopped
+from megatron_vlm.errors import ConfigError
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import Call, Model, SamplingSession
@@ -108,9 +109,10 @@ class Residents:
         try:
             for call in self.journal.replay(id):
                 self.redo(resident, call)
-        except MegatronVLMError as error:
-            if not isinstance(error, BrokenError):
-                self.forget(id)  # half of what it was would be worse than nothing
+        except (BrokenError, Stopped):
+            raise
+        except Exception:
+            self.forget(id)  # half of what it was would be worse than nothing
             raise
         self._swapped(started)
 

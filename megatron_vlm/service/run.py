@@ -15,7 +15,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.serve import check_serve
-from megatron_vlm.distributed.process import PREEMPTED, rank_of_process, run_process, say
+from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, run_process, say
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.early import check_run
 from megatron_vlm.run.folder import held_folder
@@ -30,6 +30,7 @@ def serve(cfg: Config, signals: "Signals | None" = None) -> int:
     """Serve until a signal; the exit status of this rank."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.distributed.agree import Signals
+        from megatron_vlm.group.member import BrokenError
         from megatron_vlm.service.models import Models
         from megatron_vlm.service.orders import ModelOrders
 
@@ -40,10 +41,14 @@ def serve(cfg: Config, signals: "Signals | None" = None) -> int:
                 opened.enter_context(held_folder(cfg))
             orders = ModelOrders(Models(cfg, watchdog), signals)
             signals.can_save = True
-            if rank_of_process() == 0:
-                _lead(cfg, orders, opened)
-            else:
-                orders.follow()
+            try:
+                if rank_of_process() == 0:
+                    _lead(cfg, orders, opened)
+                else:
+                    orders.follow()
+            except BrokenError as error:  # no mistake of a user: starting again helps
+                say(f"rank {rank_of_process()}: {error}")
+                return FAILED
     return PREEMPTED
 
 

@@ -9,17 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.lead import EVERY_S
 from megatron_vlm.distributed.process import say
-from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, draw
-from megatron_vlm.service.failures import USERS, failure_of
+from megatron_vlm.service.failures import REFUSALS, bare, failure_of
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import (
@@ -134,11 +131,11 @@ class Service:
         if resident.unsaved_s > self.cfg.serve.save_seconds:
             try:
                 self.residents.keep(resident)
-            except BrokenError:
+            except (BrokenError, Stopped):
                 raise
-            except MegatronVLMError as error:  # nobody has asked for it, and nothing is lost
+            except Exception as error:  # nobody has asked for it, and nothing is lost
                 resident.unsaved_s = 0.0
-                say(f"the state of {model} could not be kept, and the journal grows: {error}")
+                say(f"the state of {model} could not be kept, and the journal grows: {bare(error)}")
 
     def _do(self, together: Sequence[Call]) -> list[Call]:
         """Those that were done, with or without success."""
@@ -146,30 +143,37 @@ class Service:
             # Before they are begun: a model may take long to come back, and whoever ends the
             # service meanwhile has not shown that there is anything wrong with the calls.
             self._bring(together[0])
-        except BrokenError:
+        except (BrokenError, Stopped):
             raise
-        except MegatronVLMError as error:
+        except Exception as error:
             self._fail(together, error)
             return list(together)
         still = set(self.journal.begun(*(each.request_id for each in together)))
         together = [each for each in together if each.request_id in still]
-        call = together[0] if together else None
         try:
-            if call is not None and call.kind == SAMPLE:
-                self._draw(together)
-            elif call is not None and call.kind == "forward_backward":
-                self._learn(together)
-            elif call is not None:
-                outcome, changes = self._done(call)
-                self.journal.finish(call.request_id, outcome, changes)
+            if together:
+                self._attempt(together)
         except BrokenError:
             raise  # the other ranks may be anywhere: only a new process can go on
         except Stopped:
             self.journal.given_back(*still)
             raise
-        except (MegatronVLMError, ValidationError) as error:
+        except Exception as error:  # of one client: all else goes on
+            if not isinstance(error, REFUSALS):  # whatever the call has done counts for nothing
+                for each in together:
+                    self.residents.forget(each.owner)
             self._fail(together, error)
         return together
+
+    def _attempt(self, together: Sequence[Call]) -> None:
+        call = together[0]
+        if call.kind == SAMPLE:
+            self._draw(together)
+        elif call.kind == "forward_backward":
+            self._learn(together)
+        else:
+            outcome, changes = self._done(call)
+            self.journal.finish(call.request_id, outcome, changes)
 
     def _bring(self, call: Call) -> None:
         """Into memory what the call is about."""
@@ -180,7 +184,8 @@ class Service:
             self.residents.model(call.owner)
 
     def _fail(self, together: Sequence[Call], error: Exception) -> None:
-        self.journal.finish_all([Finished(e.request_id, failure_of(error)) for e in together])
+        failure = failure_of(bare(error))
+        self.journal.finish_all([Finished(each.request_id, failure) for each in together])
 
     def _done(self, call: Call) -> Any:
         method: Callable[..., Any] = getattr(self.training, call.kind)
@@ -199,7 +204,7 @@ class Service:
         for call in together:
             try:
                 read.append((call, self.readings.take(call)))
-            except USERS as error:
+            except REFUSALS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if read:
             finished += finished_by(self.training.forward_backward, read)
@@ -219,7 +224,7 @@ class Service:
                 ask = self.readings.take(call)
                 weights = self.residents.weights(sampler)  # the same for all of them
                 asked.append((call, ask))
-            except USERS as error:
+            except REFUSALS as error:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if asked:
             finished += finished_by(partial(self._answers, weights), asked)
@@ -281,8 +286,11 @@ def finished_by(
         done = do(calls)
     except (BrokenError, Stopped):
         raise
-    except MegatronVLMError as error:
-        if len(calls) == 1:
-            return [Finished(calls[0][0].request_id, failure_of(error))]
-        return [finished for each in calls for finished in finished_by(do, [each])]
-    return [Finished(call.request_id, *of_it) for (call, _), of_it in zip(calls, done, strict=True)]
+    except Exception as error:
+        failure = failure_of(bare(error))
+    else:
+        pairs = zip(calls, done, strict=True)
+        return [Finished(call.request_id, *of_it) for (call, _), of_it in pairs]
+    if len(calls) == 1:
+        return [Finished(calls[0][0].request_id, failure)]
+    return [finished for each in calls for finished in finished_by(do, [each])]

@@ -4,7 +4,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.config.lora import Exported
+from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.beside import beside
+from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.batches import Batch, figures_of, metrics_of
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.journal.calls import model_id, sampler_id
@@ -101,10 +104,11 @@ class ModelCalls:
                 f"this one has rank {resident.form.rank} of {resident.form.targets}; load it as a "
                 "new model"
             )
-        self.orders.load(resident.id, str(folder), form.optimizer)
-        resident.changed(call.seq)
-        saved = self.residents.new_folder("states")
-        self.orders.save(resident.id, str(saved), True)
+        with self._whole(resident):
+            self.orders.load(resident.id, str(folder), form.optimizer)
+            resident.changed(call.seq)
+            saved = self.residents.new_folder("states")
+            self.orders.save(resident.id, str(saved), True)
         resident.saved = call.seq
         answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
@@ -118,8 +122,44 @@ class ModelCalls:
             log_probs = self.orders.forward(residents[0].id, batches[0].rows)
             found = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
-            found = self._gradients(residents, batches)
+            with self._added_or_not(residents):
+                found = self._gradients(residents, batches)
+                done = self._answers(batches, found)
             self.gauges["passes_of_several_models_total"] += len(batches) > 1
+            return done
+        return self._answers(batches, found)
+
+    @contextmanager
+    def _added_or_not(self, residents: Sequence[Resident]) -> Iterator[None]:
+        """An error within leaves the gradients of before: where some were added, the models come
+        back from disk."""
+        before = [self.orders.models.backwards_of(each.id) for each in residents]
+        try:
+            yield
+        except (BrokenError, Stopped):
+            raise
+        except Exception:
+            for each, count in zip(residents, before, strict=True):
+                if self.orders.models.backwards_of(each.id) != count:
+                    self.residents.forget(each.id)
+            raise
+
+    @contextmanager
+    def _whole(self, resident: Resident) -> Iterator[None]:
+        """An error within leaves no half of a change: the model comes back from disk."""
+        try:
+            yield
+        except (BrokenError, Stopped):
+            raise
+        except Exception:
+            self.residents.forget(resident.id)
+            raise
+
+    def _answers(
+        self,
+        batches: Sequence[Batch],
+        found: Sequence[tuple[Sequence[Tensor], Mapping[str, float]]],
+    ) -> list[Done]:
         return [
             (self._answer(batch, *of_it), Changes())
             for batch, of_it in zip(batches, found, strict=True)
@@ -161,7 +201,8 @@ class ModelCalls:
             max(asked.grad_clip_norm, 0.0),
             without_gradients=True,
         )
-        norm, _ = self.orders.optim_step(resident.id, asked.learning_rate, adam)
+        with self._whole(resident):
+            norm, _ = self.orders.optim_step(resident.id, asked.learning_rate, adam)
         resident.changed(seq)
         self.gauges["optimizer_steps_total"] += 1
         return norm

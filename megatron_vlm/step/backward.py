@@ -106,5 +106,5 @@ def run_backward(asked: Sequence[Backward]) -> list[StepMetrics]:
             stages, batches = [each.stage for each in asked], [each.batches for each in asked]
             outputs = run_together(stages, batches, steps)
         found = [each.totals(out) for each, out in zip(asked, outputs, strict=True)]
-    every = zip(asked, outputs, found, losses, strict=True)
-    return [each.metrics(out, of_it, routers) for each, out, of_it, routers in every]
+        every = zip(asked, outputs, found, losses, strict=True)
+        return [each.metrics(out, of_it, routers) for each, out, of_it, routers in every]

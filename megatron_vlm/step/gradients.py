@@ -23,6 +23,7 @@ class Gradients:
         self.chunks, self.optimizer = list(chunks), optimizer
         self.some = False  # whether a supervised token of a global batch is in them
         self.micro_batches = 0  # of this replica that are in them
+        self.calls = 0  # that were completed, ever
 
     @contextmanager
     def of_call(self, add: bool) -> Iterator[None]:
@@ -46,6 +47,7 @@ class Gradients:
         for part, kept in zip(self._finished(), earlier, strict=add):
             part.add_(kept)
         self.some = self.some or add
+        self.calls += 1
 
     def took(self, micro_batches: int, supervised: int) -> None:
         """A call's backward is done, over so many micro-batches of this replica, with so many

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_vlm.service.journal import calls, tables
 from megatron_vlm.service.journal.accept import Bounds, accept, live_models
+from megatron_vlm.service.journal.attempts import Reads
 from megatron_vlm.service.journal.bell import Bell, Listener
 from megatron_vlm.service.journal.changes import put_sampler, release, save
 from megatron_vlm.service.journal.store import Store
@@ -58,6 +59,9 @@ class Journal:
         self._bounds, self._keep = bounds, keep
         self._touched = Touched()
         self.contradictions = 0  # retries that said something else than their original
+        self.reads = Reads(self.run)
+        self.begun(*self.reads.left())
+        self.reads.forget()
         self.finish_all([Finished(r, _POISON) for r in self._read(calls.poisoned)])
         self._bell.ring()
 
