@@ -229,10 +229,11 @@ class MegatronWorker:
         if routing:
             self._check_experts()
         drawn = n, seeds, batch_rows, texts
-        found = sample(self.stage, prompts, settings, *drawn, self._hear, routing)
+        found = sample(self.stage, prompts, settings, *drawn, self.hear, routing)
         return [[replace(each, version=self.steps) for each in answers] for answers in found]
 
-    def _hear(self, prompt: int, token: int) -> None:
+    def hear(self, prompt: int, token: int) -> None:
+        """A token was drawn."""
         self.watchdog.busy()  # many long answers take long
 
     def forward_backward(

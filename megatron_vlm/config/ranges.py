@@ -68,6 +68,7 @@ _KEYS = {
     _DECAY: "optim.beta1 optim.beta2 optim.warmup_ratio lora.dropout",
     Range(0, math.inf, open_least=True, open_most=True): """
         lora.alpha rl.timeout rl.clip_high rl.max_weight serve.lora_alpha serve.save_seconds
+        serve.sampling_seconds
     """,
     Range(-1e6, 1e6): "rl.failed_reward",
     Range(0, 1, open_least=True): "optim.eps rl.clip_low rl.top_p",

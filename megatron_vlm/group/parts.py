@@ -42,9 +42,22 @@ def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> 
 def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
     """Parts as even as the number of rows allows; some may be empty. Labels and targets are
     ignored."""
+    return _cut(_prompts(rows), count)
+
+
+def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[ReplicaBatch]:
+    """The same, where `replicas` says which part each row is in."""
+    batch, parts = _prompts(rows), []
+    for replica in range(count):
+        mine = [place for place, its in enumerate(replicas) if its == replica]
+        parts += _cut(batch[mine], 1)
+    return parts
+
+
+def _prompts(rows: BatchLike) -> TensorBatch:
     batch = as_batch(rows, (name for name in FIELDS if name not in ("labels", "targets")))
     labels = TensorList([torch.full_like(ids_S, IGNORE) for ids_S in _rows(batch["ids"])])
-    return _cut(batch.with_fields(labels=labels), count)
+    return batch.with_fields(labels=labels)
 
 
 def as_batch(rows: BatchLike, names: Iterable[str]) -> TensorBatch:

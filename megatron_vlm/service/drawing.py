@@ -45,12 +45,7 @@ class SampleAsk:
     # Where no log-prob is given: at the first token, and before the last ones where only these are
     # asked for. Those of pictures have some: clients multiply them by weights of 0.
     hidden_S: np.ndarray
-    answers: tuple[Completion, ...] | None = None  # that an engine has drawn
-
-    @property
-    def alike(self) -> tuple[SamplingSettings, int]:
-        """What requests that are drawn together have in common."""
-        return self.settings, self.n
+    answers: tuple[Completion, ...] | None = None  # once they are drawn
 
     @property
     def needs_ranks(self) -> bool:
@@ -122,6 +117,10 @@ def read_ask(
         tuple(sorted(texts)),
         tempered=True,
     )
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        # Said here, since others are drawn with it.
+        if (count := getattr(form, name)) > reader.tokens.vocab:
+            raise RequestError(f"{name}: {count}, and the model has {reader.tokens.vocab} tokens")
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
         raise RequestError("prompt_logprobs_last_n needs prompt_logprobs")
     asked = form.target_prompt_logprobs
@@ -138,19 +137,12 @@ def read_ask(
     )
 
 
-def draw(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
-    """Answers to requests that are alike, by the ranks' model or weights of this name; those that
-    an engine has drawn with them are completed."""
-    settings, n = asks[0].alike
-    prompts = [ask.prompt for ask in asks]
-    if asks[0].answers is None:
-        found = orders.sample(weights, prompts, settings, n, [ask.seed for ask in asks])
-    else:
-        found = _at_temperature(orders, weights, asks)
+def complete(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
+    """What clients get, whose answers were drawn by the ranks' model or weights of this name."""
     scored = _scored(orders, weights, asks)
     return [
-        write_samples(_samples(orders, weights, ask, answers, log_probs))
-        for ask, answers, log_probs in zip(asks, found, scored, strict=True)
+        write_samples(_samples(orders, weights, ask, ask.answers or (), log_probs))
+        for ask, log_probs in zip(asks, scored, strict=True)
     ]
 
 
@@ -162,21 +154,24 @@ def written(ask: SampleAsk) -> bytes:
     )
 
 
-def _at_temperature(
-    orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]
-) -> list[list[Completion]]:
-    """The answers of an engine, with log-probs at the temperature that they were drawn at: the
-    engine says those at 1, which say too little of a single token to be tempered."""
-    answers = [list(ask.answers or ()) for ask in asks]
-    if not asks[0].is_tempered:
-        return answers
-    pairs = [(ask.prompt, each) for ask, mine in zip(asks, answers, strict=True) for each in mine]
-    rows = [replace(continued(prompt, each.ids), values_S={}) for prompt, each in pairs]
-    scored = iter(orders.forward(weights, rows, asks[0].settings.temperature))
-    return [
-        [replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist())) for each in mine]
-        for mine in answers
-    ]
+def at_temperature(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[SampleAsk]:
+    """With log-probs of an engine's answers at the temperature that they were drawn at: the engine
+    says those at 1, which say too little of a single token to be tempered."""
+    found = list(asks)
+    for temperature in sorted({ask.settings.temperature for ask in asks if ask.is_tempered}):
+        places = [p for p, ask in enumerate(asks) if ask.settings.temperature == temperature]
+        pairs = [
+            (asks[place].prompt, each) for place in places for each in asks[place].answers or ()
+        ]
+        rows = [replace(continued(prompt, each.ids), values_S={}) for prompt, each in pairs]
+        scored = iter(orders.forward(weights, rows, temperature))
+        for place in places:
+            answers = tuple(
+                replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist()))
+                for each in asks[place].answers or ()
+            )
+            found[place] = replace(asks[place], answers=answers)
+    return found
 
 
 def _scored(

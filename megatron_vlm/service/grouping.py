@@ -1,5 +1,5 @@
-"""Which calls are done in one turn: samples that are drawn from the same weights alike, and
-gradients of different models, which go through the pipeline in one pass."""
+"""Which calls are done in one turn: samples that are drawn from the same weights, and gradients of
+different models, which go through the pipeline in one pass."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from megatron_vlm.service.journal.values import SAMPLE, Call
 from megatron_vlm.service.readings import Readings
 
 GATHER_S = 0.02  # without another sample, before those that came are drawn
-TOGETHER = 256  # samples that are drawn in one turn, at least one request
+TOGETHER = 256  # samples that a turn begins with, at least one request
 # Micro-batches for each stage of a pass that several models share. Its stages stand still for less
 # than a fifth of the time, and with more of them the first model's answer comes much later.
 FULL = 4
@@ -57,7 +57,7 @@ class Grouping:
             if each is not call and each.kind == call.kind and not each.attempts
         ]
         if call.kind == SAMPLE:
-            return self._alike(call, others)
+            return self._samples(call, others)
         if call.kind == "forward_backward":
             return self._filling(call, others)
         return [call]
@@ -68,18 +68,18 @@ class Grouping:
             return dict.fromkeys((each.request_id for each in together), 1.0)
         return {each.request_id: max(self.readings.look(each).tokens, 1) for each in together}
 
-    def _alike(self, call: Call, others: Sequence[Call]) -> list[Call]:
-        """Samples of the same weights with the same settings, the one whose turn it is first."""
+    def _samples(self, call: Call, others: Sequence[Call]) -> list[Call]:
+        """Samples of the same weights, the one whose turn it is first; more may join later."""
         ask = self.readings.look(call)
         if ask is None:
             return [call]
         tenant = self.tenant_of(call)
         found, samples = [call], ask.n
         for other in others:
-            if self.tenant_of(other) != tenant or samples + ask.n > TOGETHER:
+            if self.tenant_of(other) != tenant:
                 continue
             theirs = self.readings.look(other)
-            if theirs is not None and theirs.alike == ask.alike:
+            if theirs is not None and samples + theirs.n <= TOGETHER:
                 found.append(other)
                 samples += theirs.n
         return found

@@ -14,8 +14,8 @@ from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.group.parts import BatchLike
+from megatron_vlm.group.samples import GroupDecoder, Progress, SampleRequest
 from megatron_vlm.group.together import SummedLoss, backward_together
-from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 
@@ -64,6 +64,7 @@ class Models:
         self.base = MegatronWorker(ModelForm(0, cfg.train.seed).config(cfg), False, watchdog)
         self.workers = {BASE: self.base}
         self.groups: dict[str, WorkerGroup] = {BASE: local_group(self.base)}
+        self.decoders: dict[str, GroupDecoder] = {}  # of models that samples are under way of
 
     def make(
         self,
@@ -86,6 +87,7 @@ class Models:
 
     def drop(self, name: str) -> None:
         """Let go of its memory."""
+        self.decoders.pop(name, None)
         self.workers.pop(name, None)
         self.groups.pop(name, None)
 
@@ -96,6 +98,7 @@ class Models:
     def load(self, name: str, folder: str, moments: bool) -> None:
         """The reverse. Gradients of the former weights are dropped."""
         worker = self.workers[name]
+        self.decoders.pop(name, None)
         state.load(worker, Path(folder), moments=moments)
         if worker.gradients is not None:
             worker.gradients.forget()
@@ -120,14 +123,36 @@ class Models:
 
     def optim_step(self, name: str, lr: float, adam: AdamStep) -> tuple[float, float]:
         """Apply the gradients, or a step without any."""
+        self.decoders.pop(name, None)
         return self.groups[name].optim_step(lr, adam).result()
 
-    def sample(
-        self, name: str, prompts: BatchLike, settings: SamplingSettings, n: int, seeds: list[int]
-    ) -> list[list[Completion]]:
-        """`n` answers to each prompt, from its own seed on."""
-        rows = self.cfg.serve.sampler_rows
-        return self.groups[name].sample(prompts, settings, n, seeds, rows).result()
+    def draw(
+        self,
+        name: str,
+        *prompts: BatchLike,
+        requests: Sequence[SampleRequest],
+        leave: Sequence[int],
+        rounds: int,
+    ) -> list[Progress]:
+        """Samples, so many rounds further; see GroupDecoder. What is under way stays from one call
+        to the next, unless a call fails, or the model changes or goes."""
+        if name not in self.decoders:
+            rows = self.cfg.serve.sampler_rows
+            self.decoders[name] = GroupDecoder(self.groups[name], rows)
+        given = prompts[0] if prompts else None
+        try:
+            found = self.decoders[name].advance(given, requests, leave, rounds)
+        except Exception:
+            del self.decoders[name]
+            raise
+        if not any(each.left for each in found):
+            del self.decoders[name]
+        return found
+
+    def move(self, name: str, to: str) -> None:
+        """What is drawn with a model goes on with one that has the same weights."""
+        self.decoders[to] = self.decoders.pop(name)
+        self.decoders[to].move(self.groups[to])
 
     def backwards_of(self, name: str) -> int:
         """How many calls have added gradients since it is in memory."""

@@ -14,9 +14,9 @@ from megatron_vlm.distributed.alike import failed_alike
 from megatron_vlm.distributed.lead import Lead
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
+from megatron_vlm.group.samples import Progress, SampleRequest
 from megatron_vlm.service.failures import CallFailedError, Trouble
 from megatron_vlm.service.models import Loss, ModelForm, Models
-from megatron_vlm.step.completions import Completion, SamplingSettings
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import StepMetrics
 
@@ -77,17 +77,21 @@ class ModelOrders:
         found: tuple[float, float] = self._give(order)
         return found
 
-    def sample(
+    def draw(
         self,
         name: str,
         rows: Sequence[Row],
-        settings: SamplingSettings,
-        n: int,
-        seeds: Sequence[int],
-    ) -> list[list[Completion]]:
-        order = {"do": "sample", "name": name, "settings": asdict(settings), "n": n}
-        found: list[list[Completion]] = self._give({**order, "seeds": list(seeds)}, rows)
+        requests: Sequence[SampleRequest],
+        leave: Sequence[int],
+        rounds: int,
+    ) -> list[Progress]:
+        order = {"do": "draw", "name": name, "leave": list(leave), "rounds": rounds}
+        said = {**order, "requests": [each.plain() for each in requests]}
+        found: list[Progress] = self._give(said, *([rows] if rows else []))
         return found
+
+    def move(self, name: str, to: str) -> None:
+        self._give({"do": "move", "name": name, "to": to})
 
     def end(self) -> None:
         """The others return from `follow`."""
@@ -174,8 +178,8 @@ def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatc
         what["losses"] = [Loss(**each) for each in what["losses"]]
     elif do == "optim_step":
         what["adam"] = AdamStep(**what["adam"])
-    elif do == "sample":
-        what["settings"] = SamplingSettings.of(what["settings"])
+    elif do == "draw":
+        what["requests"] = [SampleRequest.of(each) for each in what["requests"]]
     of = ", ".join(names or [each.model for each in what["losses"]])
     models.watchdog.at(0, f"{do} of {of}", files=do in ("make", "save", "load"))
     call: Callable[..., Any] = getattr(models, do)

@@ -58,6 +58,11 @@ class Readings:
         future = self._wanted(call)
         return None if future.exception() else future.result()
 
+    def is_ready(self, call: Call) -> bool:
+        """Whether nobody has to wait for it."""
+        future = self.futures.get(call.request_id)
+        return future is not None and future.done()
+
     def batch(self, body: bytes) -> Batch:
         """A forward_backward that was done before."""
         return read_batch(body, self.reader, self.replicas)

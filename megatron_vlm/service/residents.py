@@ -170,11 +170,19 @@ class Residents:
         id, version = self.fresh.get(folder, ("", 0))
         if id in self.models and self.models[id].version == version:
             return id
+        return self.snapshot(sampler)
+
+    def snapshot(self, sampler: SamplingSession) -> str:
+        """The same, apart from the model that it was taken of."""
+        folder = str(sampler.folder)
         if folder not in self.snapshots:
             started = time.monotonic()
             form = ModelForm.of(sampler.facts["form"])
             most = self.serve.snapshots if form.rank else self.serve.full_snapshots
-            for name in _oldest(self.snapshots, form, most):
+            # What samples are under way of goes last: they would have to be drawn again.
+            under_way = self.orders.models.decoders
+            idle_first = dict(sorted(self.snapshots.items(), key=lambda each: each[0] in under_way))
+            for name in _oldest(idle_first, form, most):
                 self.snapshots.pop(name)
                 self.orders.drop(name)
                 gc.collect()

@@ -7,7 +7,7 @@ the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.agree import Stopped
@@ -15,7 +15,7 @@ from megatron_vlm.distributed.lead import EVERY_S
 from megatron_vlm.distributed.process import say
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.drawer import Drawer
-from megatron_vlm.service.drawing import SampleAsk, draw
+from megatron_vlm.service.drawing import SampleAsk, at_temperature, complete
 from megatron_vlm.service.failures import REFUSALS, bare, failure_of
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
@@ -26,11 +26,13 @@ from megatron_vlm.service.journal.values import (
     Changes,
     Finished,
     Outcome,
+    SamplingSession,
 )
 from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.progress import ProgressLine
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.residents import Resident, Residents
+from megatron_vlm.service.sample_turns import SampleTurns
 from megatron_vlm.service.training import ModelCalls
 from megatron_vlm.service.turns import PER_SWAP, Turns
 from megatron_vlm.service.wire.values import RequestError
@@ -57,6 +59,9 @@ class Service:
         self.training = ModelCalls(orders, self.residents, journal)
         self.grouping = Grouping(
             cfg, orders.models.base.dims, readings, self._tenant, self.residents.has
+        )
+        self.sample_turns = SampleTurns(
+            orders, journal, readings, self._answered, cfg.serve.sampling_seconds
         )
         self.turns, self.progress = Turns(), ProgressLine()
         self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
@@ -89,10 +94,10 @@ class Service:
         self.residents.remove_strangers()
         try:
             self.residents.put_away_silent()
-        except BrokenError:
+        except (BrokenError, Stopped):
             raise
-        except MegatronVLMError as error:  # it stays in memory
-            say(f"a model that waits for its client could not be kept on disk: {error}")
+        except Exception as error:  # it stays in memory
+            say(f"a model that waits for its client could not be kept on disk: {bare(error)}")
 
     def _next(self) -> Sequence[Call]:
         """Calls for the ranks: where an engine draws the samples, those that it leaves to them."""
@@ -112,12 +117,14 @@ class Service:
         started = time.monotonic()
         together = self._do(together)
         seconds = time.monotonic() - started
-        self.progress.worked(len(together), seconds)
+        sizes |= self.sample_turns.sizes(together)
+        self.progress.worked(sum(not self.sample_turns.has(each) for each in together), seconds)
         self._count()
         size = sum(sizes[each.request_id] for each in together)
         for each in together:
             share = seconds * sizes[each.request_id] / size
-            self.readings.drop(each)
+            if not self.sample_turns.has(each):
+                self.readings.drop(each)
             self.turns.worked(each, self._tenant(each), share)
             if each.changes_state:
                 self._keep_if_due(each.owner, share)
@@ -138,7 +145,7 @@ class Service:
                 say(f"the state of {model} could not be kept, and the journal grows: {bare(error)}")
 
     def _do(self, together: Sequence[Call]) -> list[Call]:
-        """Those that were done, with or without success."""
+        """Those that were done, with or without success; and samples that are further."""
         try:
             # Before they are begun: a model may take long to come back, and whoever ends the
             # service meanwhile has not shown that there is anything wrong with the calls.
@@ -152,7 +159,7 @@ class Service:
         together = [each for each in together if each.request_id in still]
         try:
             if together:
-                self._attempt(together)
+                together = self._attempt(together)
         except BrokenError:
             raise  # the other ranks may be anywhere: only a new process can go on
         except Stopped:
@@ -165,15 +172,16 @@ class Service:
             self._fail(together, error)
         return together
 
-    def _attempt(self, together: Sequence[Call]) -> None:
+    def _attempt(self, together: list[Call]) -> list[Call]:
         call = together[0]
         if call.kind == SAMPLE:
-            self._draw(together)
-        elif call.kind == "forward_backward":
+            return self._draw(together)
+        if call.kind == "forward_backward":
             self._learn(together)
         else:
             outcome, changes = self._done(call)
             self.journal.finish(call.request_id, outcome, changes)
+        return together
 
     def _bring(self, call: Call) -> None:
         """Into memory what the call is about."""
@@ -188,6 +196,8 @@ class Service:
         self.journal.finish_all([Finished(each.request_id, failure) for each in together])
 
     def _done(self, call: Call) -> Any:
+        if call.kind in ("optim_step", "load_weights"):
+            self.sample_turns.move(call.owner, self._snapshot)
         method: Callable[..., Any] = getattr(self.training, call.kind)
         return method(call, self.journal.body(call.request_id))
 
@@ -212,28 +222,62 @@ class Service:
 
     # -- samples
 
-    def _draw(self, together: Sequence[Call]) -> None:
-        asked: list[tuple[Call, SampleAsk]] = []
+    def _draw(self, together: Sequence[Call]) -> list[Call]:
+        """Samples of the same weights; those that were drawn or completed."""
+        self.sample_turns.forget_lost()
+        named: list[tuple[Call, str]] = []
         finished = []
-        weights = ""
         for call in together:
-            sampler = self.journal.sampler(call.owner)
-            try:
-                if sampler is None:
-                    raise RequestError("sampling_session_id: the session has ended")
-                ask = self.readings.take(call)
-                weights = self.residents.weights(sampler)  # the same for all of them
-                asked.append((call, ask))
-            except REFUSALS as error:
+            sampler, weights = self.journal.sampler(call.owner), self.sample_turns.weights_of(call)
+            if weights is None and sampler is None:
+                error = RequestError("sampling_session_id: the session has ended")
                 finished.append(Finished(call.request_id, failure_of(error)))
-        if asked:
-            finished += finished_by(partial(self._answers, weights), asked)
+            else:
+                weights = weights or self.residents.weights(cast(SamplingSession, sampler))
+                named.append((call, weights))
         self.journal.finish_all(finished)
+        if not named:
+            return list(together)
+        weights = named[0][1]
+        calls = [call for call, its in named if its == weights]
+        # Another session of the same weights, which were taken from a model that has changed since.
+        self.journal.given_back(*(call.request_id for call, its in named if its != weights))
+        if self.drawer is not None:
+            self._complete(weights, calls)
+            return list(together)
+        self.sample_turns.turn(weights, calls, partial(self._arriving, self._tenant(calls[0])))
+        return [call for call, _ in self.sample_turns.used.values()]
+
+    def _snapshot(self, call: Call) -> str | None:
+        """Weights apart from the model's own, for a sample that is drawn by those."""
+        sampler = self.journal.sampler(call.owner)
+        return None if sampler is None else self.residents.snapshot(sampler)
+
+    def _arriving(self, tenant: str) -> list[Call]:
+        """Samples that may join those that are drawn just now."""
+        calls = self.journal.next_calls(AHEAD)
+        self.readings.begin(calls)
+        fresh = [call for call in calls if call.kind == SAMPLE and not call.attempts]
+        return [call for call in fresh if self._tenant(call) == tenant]
+
+    def _complete(self, weights: str, calls: Sequence[Call]) -> None:
+        """Samples that an engine has drawn."""
+        asked = [(call, self.readings.take(call)) for call in calls]
+
+        def tempered(asked: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
+            asks = at_temperature(self.orders, weights, [ask for _, ask in asked])
+            named = [(call, ask) for (call, _), ask in zip(asked, asks, strict=True)]
+            return self._answers(weights, named)
+
+        self.journal.finish_all(finished_by(tempered, asked))
+
+    def _answered(self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
+        return finished_by(partial(self._answers, weights), asked)
 
     def _answers(
         self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]
     ) -> list[tuple[Outcome, Changes]]:
-        answers = draw(self.orders, weights, [ask for _, ask in asked])
+        answers = complete(self.orders, weights, [ask for _, ask in asked])
         self.samples += sum(ask.n for _, ask in asked)
         return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
