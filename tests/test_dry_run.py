@@ -62,7 +62,7 @@ def test_it_prints_the_plan_without_weights(tiny, tmp_path, capsys):
     assert "parallel.layers_per_stage=auto is [" in capsys.readouterr().out
     assert dry_run(cfg) == 0
     out = capsys.readouterr().out
-    assert "1 of 24 records are dropped: nothing left to learn after the cut" in out
+    assert "1 of 24 records dropped: nothing left to learn after the cut" in out
     assert "'meta' (1)" in out
     assert "may take 64 of data.max_tokens=100: data.max_pixels=25600 makes that 25" in out
     assert "tp=1 pp=2 dp=2" in out and "First batches" in out and "activations" in out

@@ -579,6 +579,16 @@ def test_what_looks_like_media_is_not_to_be_ignored(key):
         parse_record(raw, "x:1", [key])
 
 
+def test_a_slip_of_a_format_is_answered():
+    with pytest.raises(
+        DataError, match=r"no known format; give.*; 'mesages' is most likely 'messages'; see"
+    ):
+        parse_record({"mesages": DIALOGUE, "meta": 1}, "x:1")
+    with pytest.raises(DataError) as error:
+        parse_record({"prompt": "a", "meta": 1}, "x:1")
+    assert "most likely" not in str(error.value)
+
+
 def test_names_of_media_are_looked_at_in_no_time():
     from megatron_vlm.data.read.unknown import looks_like_media  # as a hostile file may name them
 

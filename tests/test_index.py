@@ -192,7 +192,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tiny, tmp_path, small_chun
     path.write_text("\n".join(map(json.dumps, records)))
     with pytest.raises(DataError) as error:
         open_set(str(path), tiny(), tmp_path / "cache")
-    said = "'imagse' (most likely 'images'; 2 records), 'rank' (message 1; 1 records) is not known"
+    said = "'imagse' (most likely 'images'; 2 records), 'rank' (message 1; 1 record) is not known"
     assert f"{path}:4: the meaning of {said}" in str(error.value)
     assert str(error.value).endswith("set data.ignore_keys=[imagse,rank]")
     with pytest.raises(DataError, match=r"'score'.*11 records.*'imagse'"):
@@ -210,7 +210,7 @@ def test_keys_that_are_passed_over_are_counted(tiny, tmp_path, small_chunks):
         found = Remarks.of(data, "data.train", cfg)
         assert (found.dropped, found.wrong) == (1, 2)
         assert len(found.lines) == 3 and "'meta' (10)" in found.lines[-1]
-        assert "2 of 12 records are wrong and skipped, the first: " in found.lines[1]
+        assert "2 of 12 records wrong and skipped, the first: " in found.lines[1]
         quiet = Remarks.of(data, "data.train", replace(cfg, unknown_keys="ignore"))
         assert quiet.lines == found.lines[:-1]
 

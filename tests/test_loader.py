@@ -436,6 +436,20 @@ def test_a_stream_that_breaks_off_is_an_error(tiny, tmp_path):
             load(spec, tiny(), None, on_error="skip", num_workers=processes)
 
 
+def test_a_stream_says_keys_that_are_passed_over_where_they_first_come(tiny, tmp_path, caplog):
+    record = {"prompt": "a", "completion": "b", "score": 1}
+    lines = [record, record, record | {"meta": 2, "imagse": []}, record | {"meta": 3}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
+    for mode, count in (("ignore", 0), ("warn", 2)):
+        caplog.clear()
+        load(spec, tiny(), None, shuffle=False, epochs=1, unknown_keys=mode)
+        assert len(caplog.messages) == count
+    first, second = caplog.messages
+    assert "a.jsonl:1: the model does not see 'score': its meaning is not known" in first
+    assert "a.jsonl:3: the model does not see 'meta'" in second
+
+
 def test_errors_of_a_stream(stream, tiny, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "completion": "c"}\n')
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}

@@ -239,7 +239,7 @@ def events_of(run: Path) -> list[str]:
 
 def test_what_is_not_learnt_is_said_at_the_start(one_step):
     run = one_step[0] / "first"
-    said = "data.train: 1 of 24 records are dropped: nothing to learn"
+    said = "data.train: 1 of 24 records dropped: nothing to learn"
     passed, *_ = [text for text in events_of(run) if "'meta' (1)" in text]
     assert said in events_of(run) and "data.unknown_keys=refuse" in passed
     start = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])

@@ -14,7 +14,12 @@ from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.config.validate import require
 from megatron_vlm.data.server import start_server
 from megatron_vlm.distributed.dims import loads_data
-from megatron_vlm.distributed.process import rank_of_process, run_process, world_of_process
+from megatron_vlm.distributed.process import (
+    rank_of_process,
+    run_process,
+    say,
+    world_of_process,
+)
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hub import hub_name, pin
 
@@ -89,6 +94,10 @@ def _evaluate(
         watchdog.at(0, "loading the checkpoint", files=True)
         load(worker, checkpoint)
     examiner = Examiner(worker, cfg)
+    if dist.get_rank() == 0:
+        for held_out in examiner.sets:
+            for line in held_out.remarks.lines:
+                say(line)
     watchdog.at(0, "evaluation")
     for done in examiner.examine():
         if dist.get_rank() == 0:

@@ -33,9 +33,9 @@ def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
     records = f"of {sum(map(len, data.sources)):,} records"
     for rule, count in dropped.items():
         advice = f"; {_advice(data, cfg)}" if rule in _CUT else ""
-        yield f"{key}: {count:,} {records} are dropped: {rule}{advice}"
+        yield f"{key}: {count:,} {records} dropped: {rule}{advice}"
     if errors:
-        yield f"{key}: {len(errors):,} {records} are wrong and skipped, the first: {errors[0]}"
+        yield f"{key}: {len(errors):,} {records} wrong and skipped, the first: {errors[0]}"
     yield from passed_over(key, data, cfg)
 
 

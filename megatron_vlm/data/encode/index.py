@@ -180,8 +180,8 @@ def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> Dat
             counts.update([*error.keys])
         except DataError:
             continue
-    records = f"of the first {surveyed:,} records" if surveyed < len(source) else "records"
-    told = {name: f"{count:,} {records}" for name, count in counts.items()}
+    among = f" of the first {surveyed:,}" if surveyed < len(source) else ""
+    told = {name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()}
     return DataError(refusal(first.where, keys, reader.encoder.cfg.ignore_keys, told))
 
 

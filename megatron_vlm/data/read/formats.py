@@ -14,6 +14,7 @@ from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.marks import check_lone_marks, place_media
 from megatron_vlm.data.read.messages import parse_messages
 from megatron_vlm.data.read.records import Chat, Chunks, Turn
+from megatron_vlm.data.read.unknown import slip_of
 from megatron_vlm.data.read.values import dicts, is_list, kind_of, text_of
 from megatron_vlm.data.read.visuals import column, image_of, video_of
 from megatron_vlm.errors import DataError
@@ -26,6 +27,7 @@ _FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("prompt", "completion"): (),
     ("instruction", "output"): ("input", "history"),
 }
+_NAMING = frozenset(name for names in _FORMATS for name in names)
 _COMMON = ("system", "tools", "image", "images", "video", "videos", "objects")
 _NAMES = (
     "messages; conversations; prompt and completion; instruction and output; chunks; or a "
@@ -65,9 +67,12 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
     where = keys.where
     names = next((names for names in _FORMATS if all(name in raw for name in names)), None)
     if names is None:
+        given = sorted(map(str, raw))
+        slips = [(key, slip_of(key, _NAMING)) for key in given if key not in _NAMING]
+        likely = [f"{key!r} is most likely {near!r}" for key, near in slips if near]
         raise DataError(
-            f"{where}: the keys {sorted(map(str, raw))} match no known format; give {_NAMES}; see "
-            "docs/data.md"
+            f"{where}: the keys {given} match no known format; give "
+            f"{'; '.join([_NAMES, *likely])}; see docs/data.md"
         )
     raw = keys.read(raw, {*names, *_FORMATS[names], *_COMMON}, where)
     turns = _as_turns(raw.get("system"), "system", keys) + _turns_of(raw, names, keys)

@@ -80,7 +80,7 @@ def check_lone_marks(texts: Iterable[str], record: Record) -> None:
             continue
         remedy = "leave such records out" if kind == "audio" else f"give its {kind}s, one for each"
         raise DataError(
-            f"{record.where}: the texts have {count} <{kind}> marks, and the record has no {kind}: "
-            f"they would be learnt as text; {remedy}. If the texts mean the word itself, give them "
+            f"{record.where}: it has {count} <{kind}> mark{'s' * (count > 1)} and no {kind}, and "
+            f"marks would be learnt as text; {remedy}. If texts mean the word itself, give them "
             'as parts, {"type": "text", "text": ...}, or set data.lone_marks=text'
         )
