@@ -21,7 +21,7 @@ from megatron_vlm.errors import CheckpointError, DataError
 from megatron_vlm.outside import Outside
 
 MARK = "megatron_vlm.json"
-_NEW = ".new"
+NEW = ".new"  # ends the name of a file that is being written
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +39,7 @@ def write_mark(folder: Path, run: str | None, **facts: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in place of a former one: whole, or not at all."""
-    new = path.with_name(path.name + _NEW)
+    new = path.with_name(path.name + NEW)
     with open(new, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -86,7 +86,7 @@ def begin(folder: Path, run: str | None) -> Path:
 
 def check_partial(partial: Path, run: str | None) -> None:
     """Refuse to write where something is that this run did not write."""
-    if partial.is_dir() and not _is_ours(partial, run):
+    if os.path.lexists(partial) and not _is_ours(partial, run):
         raise CheckpointError(
             f"{partial} is in the way, and this run did not write it: move it somewhere else"
         )
@@ -97,7 +97,7 @@ def put_in_place(folder: Path) -> Path | None:
     aside and returned."""
     aside = None
     try:
-        if folder.exists():
+        if os.path.lexists(folder):
             aside = _free_name(folder)
             folder.rename(aside)
         partial_of(folder).rename(folder)
@@ -128,7 +128,7 @@ def discard(folder: Path) -> None:
 def discard_partials(paths: Iterable[Path], run: str | None) -> None:
     """Remove those of these partial folders that this run wrote."""
     for path in paths:
-        if path.is_dir() and _is_ours(path, run):
+        if _is_ours(path, run):
             discard(path)
 
 
@@ -143,8 +143,10 @@ def sync(folder: Path) -> None:
 
 def _is_ours(partial: Path, run: str | None) -> bool:
     """Whether the mark says so, or a crash came before the mark was written or after all but the
-    mark was removed."""
-    if {path.name for path in partial.iterdir()} <= {MARK, MARK + _NEW}:
+    mark was removed. Files and links are not."""
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    if {path.name for path in partial.iterdir()} <= {MARK, MARK + NEW}:
         return True
     mark = read_mark(partial)
     return mark is not None and mark["run"] == run
@@ -163,6 +165,6 @@ def _remove(folder: Path) -> None:
 
 def _free_name(folder: Path) -> Path:
     number = 1
-    while (path := folder.with_name(f"{folder.name}.aside{number}")).exists():
+    while os.path.lexists(path := folder.with_name(f"{folder.name}.aside{number}")):
         number += 1
     return path

@@ -303,8 +303,19 @@ def test_folders_that_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="is a file"):
         find_latest(tmp_path / "run")
     partial_of(step_folder(tmp_path, 1)).write_text("a file")
-    with pytest.raises(CheckpointError, match=r"step-00000001.partial cannot be created"):
-        begin(step_folder(tmp_path, 1), RUN)
+    partial_of(step_folder(tmp_path, 2)).symlink_to("nothing")
+    ours = begin(step_folder(tmp_path, 4), RUN)
+    partial_of(step_folder(tmp_path, 3)).symlink_to(ours)  # that would empty the other one
+    for step in (1, 2, 3):
+        with pytest.raises(CheckpointError, match=rf"step-0000000{step}.partial is in the way"):
+            begin(step_folder(tmp_path, step), RUN)
+    # Where a checkpoint belongs, anything else is put aside.
+    step_folder(tmp_path, 5).symlink_to("nothing")
+    step_folder(tmp_path, 6).write_text("a file")
+    for step in (5, 6):
+        verify(make(tmp_path, step))
+    assert (tmp_path / "step-00000005.aside1").is_symlink()
+    assert (tmp_path / "step-00000006.aside1").read_text() == "a file"
 
 
 def test_full_disk(tmp_path):

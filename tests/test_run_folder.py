@@ -5,6 +5,7 @@ weights than it says, nothing of others is touched. test_sequences.py plays rand
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -14,9 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.config import load_config
+from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.folders import MARK
+from megatron_vlm.run.folder import held_folder
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, run_rank, steps_of
+
+FOLDERS = ("export", "merged", "checkpoints", "predictions", "tensorboard", "profile")
 
 
 class Folder:
@@ -212,6 +218,42 @@ def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, fold
     path.write_text("years of work")
     assert words in folder.train(3, status=2)
     assert path.read_text() == "years of work" and not (folder.run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", ["link to nothing", "file", "folder", "pipe", "loop"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("export", "export.partial", "merged", "merged.partial", "checkpoints"),
+        *("checkpoints/step-00000003.partial", "predictions", "predictions/held.jsonl"),
+        *("config.yaml", "config.yaml.new", "metrics.jsonl", "samples.jsonl", "examples.json"),
+        *("report.html", "megatron_vlm.json.new", "job.lock", "tensorboard", "profile"),
+    ],
+)
+def test_a_run_can_write_every_path_before_its_first_step(name, kind, tmp_path):
+    words = ["model=tiny_cpu", "lora=default", "checkpoint.export=both", "log.tensorboard=true"]
+    words += ["data.eval={held: x.jsonl}", f"run={tmp_path}", "model.path=base"]
+    cfg = load_config(words)
+    with held_folder(cfg):
+        pass
+    path = tmp_path / name
+    is_folder = name in FOLDERS or name.endswith(".partial")
+    if kind == ("folder" if is_folder else "file"):
+        return
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    put = {
+        "link to nothing": lambda: path.symlink_to("nowhere/at/all"),
+        "loop": lambda: path.symlink_to(path.name),
+        "file": path.touch,
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+    }
+    put[kind]()
+    before = path.lstat()
+    with pytest.raises((ConfigError, CheckpointError), match=re.escape(name)), held_folder(cfg):
+        pass
+    assert path.lstat() == before
 
 
 def test_what_others_put_into_a_run_stays(folder):

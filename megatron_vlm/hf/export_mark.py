@@ -1,6 +1,7 @@
 """What an export says of itself: its run, step and checkpoint, and which files it has, with their
 sizes and digests."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,8 +75,10 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
 def check_replaceable(folder: Path, run: str | None) -> None:
     """Refuse to export into a folder that holds anything but an earlier export of this run. The
     mark was written last: what has not been touched since is as it was, and not read again."""
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return
+    if not folder.exists():
+        raise CheckpointError(f"{folder} is a link that leads nowhere; remove it")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; choose a new folder for the export")
     if not _content(folder):

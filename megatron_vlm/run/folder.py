@@ -21,6 +21,7 @@ from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.folders import (
     MARK,
+    NEW,
     check_partial,
     discard_partials,
     partial_of,
@@ -29,11 +30,13 @@ from megatron_vlm.folders import (
     write_text,
 )
 from megatron_vlm.hf.export_mark import check_replaceable
+from megatron_vlm.paths import what_is_at
 from megatron_vlm.run.lines import SAMPLES
 
 LOCK = "job.lock"  # who writes the run, or did last
 # What a run writes over or adds to.
-_OURS = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html", "predictions")
+_FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html")
+_OURS = (*_FILES, "predictions")
 _PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
 _PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks back late
 
@@ -55,6 +58,7 @@ def held_folder(cfg: Config) -> Iterator[Claim]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _check_free(folder)
+            _check_ways(cfg)
             held.enter_context(_lock(folder))
             claim = _claim(folder)
             check_leftovers(folder / "checkpoints", claim.run)
@@ -88,6 +92,32 @@ def _check_free(folder: Path) -> None:
             f"run={folder} is not the folder of a run, and {taken[0]} is in it, which a run "
             "would write over; give another folder"
         )
+
+
+def _check_ways(cfg: Config) -> None:
+    """Refuse what is in the way of a file or a folder that the run will write, if only at its end.
+    Exports and checkpoints are looked at by themselves."""
+    folder = Path(cfg.run)
+    predictions = [f"predictions/{each.name}.jsonl" for each in cfg.data.eval]
+    whole = ["config.yaml", "examples.json", MARK, *predictions]  # under another name at first
+    files = (LOCK, *_FILES, *whole, *(name + NEW for name in whole))
+    ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
+    for name, wanted in {**ways, **dict.fromkeys(files, "a file")}.items():
+        path = folder / name
+        if (found := _found_at(path)) not in ("nothing", wanted):
+            raise ConfigError(
+                f"run={folder}: {path} is {found}, and the run would write {wanted} there: move it "
+                "somewhere else, or give another folder"
+            )
+
+
+def _found_at(path: Path) -> str:
+    """As `what_is_at`; links that lead nowhere are not nothing."""
+    try:
+        found = what_is_at(path)
+    except OSError:  # links in a circle, or a file in place of the folder above
+        found = "nothing"
+    return "a link that leads nowhere" if found == "nothing" and path.is_symlink() else found
 
 
 def _run_mark(folder: Path) -> dict[str, Any] | None:
