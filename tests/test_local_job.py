@@ -15,7 +15,7 @@ import pytest
 from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.launch.launch import processes_for
+from megatron_vlm.launch.launch import launch, processes_for
 from megatron_vlm.launch.local_job import run_job
 
 PROGRAM = """
@@ -73,6 +73,28 @@ def test_failures_restart_the_job_and_mistakes_do_not(status, runs, job, tmp_pat
 def test_a_restart_may_succeed(job, tmp_path):
     assert job("sys.exit(restart == 0)", 2, max_restarts=5) == 0
     assert starts(tmp_path) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+@pytest.mark.parametrize(("restarts", "status"), [(1, 0), (0, 5)])
+def test_a_single_process_is_started_again_too(restarts, status, tmp_path, monkeypatch):
+    """By a launcher, which a job that may not start again does without."""
+    body = """
+    with open(f"{arguments[0]}/attempts", "a") as file:
+        print(os.getpid(), file=file)
+    return 5 * (os.environ.get("MEGATRON_VLM_RESTART", "0") == "0")
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
+"""
+    (tmp_path / "alone.py").write_text("import os, sys\ndef run(arguments):" + body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "alone", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    cfg = Config(platform="cpu", launch=LaunchConfig(max_restarts=restarts))
+    assert launch(cfg, "alone", "run", [str(tmp_path)]) == status
+    pids = (tmp_path / "attempts").read_text().split()
+    assert len(pids) == 1 + restarts and (str(os.getpid()) in pids) == (not restarts)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -54,6 +54,6 @@ def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) ->
     if not gpus:
         # Each process would start a thread for every core, and they would slow each other down.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    if count == 1:
+    if count == 1 and not cfg.launch.max_restarts:  # which another process would have to do
         return run_process(command, arguments)
     return run_job(module, arguments, count, cfg.launch.max_restarts)
