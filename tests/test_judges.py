@@ -84,6 +84,7 @@ RIGHT = {
     "-0.5": EnvStep(-0.5),
     "np.float32(0.5)": EnvStep(0.5),
     "np.array(2)": EnvStep(2.0),
+    "-1e6": EnvStep(-1e6),
     "{'reward': 1, 'form': False}": EnvStep(1.0, (), {"form": 0.0}),
 }
 WRONG = {
@@ -91,6 +92,9 @@ WRONG = {
     "'1'": "returned '1' (str), not a finite number",
     "float('nan')": "returned nan (float), not a finite number",
     "10**400": "not a finite number",
+    "-1.1e6": "returned -1100000.0 (float), which is beyond -1e+06 to 1e+06",
+    "{'reward': 1e308}": "gave as reward 1e+308 (float), which is beyond -1e+06 to 1e+06",
+    "{'reward': 1, 'n': -1e200}": "gave as figure 'n' -1e+200 (float), which is beyond -1e+100 to",
     "[1.0]": "returned [1.0] (list), not a finite number",
     "np.ones(1)": "returned array([1.]) (ndarray), not a finite number",
     "{'score': 1}": "returned a mapping without \"reward\": {'score': 1} (dict)",
@@ -516,6 +520,7 @@ def test_what_cannot_travel_is_named(judging):
 WRONG_STEPS = {
     "1.0": "returned 1.0 (float), not an EnvStep",
     "EnvStep(None)": "gave as reward None (NoneType), not a finite number",
+    "EnvStep(1e200)": "gave as reward 1e+200 (float), which is beyond -1e+06 to 1e+06",
     "EnvStep(1, 'next')": "gave as messages 'next' (str), not a list of messages",
     "EnvStep(1, ['next'])": "what it says: message 0 must be an object, but this is a str",
     "EnvStep(1, [{'role': 'usr', 'content': ''}])": "has role 'usr'; known roles: system, user",

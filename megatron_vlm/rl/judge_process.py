@@ -35,6 +35,9 @@ Request = dict[str, Any]
 _MOST_SHOWN = 200  # characters of a wrong result
 _MOST_TRACED = 4000  # characters of either end of a traceback
 _LONGEST_NAME = 100  # characters of a figure's name
+# Either way. Of a step's rewards the squares are added up and of its figures the means, which
+# overflow far beyond these.
+_MOST_REWARD, _MOST_FIGURE = 1e6, 1e100
 
 
 class _WrongError(Exception):
@@ -122,7 +125,7 @@ def _traceback(error: BaseException) -> str:
 def _of_reward(result: Any) -> Request:
     """What a reward function has returned, as the step that ends an episode."""
     if not isinstance(result, Mapping):
-        return _step(_number(result, "returned", "a finite number"), {}, [])
+        return _step(_number(result, "returned", _MOST_REWARD), {}, [])
     if "reward" not in result:
         raise _WrongError(f'returned a mapping without "reward": {_shown(result)}')
     return _step(result["reward"], {k: v for k, v in result.items() if k != "reward"}, [])
@@ -151,20 +154,24 @@ def _step(reward: Any, figures: Any, messages: Any) -> Request:
             f"{_LONGEST_NAME} characters"
         )
     checked = {
-        name: _number(value, f"gave as figure {name!r}", "a finite number")
+        name: _number(value, f"gave as figure {name!r}", _MOST_FIGURE)
         for name, value in figures.items()
     }
-    reward = _number(reward, "gave as reward", "a finite number")
+    reward = _number(reward, "gave as reward", _MOST_REWARD)
     return {"reward": reward, "figures": checked, "messages": messages}
 
 
-def _number(value: Any, doing: str, expected: str) -> float:
+def _number(value: Any, doing: str, most: float) -> float:
     """Of Python's numbers, numpy's, or a tensor without dimensions."""
+    number = math.nan
     if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            if math.isfinite(number := float(value)):
-                return number
-    raise _WrongError(f"{doing} {_shown(value)}, not {expected}")
+            number = float(value)
+    if not math.isfinite(number):
+        raise _WrongError(f"{doing} {_shown(value)}, not a finite number")
+    if abs(number) > most:
+        raise _WrongError(f"{doing} {_shown(value)}, which is beyond {-most:g} to {most:g}")
+    return number
 
 
 def _messages(value: Any) -> Any:
