@@ -563,7 +563,7 @@ def test_other_keys_of_a_record_are_passed_over_and_counted():
 
 MEDIA = {"image_path": "x.png", "img": "x.png", "file_name": "a/b", "pictures": ["x.png"]}
 MEDIA |= {"imageUrl": "http://a", "video_file": "x.mp4", "path": "a/x.JPG", "photo_1": "x"}
-MEDIA |= {"scan": {"bytes": b"x", "path": None}, "left": b"x", "image_files": ["x"]}
+MEDIA |= {"scan": {"bytes": b"x", "path": None}, "left": b"x", "both": [b"x"], "image_files": ["x"]}
 
 
 @pytest.mark.parametrize("key", MEDIA)

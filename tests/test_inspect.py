@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -103,6 +104,18 @@ def look(overrides, tiny):
         return data, collect(cfg, data, numbers, ranks, pictures)
 
     return make
+
+
+def test_keys_that_are_passed_over_are_shown(look, folder):
+    records = [{"prompt": "a", "completion": "b", "score": 1, "meta": {}}] * 2
+    (folder / "more.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    console = Console(file=io.StringIO(), width=80)
+    _, inspection = look(train=folder / "more.jsonl")
+    print_inspection(inspection, console)
+    for shown in (console.file.getvalue(), unescape(render_page(inspection))):
+        assert "the model does not see these keys of records" in shown and "'score' (2);" in shown
+    _, quiet = look("data.unknown_keys=ignore", train=folder / "more.jsonl")
+    assert quiet.passed == ""
 
 
 @pytest.fixture(scope="module")

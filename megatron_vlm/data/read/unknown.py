@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import PIL.Image
@@ -94,27 +95,27 @@ def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
 
 def looks_like_media(key: str, value: Any) -> bool:
     """Whether a key that is not read most likely holds or names pictures, videos or sound."""
-    if isinstance(value, bytes | PIL.Image.Image):
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, bytes | PIL.Image.Image):
         return True
-    if isinstance(value, Mapping):
-        return bool(value.get("bytes"))
-    if isinstance(value, bool | int | float):
+    if isinstance(first, Mapping):
+        return bool(first.get("bytes"))
+    if isinstance(first, bool | int | float):
         return False
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower() if len(key) <= _LONGEST else ""
-    first = value[0] if isinstance(value, list | tuple) and value else value
     is_file = isinstance(first, str) and _MEDIA_FILE.fullmatch(first[-80:]) is not None
     return bool(_MEDIA_NAME.fullmatch(name) or (is_file and _FILE_NAME.fullmatch(name)))
 
 
 def slip_of(key: str, known: Iterable[str]) -> str:
     """The known key that this one is one or two letters from; empty if there is none."""
+    return _nearest(key, frozenset(known)) if len(key) <= _LONGEST else ""
+
+
+@lru_cache(maxsize=4096)  # the records of a file have the same keys
+def _nearest(key: str, known: frozenset[str]) -> str:
     most = 2 if len(key) > 5 else 1
-    name = key.lower()
-    near = {
-        other: _distance(name, other)
-        for other in sorted(known)
-        if abs(len(other) - len(key)) <= most
-    }
+    near = {other: _distance(key.lower(), other) for other in sorted(known)}
     found = min(near, key=lambda other: (near[other], abs(len(other) - len(key))), default="")
     return found if found and near[found] <= most else ""
 
