@@ -159,6 +159,16 @@ def test_a_lost_node_leaves_fewer_replicas(cluster, folder, tiny, pool):
         assert found[1:3] == pytest.approx(wanted[1:3], rel=2e-4)  # another layout rounds otherwise
 
 
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:port", "nowhere://x"])
+def test_a_ray_that_does_not_start_is_said(address, monkeypatch):
+    """ray.init raises many kinds, of its time-out for a start Exception itself."""
+    from megatron_vlm.launch.ray_job import run_ray_job
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=f"^launch.ray_address={address}: Ray does not start: "):
+        run_ray_job(Config(), [], address)
+
+
 def test_how_many_ranks():
     from megatron_vlm.launch.ray_job import world_size
 

@@ -31,6 +31,7 @@ from megatron_vlm.launch.restart import (
     signals_sent_to,
     wait_for_ranks,
 )
+from megatron_vlm.outside import Outside
 
 Command = tuple[str, str]  # the module and the function that each rank runs
 TRAIN = ("megatron_vlm.train", "run_train")
@@ -43,8 +44,7 @@ def run_ray_job(
     """Run a command in the cluster at this address, again after a failure; the exit status."""
     started = not ray.is_initialized()
     if started:
-        dashboard = False if address == "local" else None
-        ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
+        _start_ray(address)
     try:
         return run_with_restarts(
             lambda restart: _run_once(cfg, arguments, restart, command), cfg.launch.max_restarts
@@ -52,6 +52,15 @@ def run_ray_job(
     finally:
         if started:
             ray.shutdown()
+
+
+def _start_ray(address: str) -> None:
+    """ConfigError where it does not start; of a time-out Ray raises Exception itself."""
+    remedy = "see that its cluster runs, or for a new one that memory and /tmp/ray have room"
+    place = Outside(f"launch.ray_address={address}", ConfigError, remedy)
+    dashboard = False if address == "local" else None
+    with place.border("Ray does not start"):
+        ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)
 
 
 class TrainActor(RankActor):
@@ -109,7 +118,7 @@ def _train(actors: Sequence[Any], arguments: list[str], minutes: float, command:
         store = ray.get(actors[0].open_store.remote(), timeout=60 * minutes)
     except GetTimeoutError:
         return Ending(STUCK, f"rank 0 has not started in launch.timeout_minutes={minutes:g}")
-    except RayActorError as error:
+    except (RayActorError, RayTaskError) as error:
         return Ending(FAILED, f"rank 0 could not start: {error}")
     refs = [actor.run.remote(arguments, store, command) for actor in actors]
     running = list(refs)
