@@ -109,6 +109,7 @@ def _refused(worker: MegatronWorker) -> list[str]:
     messages = []
     for options in (
         {"temperature": -1.0},
+        {"temperature": 1e-39},  # logits that are divided by it are infinite
         {"temperature": 1.0},
         {"temperature": 1.0, "seeds": [1]},
     ):
@@ -119,7 +120,8 @@ def _refused(worker: MegatronWorker) -> list[str]:
 
 
 def test_what_is_refused(pool, sharp):
-    negative, without, few = pool.run(call, 1, sharp, layout(), _refused)[0]
-    assert negative == "sampling: temperature=-1.0 must be 0 (greedy) or above"
+    negative, cold, without, few = pool.run(call, 1, sharp, layout(), _refused)[0]
+    assert negative == "sampling: temperature=-1.0 must be 0 (greedy), or 1e-06 or above"
+    assert cold.startswith("sampling: temperature=1e-39 must be")
     assert "needs a seed for each of the 2 prompts, and there are none" in without
     assert "and there are 1" in few

@@ -20,11 +20,13 @@ import httpx
 import numpy as np
 import pytest
 import zstandard
+from pydantic import ValidationError
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.bodies import place_of
 from megatron_vlm.service.front.desk import ServerFacts, Waiters
+from megatron_vlm.service.front.forms import AdamParams
 from megatron_vlm.service.front.keys import ApiKeys, add_key
 from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
@@ -36,7 +38,9 @@ from megatron_vlm.service.wire.schema import message
 from tests.mutation import DEEP, mutate_bytes, mutate_json
 from tests.stand_in_calls import StandIn, opened
 
-FACTS = ServerFacts(("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1")
+FACTS = ServerFacts(
+    ("tiny/model", "tiny"), 512, version="1.2", layout="tp1 pp1 dp1", vocabulary=509
+)
 PROTOBUF = {"Accept": "application/x-protobuf"}
 QUICK = RequestLimits(poll_seconds=5)
 
@@ -366,6 +370,15 @@ def test_what_is_not_supported_is_said_by_name(service):
         ({"model_path": "tinker://a/weights/b"}, "model_path"),
         ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
+        ({"sampling_params": {"stop": [1, "a"]}}, "sampling_params.stop: give a text, a list of"),
+        ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop: give"),
+        ({"sampling_params": {"stop": {}}}, "sampling_params.stop: give"),
+        (
+            {"topk_sample_logprobs": 600},
+            "topk_sample_logprobs is 600, and the model has 509",
+        ),
+        # Before anything is drawn for a loss that will be refused.
+        ({"record_stability_info": True}, "record_stability_info: the loss stable_reinforce"),
         ({"seq_id": "x"}, "seq_id"),
     ):
         assert named in service.post("asample", a_sample(sampler, 0) | wrong, 422)["error"]
@@ -401,8 +414,41 @@ def test_a_request_that_is_wrong_takes_its_turn_and_the_model_goes_on(service):
     service.post("optim_step", {"model_id": model, "seq_id": 0}, 422)
     service.post("optim_step", {"model_id": model}, 422)
     service.post("optim_step", a_step("no such model", 1), 404)
+    for kind in ("optim_step", "load_weights", "save_weights", "unload_model", "get_info"):
+        half = {"model_id": "\ud800", "seq_id": 1}  # half of a pair of surrogates
+        service.checked(
+            service.http.post(
+                f"/api/v1/{kind}",
+                content=json.dumps(half),
+                headers={"Content-Type": "application/json"},
+            ),
+            422,
+        )
     service.send(b"\x0a\xff", 422)
     service.send(batch("no such model", 1), 404)
+
+
+@pytest.mark.parametrize("given, taken", [("Infinity", 0.0), ("0", 0.0), ("1.5", 1.5)])
+def test_a_norm_that_is_never_reached_clips_nothing(given, taken):
+    form = AdamParams.model_validate_json(f'{{"grad_clip_norm": {given}}}')
+    assert form.grad_clip_norm == taken
+    with pytest.raises(ValidationError, match="0 or inf for none"):
+        AdamParams.model_validate_json('{"grad_clip_norm": NaN}')
+
+
+def test_a_number_is_that_of_one_call(service):
+    """Nobody gets the answer to a call that is another's, nor does another wait for ever."""
+    model = service.model(number=3)
+    first = service.post("optim_step", a_step(model, 1))
+    assert "seq_id" in service.post("optim_step", a_step(model, 1, beta1=0.5), 422)["error"]
+    assert "with another content" in service.send(batch(model, 1), 422)["error"]
+    assert service.post("optim_step", a_step(model, 1)) == first
+    again = {"session_id": model.split(":")[0], "model_seq_id": 3, "base_model": "tiny"}
+    assert "model_seq_id" in service.post("create_model", again, 422)["error"]
+    sampler = a_sampler(service)
+    service.post("asample", a_sample(sampler, 1))
+    service.post("asample", a_sample(sampler, 1, num_samples=2), 422)
+    assert service.result(service.post("optim_step", a_step(model, 2)))["metrics"]
 
 
 def test_a_model_that_was_unloaded_is_gone(service):
@@ -641,7 +687,7 @@ def test_what_a_batch_may_have(small):
     pictures.ParseFromString(batch(model, 3))
     for _ in range(3):
         picture = pictures.data[0].model_input.add().image
-        picture.data, picture.format = b"x", "png"
+        picture.data, picture.format = b"\x89PNG\r\n\x1a\n", "png"
     bodies = [
         (batch(model, 1, data=4), "4 datums, and limit data is 3"),
         (many.SerializeToString(), "5 chunks, and limit chunks is 4"),

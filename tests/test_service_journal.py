@@ -24,6 +24,7 @@ from megatron_vlm.service.journal.sweep import Keep
 from megatron_vlm.service.journal.values import (
     Accepted,
     Changes,
+    Conflict,
     Failure,
     Full,
     ModelChange,
@@ -174,14 +175,15 @@ def test_eight_threads_in_any_order_with_duplicates_are_done_once_and_in_order(t
         assert journal.contradictions == 0
 
 
-def test_a_retry_that_says_something_else_has_the_first_promise(tmp_path):
+def test_another_call_under_a_number_that_was_given_is_refused(tmp_path):
     with opened(tmp_path) as journal:
         _, model = a_model(journal)
         first = journal.accept(a_step(model, 1, b"one"))
         assert journal.accept(a_step(model, 1, b"one")) == Accepted(first.request_id, new=False)
         assert journal.contradictions == 0
         other = journal.accept(a_step(model, 1, b"two"))
-        assert other == Accepted(first.request_id, new=False) and journal.contradictions == 1
+        assert isinstance(other, Conflict) and journal.contradictions == 1
+        assert other.text.startswith("seq_id") and f"1 of {model} was sent before" in other.text
         assert journal.body(first.request_id) == b"one"
         do_all(journal)
         assert journal.accept(a_step(model, 1, b"one")).request_id == first.request_id
@@ -684,6 +686,39 @@ def test_a_process_that_is_killed_loses_no_promise_and_does_nothing_twice(tmp_pa
         db = sqlite3.connect(tmp_path / "journal.sqlite")
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         db.close()
+
+
+def test_what_clients_send_is_for_nobody_else_to_read(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir(mode=0o755)
+    with opened(run) as journal:
+        a_model(journal)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in run.iterdir()}
+        assert run.stat().st_mode & 0o777 == 0o700
+        assert modes.keys() >= {"journal.sqlite", "journal.sqlite-wal"}
+        assert set(modes.values()) == {0o600}
+    for path in (run, run / "journal.sqlite"):  # of a service before
+        path.chmod(0o755)
+    with opened(run):
+        assert run.stat().st_mode & 0o777 == 0o700
+        assert (run / "journal.sqlite").stat().st_mode & 0o777 == 0o600
+
+
+def test_failures_do_not_say_where_our_files_are(tmp_path, caplog):
+    told = {
+        "/data/runs/a-1/weights/3f/rank-0.safetensors: No space left": "rank-0.safetensors: No",
+        "cannot write '/data/x/y.json', of tinker://m:train:0/weights/n": (
+            "cannot write 'y.json', of tinker://m:train:0/weights/n"
+        ),
+        "a loss of 1.5/2 in 3 s": "a loss of 1.5/2 in 3 s",
+    }
+    with opened(tmp_path) as journal:
+        _, model = a_model(journal)
+        for seq, (text, said) in enumerate(told.items(), 1):
+            promise = journal.accept(a_step(model, seq)).request_id
+            journal.finish(promise, Failure(text))
+            assert journal.result(promise).outcome.text.startswith(said)
+            assert (text in caplog.text) == (said not in text or "/data" in text)
 
 
 def test_metadata_is_json(tmp_path):

@@ -19,6 +19,7 @@ from megatron_vlm.service.batches import metrics_of, read_batch
 from megatron_vlm.service.losses import FORMS, options_of
 from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.wire.values import RequestError
+from megatron_vlm.step.losses import Objective
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import token_ids
 from tests.reference import load_reference, row_logits
@@ -227,11 +228,30 @@ def test_weights_are_1_where_none_are_given(pool, tiny):
         ("cross_entropy", {"beta": 1.0}, "'beta' is not an option of cross_entropy; it has none"),
         ("ppo", {"clip_low_threshold": 1.0}, r"clip_low_threshold=1.0, clip_high_threshold=1.2"),
         ("ppo", {"clip_high_threshold": "1.3"}, "is a text; give a number"),
+        ("ppo", {"clip_low_threshold": -math.inf}, "clip_low_threshold=-inf; give a finite"),
+        ("ppo", {"clip_high_threshold": -math.inf}, "clip_high_threshold=-inf"),
+        ("dro", {"beta": math.inf}, "loss_fn_config: beta=inf; give a finite"),
     ],
 )
 def test_unknown_losses_and_options_are_refused(loss, options, said):
     with pytest.raises(RequestError, match=said):
         options_of(loss, options)
+
+
+@pytest.mark.parametrize("bound", [math.inf, 1.7976931348623157e308, 1e39])
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_a_bound_that_never_binds_clips_nothing(loss, bound):
+    options = options_of(loss, {"clip_high_threshold": bound})
+    objective = Objective.create(FORMS[loss].ours, options)
+    ratios = torch.tensor([0.9, 1e3, 1e30])
+    values = {name: torch.zeros(3) for name in objective.value_names}
+    values |= {"advantages": torch.ones(3), "sequence_mask": torch.ones(3)}
+    values["sequences"] = torch.arange(3.0)
+    log_probs = ratios.log()
+    loss_N, report = objective.of_tokens(log_probs, None, values)
+    expected = ratios * (log_probs if loss == "cispo" else 1.0)
+    assert not report["clip_fraction"].any()
+    torch.testing.assert_close(-loss_N, expected, rtol=1e-5, atol=0)
 
 
 def refusals(worker: MegatronWorker, bodies: list[bytes]) -> list[str]:

@@ -29,7 +29,8 @@ from megatron_vlm.service.wire.values import Picture, RequestError, Sampled, Sam
 from tests.mutation import mutate_bytes, mutate_json
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
-PNG = b"\x89PNG and so on"
+PNG = b"\x89PNG\r\n\x1a\n and so on"
+JPEG = b"\xff\xd8\xff and so on"
 
 
 def tensor(target: Any, values: Any, dtype: int = FLOAT32, shape: Any = None) -> None:
@@ -113,9 +114,9 @@ def test_what_an_image_may_leave_out():
         image = request.data[1].model_input[1].image
         image.ClearField("expected_tokens")
         image.ClearField("override_dimensions")
-        image.format = "jpeg"
+        image.data, image.format = JPEG, "jpeg"
 
-    assert read_forward_backward(changed(bare)).data[1].chunks[1] == Picture(PNG, "jpeg")
+    assert read_forward_backward(changed(bare)).data[1].chunks[1] == Picture(JPEG, "jpeg")
 
 
 def test_other_dtypes():
@@ -206,6 +207,14 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "no file": (image(data=b""), "data[1].model_input[1].image.data has 0 bytes; give the image"),
     "gif": (image(format="gif"), "image.format is 'gif', which is none of png and jpeg; give"),
+    "another format": (
+        image(format="jpeg"),
+        "data[1].model_input[1].image.format is jpeg, and its data begins as png; give the format",
+    ),
+    "no picture": (
+        image(data=b"RIFF1234WEBP"),
+        "image.format is png, and its data begins as b'RIFF1234'; give the format that",
+    ),
     "no format": (image(format=""), "image.format is '', which is none of png and jpeg"),
     "negative count": (
         image(expected_tokens=-4),
@@ -480,7 +489,7 @@ def test_a_prompt_is_read():
                 {"type": "image", "data": base64.b64encode(PNG).decode(), "format": "png"},
                 {
                     "type": "image",
-                    "data": base64.b64encode(PNG).decode(),
+                    "data": base64.b64encode(JPEG).decode(),
                     "format": "jpeg",
                     "expected_tokens": 12,
                     "override_dimensions": {"width": 3, "height": 4},
@@ -492,7 +501,7 @@ def test_a_prompt_is_read():
     )
     assert isinstance(chunks[0], Text) and chunks[0].tokens.dtype == np.int32
     assert chunks[0].tokens.tolist() == [1, 2**31 - 1]
-    assert chunks[1:3] == (Picture(PNG, "png"), Picture(PNG, "jpeg", 12, (3, 4)))
+    assert chunks[1:3] == (Picture(PNG, "png"), Picture(JPEG, "jpeg", 12, (3, 4)))
     assert len(chunks[3].tokens) == 0
 
 
@@ -533,6 +542,7 @@ REFUSED_PROMPTS = {
     "no text": (of_image(data=5), "prompt.chunks[0].data is 5; give the image file in base64"),
     "no data": (of_image(data=""), "prompt.chunks[0].data has 0 bytes; give"),
     "gif": (of_image(format="gif"), "prompt.chunks[0].format is 'gif', which is none of png and"),
+    "a text as a picture": (of_image(), "prompt.chunks[0].format is png, and its data begins as"),
     "a list of formats": (of_image(format=["png"]), "prompt.chunks[0].format is ['png'], which"),
     "a count of text": (
         of_image(expected_tokens="4"),

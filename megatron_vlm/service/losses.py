@@ -1,8 +1,11 @@
 """The losses that clients ask for by name, in terms of ours: which inputs each reads, and its
 options with the defaults of the public service. All are sums over the targets."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from megatron_vlm.service.wire.values import RequestError
 
@@ -31,6 +34,7 @@ FORMS = {
     ),
 }
 OPTIONAL = {"weights": 1.0}  # inputs that may be missing, and what they are then
+_LARGEST = float(np.finfo(np.float32).max)
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
@@ -58,10 +62,13 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
             )
         if isinstance(value, str):
             raise RequestError(f"loss_fn_config: {key}={value!r} is a text; give a number")
+        if not math.isfinite(value) and key != _HIGH:
+            raise RequestError(f"loss_fn_config: {key}={value}; give a finite number")
         known[key] = value
     if form.clips is None:
         return known
-    low, high = known.pop(_LOW), known.pop(_HIGH)
+    # Above what fp32 holds no ratio is clipped, as without a bound.
+    low, high = known.pop(_LOW), min(known.pop(_HIGH), _LARGEST)
     if not 0 <= low < 1 < high:
         raise RequestError(
             f"loss_fn_config: {_LOW}={low}, {_HIGH}={high}: the ratio is clipped to what is "

@@ -28,6 +28,7 @@ from megatron_vlm.service.orders import ModelOrders
 from megatron_vlm.service.readings import Readings
 from megatron_vlm.service.rows import RowReader
 from megatron_vlm.service.service import Service
+from megatron_vlm.step.completions import COLDEST
 
 ENGINE_MAX_LEN = 32768  # unless the model or serve.engine_max_len says less or more
 
@@ -83,7 +84,7 @@ def limits_of(given: Mapping[str, Any]) -> RequestLimits:
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
     if cfg.serve.sampler == "own":
-        return SampleBounds(limits.max_tokens, longest)
+        return SampleBounds(limits.max_tokens, longest, least_temperature=COLDEST)
     longest = min(longest, cfg.serve.engine_max_len or ENGINE_MAX_LEN)
     whose = "the engine (serve.engine_max_len)"
     return SampleBounds(limits.max_tokens, longest, whose, LEAST_TEMPERATURE)
@@ -124,4 +125,5 @@ def _facts(cfg: Config, orders: ModelOrders) -> ServerFacts:
         __version__,
         cfg.serve.url,
         f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
+        sizes.text.vocab,
     )

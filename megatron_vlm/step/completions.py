@@ -10,6 +10,9 @@ from torch import Tensor
 from megatron_vlm.errors import ConfigError
 
 Ended = Literal["stop", "length"]
+# The least temperature above 0: logits that are divided by less may overflow, and what is drawn is
+# the likeliest token in any case.
+COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,10 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"sampling: max_tokens={self.max_tokens} must be at least 1")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
             raise ConfigError(
-                f"sampling: temperature={self.temperature} must be 0 (greedy) or above"
+                f"sampling: temperature={self.temperature} must be 0 (greedy), or {COLDEST:g} or "
+                "above"
             )
         if self.top_k < 0:
             raise ConfigError(f"sampling: top_k={self.top_k} must be 0 (all tokens) or above")

@@ -19,7 +19,13 @@ from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.metrics import Metrics
 from megatron_vlm.service.front.refusals import Refused
 from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import Accepted, Full, KeptPromise, NewCall
+from megatron_vlm.service.journal.values import (
+    Conflict,
+    Full,
+    KeptPromise,
+    NewCall,
+    Promise,
+)
 
 _BATCH = 256
 T = TypeVar("T")
@@ -38,6 +44,7 @@ class ServerFacts:
     version: str = ""
     public_url: str | None = None  # where clients reach it, if its own address is not that
     layout: str = ""
+    vocabulary: int | None = None  # tokens that there are
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ class FrontDesk:
         """The id of the promise, which is on the disk; 429, which a client sends again without a
         word, where there is no room for the moment."""
         given = await self.acceptor.accept(new)
+        if isinstance(given, Conflict):
+            raise Refused(422, given.text)  # a 409 would be sent again
         if isinstance(given, Full):
             raise Refused(429 if given.passing else 422, given.text)
         if given.new:
@@ -92,10 +101,10 @@ class Acceptor:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._waiting: list[tuple[NewCall, asyncio.Future[Accepted | Full]]] = []
+        self._waiting: list[tuple[NewCall, asyncio.Future[Promise]]] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def accept(self, new: NewCall) -> Accepted | Full:
+    async def accept(self, new: NewCall) -> Promise:
         """What the journal says, once it is on the disk."""
         promise = asyncio.get_running_loop().create_future()
         self._waiting.append((new, promise))

@@ -5,6 +5,7 @@ and that we do not do are here to be refused: another optimizer than AdamW, `opt
 `age_encryption_recipients`, `prompt_alt_tokens_k`, a model_path or base_model in asample.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, field_validator
@@ -15,12 +16,10 @@ from megatron_vlm.service.journal.values import checked_name
 Id = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 Seq = Annotated[int, Field(ge=1, lt=2**62)]
 FromZero = Annotated[int, Field(ge=0, lt=2**62)]
-Text = Annotated[str, StringConstraints(max_length=4096)]
-Texts = Annotated[list[Text], Field(max_length=4096)]
-Numbers = Annotated[list[FromZero], Field(max_length=4096)]
+_LONGEST_TEXT = _LONGEST_LIST = 4096
+Text = Annotated[str, StringConstraints(max_length=_LONGEST_TEXT)]
 Metadata = Annotated[dict[Text, Any], Field(max_length=256)]
 Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 86400)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -144,7 +143,14 @@ class AdamParams(JsonForm):
     beta2: Beta = 0.95
     eps: Positive = 1e-12
     weight_decay: Positive = 0.0
-    grad_clip_norm: Finite = 0.0
+    grad_clip_norm: float = 0.0
+
+    @field_validator("grad_clip_norm")
+    @classmethod
+    def _clip(cls, value: float) -> float:
+        if math.isnan(value):
+            raise ValueError("give a number; 0 or inf for none")
+        return 0.0 if math.isinf(value) else value
 
 
 class OptimStep(OrderedForm):
@@ -228,10 +234,24 @@ class SamplingParams(JsonForm):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Texts | Numbers | None = None
+    stop: str | list[str] | list[int] | None = None
     temperature: Positive = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _stop(cls, value: Any) -> Any:
+        # As a union it would be named by each of its types in turn.
+        each = value if isinstance(value, list) else [value]
+        texts = all(isinstance(one, str) and len(one) <= _LONGEST_TEXT for one in each)
+        ids = isinstance(value, list) and all(type(one) is int and 0 <= one < 2**62 for one in each)
+        if value is not None and (len(each) > _LONGEST_LIST or not (texts or ids)):
+            raise ValueError(
+                f"give a text, a list of texts, or a list of tokens; at most {_LONGEST_LIST} of "
+                f"them, and at most {_LONGEST_TEXT} characters in each text"
+            )
+        return value
 
 
 class PromptForm(JsonForm):
@@ -256,4 +276,15 @@ class SampleForm(JsonForm):
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=0)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    record_stability_info: bool | None = None  # for a loss that is refused by its name
+    record_stability_info: bool | None = None
+
+    @field_validator("record_stability_info")
+    @classmethod
+    def _no_record(cls, value: bool | None) -> bool | None:
+        """Before anything is drawn for a loss that will be refused."""
+        if value:
+            raise ValueError(
+                "the loss stable_reinforce, which asks for it, is not supported; use another one, "
+                "such as loss_fn=importance_sampling"
+            )
+        return value

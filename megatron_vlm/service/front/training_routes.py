@@ -182,9 +182,13 @@ async def _training(
 
 def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     model, seq = value.get("model_id"), value.get("seq_id")
-    if isinstance(model, str) and isinstance(seq, int) and 0 < seq < 2**62:
-        return model, int(seq)
-    return None
+    if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq < 2**62:
+        return None
+    try:
+        model.encode()  # half of a surrogate pair is the name of nothing
+    except UnicodeEncodeError:
+        return None
+    return model, int(seq)
 
 
 def _refusal(desk: FrontDesk, key: str, path: str) -> Failure | None:

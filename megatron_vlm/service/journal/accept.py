@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+import re
 import secrets
 import sqlite3
 import time
@@ -12,14 +14,19 @@ from megatron_vlm.service.journal.store import Store
 from megatron_vlm.service.journal.values import (
     SAMPLE,
     TRAINING,
+    UNLOAD,
     Accepted,
+    Conflict,
     Failure,
     Full,
     NewCall,
     NewModel,
+    Promise,
 )
 
 SEED_BITS = 62
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/:;,'\"()]+/)+")  # of absolute paths
+_log = logging.getLogger(__name__)
 # Whose client is there, or has just asked for something: the others are on disk, and in nobody's
 # way. `at` is the time since which a client has to have been heard of.
 _LIVE = (
@@ -38,21 +45,21 @@ class Bounds:
     silent_s: float = 120.0  # without a word of a client, which is heard of every 10 s
 
 
-def accept(
-    store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds
-) -> tuple[Accepted | Full, bool]:
-    """Within a transaction: the promise, and whether the retry says something else than the
-    original."""
+def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Promise:
+    """Within a transaction. A retry has the promise of its original."""
     digest = hashlib.sha256(new.kind.encode() + b"\0" + new.body).digest()
     known = db.execute(
         "SELECT request_id, digest FROM calls WHERE owner = ? AND seq = ?", (new.owner, new.seq)
     ).fetchone()
+    if known is not None and known["digest"] != digest and new.kind != UNLOAD:
+        return Conflict(
+            f"seq_id (model_seq_id of a new model): {new.seq} of {new.owner} was sent before, with "
+            "another content; give each call a number of its own"
+        )
     if known is not None:
-        return Accepted(known["request_id"], new=False), known["digest"] != digest
+        return Accepted(known["request_id"], new=False)
     full = _full(db, new, bounds)
-    if full is not None:
-        return full, False
-    return Accepted(_insert(store, db, new, digest)), False
+    return Accepted(_insert(store, db, new, digest)) if full is None else full
 
 
 def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
@@ -155,10 +162,13 @@ def use_sampler(db: sqlite3.Connection, sampler: str, now: float) -> None:
 
 
 def fail(db: sqlite3.Connection, request_id: str, failure: Failure, now: float) -> None:
-    """Finish a call that nobody will do."""
+    """Finish a call that nobody will do. Where our files are is told to the log alone."""
+    text = failure.text
+    if failure.category == "server" and (text := _FOLDERS.sub("", text)) != failure.text:
+        _log.error("%s has failed: %s", request_id, failure.text)
     db.execute(
         "UPDATE calls SET done = ?, succeeded = 0, error = ?, category = ? WHERE request_id = ?",
-        (now, failure.text, failure.category, request_id),
+        (now, text, failure.category, request_id),
     )
 
 

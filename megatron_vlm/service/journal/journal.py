@@ -31,14 +31,15 @@ from megatron_vlm.service.journal.values import (
     Accepted,
     Call,
     Changes,
+    Conflict,
     Failure,
     Finished,
-    Full,
     Model,
     NamedCheckpoint,
     NewCall,
     NewSampler,
     Outcome,
+    Promise,
     Result,
     SamplingSession,
     Saved,
@@ -58,7 +59,7 @@ class Journal:
         self._bell = Bell()
         self._bounds, self._keep = bounds, keep
         self._touched = Touched()
-        self.contradictions = 0  # retries that said something else than their original
+        self.contradictions = 0  # calls whose number another has
         self.reads = Reads(self.run)
         self.begun(*self.reads.left())
         self.reads.forget()
@@ -72,20 +73,20 @@ class Journal:
 
     # -- the front: promises
 
-    def accept(self, new: NewCall) -> Accepted | Full:
+    def accept(self, new: NewCall) -> Promise:
         """Promise that the call will be done, once, however often it is sent."""
         return self.accept_all([new])[0]
 
-    def accept_all(self, new: Sequence[NewCall]) -> list[Accepted | Full]:
+    def accept_all(self, new: Sequence[NewCall]) -> list[Promise]:
         """Several in one transaction, which costs the disk as much as one."""
         with self._store.write() as db:
             found = [accept(self._store, db, call, self._bounds) for call in new]
-            new_ids = [p.request_id for p, _ in found if isinstance(p, Accepted) and p.new]
+            new_ids = [p.request_id for p in found if isinstance(p, Accepted) and p.new]
             kept = calls.kept(db, new_ids)
         self._bell.kept(kept)
-        self.contradictions += sum(other for _, other in found)
+        self.contradictions += sum(isinstance(promise, Conflict) for promise in found)
         self._bell.ring()
-        return [promise for promise, _ in found]
+        return found
 
     def result(self, request_id: str) -> Result | None:
         """What is known of a promise; None: nothing, or no longer."""

@@ -21,6 +21,7 @@ class Store:
     def __init__(self, run: Path) -> None:
         self.run = run.resolve()
         self.run.mkdir(parents=True, exist_ok=True)
+        _keep_private(self.run)
         self._held = _held(self.run)
         self._lock = threading.Lock()
         try:
@@ -89,6 +90,16 @@ def _open(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
+
+
+def _keep_private(run: Path) -> None:
+    """What clients send is in there, in files of the same mode as the first of SQLite's."""
+    with contextlib.suppress(PermissionError):  # another user's folder, which we may write to
+        run.chmod(0o700)
+    os.close(os.open(run / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    for path in (run / FILE, run / f"{FILE}-wal", run / f"{FILE}-shm"):
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            path.chmod(0o600)
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:

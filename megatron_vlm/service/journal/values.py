@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from megatron_vlm.errors import DataError
 
@@ -94,6 +94,16 @@ class Full:
 
     text: str
     passing: bool = True
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Nothing was promised: another call has this number."""
+
+    text: str
+
+
+Promise: TypeAlias = Accepted | Full | Conflict
 
 
 @dataclass(frozen=True)

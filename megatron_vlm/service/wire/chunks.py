@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_vlm.service.wire.values import MOST_TOKEN, Chunk, Picture, RequestError, Text
 
-_FORMATS = ("png", "jpeg")
+_HEADS = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # how their files begin
+_FORMATS = tuple(_HEADS)
 _MOST_SIDE = 2**16  # no JPEG is longer
 _NO_AUDIO = "is audio (dmel), and this model hears nothing; give encoded_text and image chunks"
 
@@ -156,4 +157,11 @@ def _picture(picture: Picture, where: str) -> Picture:
                 f"{where}.override_dimensions.{side} is {length}, and sides are from 1 to "
                 f"{_MOST_SIDE}; leave override_dimensions out for the picture's own"
             )
+    if not picture.data.startswith(_HEADS[picture.format]):
+        found = [name for name, head in _HEADS.items() if picture.data.startswith(head)]
+        begins = found[0] if found else repr(picture.data[:8])
+        raise RequestError(
+            f"{where}.format is {picture.format}, and its data begins as {begins}; give the format "
+            "that the file has"
+        )
     return picture
