@@ -47,6 +47,22 @@ def test_every_rank_is_started_once(job, tmp_path):
     assert (tmp_path / "0-1").read_text().startswith("2")
 
 
+def test_the_port_of_a_job_is_rank_0s_alone(job):
+    """Whoever asks the kernel for a port, or opens a connection, gets another one meanwhile."""
+    body = """
+import socket
+address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
+with socket.socket() as other:
+    try:
+        other.bind(address)
+    except OSError:
+        with socket.create_server(address):
+            sys.exit(0)
+sys.exit(5)
+"""
+    assert job(body, 1) == 0
+
+
 def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("megatron_vlm.launch.restart.GRACE_S", 0.5)
     start = time.monotonic()

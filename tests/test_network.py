@@ -21,6 +21,7 @@ from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.launch.local_job import variables_of
 from tests.nursery import Child, Nursery
+from tests.pool import free_port
 from tests.ports import is_loopback, listening, outward_address
 
 WORLD, TIMEOUT_S = 2, 2.0
@@ -48,7 +49,7 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
 @pytest.fixture
 def job(nursery: Nursery) -> Iterator[tuple[list[Child], int]]:
     """The ranks of a job of one machine, as the launcher starts them, and the port of its store."""
-    given = variables_of(WORLD, restart=0)
+    given = variables_of(WORLD, 0, free_port())
     ranks = [nursery.fork(be_rank, given | {"RANK": str(rank)}) for rank in range(WORLD)]
     # Without these, gloo would listen at whatever the machine's name resolves to.
     assert [hear(rank, 60) for rank in ranks] == [["lo", "lo"]] * WORLD

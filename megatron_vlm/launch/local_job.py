@@ -7,6 +7,7 @@ get SIGTERM at once, which tells them to save. It also restarts after a user's m
 ranks outlive a launcher that was killed.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_vlm.data.scratch import scratch_folder
@@ -47,11 +48,11 @@ def run_job(module: str, arguments: Sequence[str], count: int, max_restarts: int
     return run_with_restarts(lambda restart: _run_once(command, count, restart), max_restarts)
 
 
-def variables_of(count: int, restart: int) -> dict[str, str]:
+def variables_of(count: int, restart: int, port: int) -> dict[str, str]:
     """What the ranks of one attempt have in common, in their environment."""
     return {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         RESTART: str(restart),
@@ -61,7 +62,12 @@ def variables_of(count: int, restart: int) -> dict[str, str]:
 
 
 def _run_once(command: Sequence[str], count: int, restart: int) -> Ending:
-    shared = variables_of(count, restart) | {SAID: tempfile.mkdtemp(dir=scratch_folder())}
+    with _reserved_port() as port:
+        return _run_at(port, command, count, restart)
+
+
+def _run_at(port: int, command: Sequence[str], count: int, restart: int) -> Ending:
+    shared = variables_of(count, restart, port) | {SAID: tempfile.mkdtemp(dir=scratch_folder())}
     processes: list[subprocess.Popen[bytes]] = []
     running: dict[int, subprocess.Popen[bytes]] = {}
     interrupts: list[float] = []  # when Ctrl-C came
@@ -141,7 +147,14 @@ def _end_with_launcher(launcher: int) -> None:
         os._exit(FAILED)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that the kernel gives to nobody else, and at which rank 0 can listen: of two sockets
+    with SO_REUSEADDR one may listen where the other is only bound."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":  # where a socket that is bound is in the way
+            holder.close()
+        yield port
