@@ -28,6 +28,7 @@ from tests.service_client import (
     log_probs_of,
     read_output,
     served,
+    start,
     tokens_of,
 )
 from tests.service_requests import Chunks, around, picture, row_of, targeted_log_probs
@@ -442,11 +443,14 @@ def test_memory_that_one_rank_lacks_ends_the_service(tiny, tmp_path):
     """The other is in the midst of its work; what was promised is done by the next service."""
     path, port = tiny(vocab=VOCAB), free_port()
     settings = "launch.processes=2", "train.micro_batch_size=64"
-    with served(path, tmp_path, port, *settings) as running:
-        with Client(running.url, path, patience_s=60) as client:
+    first = start(path, tmp_path, port, *settings)
+    try:
+        with Client(first.url, path, patience_s=60) as client:
             model = client.model(2)
-            with little_memory(running, 500 * 2**20, last=1):
+            with little_memory(first, 500 * 2**20, last=1):
                 promise = model.ask_gradients(MUCH)
-                assert running.process.wait(60) == 1
-        with served(path, tmp_path, port, *settings):
-            assert read_output(client.result(promise))[0]["loss:sum"]
+                assert first.process.wait(60) == 1
+            with served(path, tmp_path, port, *settings):
+                assert read_output(client.result(promise))[0]["loss:sum"]
+    finally:
+        first.kill()

@@ -43,6 +43,9 @@ def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
     request = read_forward_backward(body)
     form = form_of(request.loss)
     options = options_of(request.loss, request.options)
+    reader.admit(
+        (datum.chunks, f"data[{place}].model_input") for place, datum in enumerate(request.data)
+    )
     rows = [reader.datum(datum, place, form) for place, datum in enumerate(request.data)]
     # Rows of about the same length share a micro-batch, and replicas have about the same to do.
     by_length = sorted(range(len(rows)), key=lambda place: -len(rows[place].ids_S))

@@ -50,9 +50,11 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
     bounds = Bounds(limits.open_calls, limits.open_bytes, limits.models)
     journal = Journal(Path(cfg.run), bounds, Keep(superseded=limits.snapshot_seconds))
     opened.callback(journal.close)
-    reader = RowReader(cfg, str(base.source.path), base.source.sizes)
+    reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
     samples = _bounds(cfg, limits, reader.longest)
-    readings = Readings(journal, reader, _stop_words(cfg), samples, base.dims.dp)
+    readings = Readings(
+        journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
+    )
     drawer = None
     if cfg.serve.sampler == "vllm":  # before anybody can ask: loading takes minutes
         settings = engine_settings(cfg, orders, limits, samples)

@@ -9,8 +9,9 @@ from megatron_vlm.service.drawing import SampleAsk, SampleBounds, StopWords, rea
 from megatron_vlm.service.failures import bare
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, Call
-from megatron_vlm.service.rows import RowReader
+from megatron_vlm.service.rows import NoRoomError, RowReader
 
+MOST_WAITING = 2**31  # pixels of requests that were read and wait
 MOST_CALLS = 256  # that are read ahead
 MOST_BYTES = 256 * 2**20  # of their bodies
 _READ = ("forward_backward", SAMPLE)  # the others are small
@@ -26,9 +27,11 @@ class Readings:
         stops: StopWords,
         bounds: SampleBounds,
         replicas: int,
+        most_pixels: int = MOST_WAITING,
     ):
         self.journal, self.reader, self.stops = journal, reader, stops
-        self.bounds, self.replicas = bounds, replicas
+        self.bounds, self.replicas, self.most_pixels = bounds, replicas, most_pixels
+        self.pixels: dict[str, int] = {}  # of requests that were read and wait
         self.pool = ThreadPoolExecutor(1, "read")
         self.futures: dict[str, Future[Any]] = {}
 
@@ -36,7 +39,9 @@ class Readings:
         """Read the first of these, unless that was begun before."""
         if len(self.futures) > 2 * MOST_CALLS:  # some were cancelled meanwhile
             there = {call.request_id for call in calls}
-            self.futures = {name: each for name, each in self.futures.items() if name in there}
+            self._keep(lambda name, _: name in there)
+        if not self.pixels:  # what had no room may have some now
+            self._keep(lambda _, each: not (each.done() and _is_put_off(each)))
         size = 0
         for call in calls[:MOST_CALLS]:
             size += call.size
@@ -45,7 +50,7 @@ class Readings:
             # One with attempts may be what the process died of: it is read in its own turn.
             ahead = call.kind in _READ and not call.attempts
             if ahead and call.request_id not in self.futures:
-                self.futures[call.request_id] = self.pool.submit(self._read, call)
+                self.futures[call.request_id] = self.pool.submit(self._ahead, call)
 
     def take(self, call: Call) -> Any:
         """A Batch or a SampleAsk, which is not kept."""
@@ -54,8 +59,10 @@ class Readings:
         return future.result()
 
     def look(self, call: Call) -> Any:
-        """The same, which is kept; None where it cannot be read."""
-        future = self._wanted(call)
+        """The same, which is kept; None where it cannot be read, or has to wait for its turn."""
+        future = self.futures.get(call.request_id)
+        if future is None or future.cancel():
+            future = self.futures[call.request_id] = _settled(lambda: self._ahead(call))
         return None if future.exception() else future.result()
 
     def is_ready(self, call: Call) -> bool:
@@ -70,6 +77,12 @@ class Readings:
     def drop(self, call: Call) -> None:
         """It is done."""
         self.futures.pop(call.request_id, None)
+        self.pixels.pop(call.request_id, None)
+
+    def _keep(self, wanted: Callable[[str, "Future[Any]"], bool]) -> None:
+        self.futures = {name: each for name, each in self.futures.items() if wanted(name, each)}
+        for name in self.pixels.keys() - self.futures.keys():
+            self.pixels.pop(name, None)
 
     def close(self) -> None:
         """Read nothing more."""
@@ -77,7 +90,8 @@ class Readings:
 
     def _wanted(self, call: Call) -> "Future[Any]":
         future = self.futures.get(call.request_id)
-        if future is None or future.cancel():  # its turn has come: it does not wait for others
+        # Its turn has come: it does not wait for others.
+        if future is None or future.cancel() or _is_put_off(future):
             future = self.futures[call.request_id] = _settled(lambda: self._read(call))
         return future
 
@@ -92,17 +106,39 @@ class Readings:
         if call.request_id not in self.futures:
             self.futures[call.request_id] = _settled(lambda: ask)
 
-    def _read(self, call: Call) -> Batch | SampleAsk:
+    def _ahead(self, call: Call) -> Batch | SampleAsk | None:
+        """What it asks for; None where its pictures have to wait until others are done."""
+
+        def room(pixels: int) -> None:
+            if pixels and sum(list(self.pixels.values())) + pixels > self.most_pixels:
+                raise NoRoomError("its pictures are read when its turn has come")
+            if pixels:
+                self.pixels[call.request_id] = pixels
+
+        try:
+            return self._read(call, room)
+        except NoRoomError:
+            return None
+
+    def _read(self, call: Call, room: Callable[[int], None] | None = None) -> Batch | SampleAsk:
         """An error may wait long for its turn: it keeps nothing of what was decoded."""
+        reader = self.reader if room is None else self.reader.within(room)
         try:
             with self.journal.reads.of(call.request_id):
-                body = self.journal.body(call.request_id)
-                if call.kind == SAMPLE:
-                    return read_ask(body, self.reader, self.stops, call.seed, self.bounds)
-                return self.batch(body)
+                return self._read_by(reader, call)
         except Exception as error:
             failure = bare(error)
         raise failure
+
+    def _read_by(self, reader: RowReader, call: Call) -> Batch | SampleAsk:
+        body = self.journal.body(call.request_id)
+        if call.kind == SAMPLE:
+            return read_ask(body, reader, self.stops, call.seed, self.bounds)
+        return read_batch(body, reader, self.replicas)
+
+
+def _is_put_off(future: "Future[Any]") -> bool:
+    return future.exception() is None and future.result() is None
 
 
 def _settled(work: Callable[[], Any]) -> "Future[Any]":

@@ -3,7 +3,9 @@
 Shapes: S tokens of a row, J targets of a place, P patches, C values of a patch.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -13,72 +15,121 @@ from torch import Tensor
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.encode.row import IGNORE, Row, check_ids, place_row
 from megatron_vlm.data.media.images import ImageSettings, image_patches
-from megatron_vlm.data.media.media import MediaPolicy, read_image
+from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.read.records import Image
+from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.service.losses import OPTIONAL, LossForm
-from megatron_vlm.service.wire.values import Chunk, Datum, Picture, RequestError
+from megatron_vlm.service.wire.values import Chunk, Datum, Picture, RequestError, Text
 
+MOST_PIXELS = 2**30  # of the pictures of a request
 SEQUENCES = "sequences"  # the value that says which datum a token belongs to
+
+
+class NoRoomError(MegatronVLMError):
+    """The pictures of a request would take too much memory now; later they may be read."""
 
 
 class RowReader:
     """Reads requests for one model. Pictures are taken as they are sent: turned by nothing, resized
-    as the checkpoint's image processor does."""
+    as the checkpoint's image processor does. None of a request is decoded before the headers of all
+    of them have said how many pixels and tokens they are."""
 
-    def __init__(self, cfg: Config, folder: str, sizes: ModelSizes):
+    def __init__(self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MOST_PIXELS):
         self.settings = ImageSettings.from_checkpoint(
             folder, cfg.data.min_pixels, cfg.data.max_pixels
         )
         self.policy = MediaPolicy(None, exif_orientation=False)
         self.tokens, self.longest = sizes.tokens, sizes.text.max_positions
+        self.most_pixels = most_pixels
+        self.room: Callable[[int], None] | None = None
+
+    def within(self, room: Callable[[int], None]) -> "RowReader":
+        """The same for one request, which `room` is told the pixels of; it may raise an error."""
+        found = copy(self)
+        found.room = room
+        return found
 
     def prompt(self, chunks: Sequence[Chunk], where: str) -> Row:
         """Chunks, one after the other, without anything to learn."""
-        ids, patches, grids = [], [], []
+        self.admit([(chunks, where)])
+        return self._row(chunks, where)
+
+    def admit(self, prompts: Iterable[tuple[Sequence[Chunk], str]]) -> None:
+        """Check the prompts of a request, each with its name, by their tokens and the headers of
+        their pictures."""
+        pixels = 0
+        for chunks, where in prompts:
+            pixels += self._measured(chunks, where)
+            if pixels > self.most_pixels:
+                raise RequestError(
+                    f"{where}: with its pictures the request has {pixels} pixels, and limit pixels "
+                    f"is {self.most_pixels}; send fewer or smaller ones in a request"
+                )
+        if self.room is not None:
+            self.room(pixels)
+
+    def _measured(self, chunks: Sequence[Chunk], where: str) -> int:
+        """The pixels of a prompt that may be read."""
+        tokens = pixels = 0
         for number, chunk in enumerate(chunks):
             at = f"{where}.chunks[{number}]"
-            if isinstance(chunk, Picture):
-                picture_PC, grid = self._picture(chunk, at)
-                count = grid[0] * grid[1] * grid[2] // self.tokens.merge**2
-                if chunk.expected_tokens not in (None, count):
-                    raise RequestError(
-                        f"{at}: Expected {chunk.expected_tokens} tokens, got {count} from image; "
-                        "count them with the image processor of the checkpoint, on the picture as "
-                        "it is sent"
-                    )
-                ids.append(np.full(count, self.tokens.image_id))
-                patches.append(picture_PC)
-                grids.append(grid)
-            else:
+            if isinstance(chunk, Text):
                 check_ids(chunk.tokens, self.tokens, f"{at}: token")
-                ids.append(chunk.tokens)
-        ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
-        if len(ids_S) > self.longest:
+                tokens += len(chunk.tokens)
+                continue
+            height, width = self._size(chunk, at)
+            count = math.prod(self.settings.grid(height, width)) // self.tokens.merge**2
+            if chunk.expected_tokens not in (None, count):
+                raise RequestError(
+                    f"{at}: Expected {chunk.expected_tokens} tokens, got {count} from image; "
+                    "count them with the image processor of the checkpoint, on the picture as "
+                    "it is sent"
+                )
+            tokens += count
+            pixels += max(height * width, math.prod(self.settings.resized(height, width)))
+        if tokens > self.longest:
             raise RequestError(
-                f"{where}: {len(ids_S)} tokens with those of its pictures, and the model takes "
+                f"{where}: {tokens} tokens with those of its pictures, and the model takes "
                 f"{self.longest}; shorten it"
             )
+        return pixels
+
+    def _row(self, chunks: Sequence[Chunk], where: str) -> Row:
+        ids, patches, grids = [], [], []
+        for number, chunk in enumerate(chunks):
+            if isinstance(chunk, Text):
+                ids.append(chunk.tokens)
+                continue
+            picture_PC, grid = self._picture(chunk, f"{where}.chunks[{number}]")
+            ids.append(np.full(math.prod(grid) // self.tokens.merge**2, self.tokens.image_id))
+            patches.append(picture_PC)
+            grids.append(grid)
+        ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         row = Row(ids_S, torch.full_like(ids_S, IGNORE))
         if not patches:
             return row
         pixels_PC = torch.from_numpy(np.concatenate(patches))
         return replace(row, pixel_values_PC=pixels_PC, image_grid_I3=torch.tensor(grids))
 
-    def _picture(self, picture: Picture, where: str) -> tuple[np.ndarray, tuple[int, int, int]]:
+    def _size(self, picture: Picture, where: str) -> tuple[int, int]:
+        """Height and width, by its header."""
         if picture.size is not None:
             raise RequestError(
                 f"{where}: override_dimensions is not supported; resize the picture before it is "
                 "sent"
             )
+        return image_size(Image(picture.data), self.policy, where)
+
+    def _picture(self, picture: Picture, where: str) -> tuple[np.ndarray, tuple[int, int, int]]:
         opened = read_image(Image(picture.data), self.policy, where)
         return image_patches(opened, self.settings), self.settings.grid(opened.height, opened.width)
 
     def datum(self, datum: Datum, number: int, form: LossForm) -> Row:
-        """What the model sees of a datum, its targets [S, J], and the values that the loss reads.
-        `number` is its place in the request."""
+        """What the model sees of a datum that was admitted, its targets [S, J], and the values that
+        the loss reads. `number` is its place in the request."""
         where = f"data[{number}]"
-        row = self.prompt(datum.chunks, f"{where}.model_input")
+        row = self._row(datum.chunks, f"{where}.model_input")
         length = len(row.ids_S)
         targets_SJ = _per_place(datum.inputs["target_tokens"], "target_tokens", length, where)
         values = {SEQUENCES: torch.full(targets_SJ.shape, float(number))}

@@ -21,6 +21,8 @@ class RequestLimits:
     chunks: int = 1024  # of a datum or a prompt
     pictures: int = 64
     tokens: int = 2**20  # of a datum or a prompt, without its pictures
+    pixels: int = 2**30  # of the pictures of a request, as sent or resized, whichever is more
+    waiting_pixels: int = 2**31  # of requests that are read before their turn
     # of a sample
     max_tokens: int = 2**16
     num_samples: int = 256
