@@ -3,6 +3,7 @@
 import warnings
 
 from megatron_vlm.fusions import compile_as_called
+from megatron_vlm.no_wandb import keep_wandb_from_megatron
 
 __version__ = "0.1.0"
 
@@ -20,3 +21,4 @@ for _message in (
     warnings.filterwarnings("ignore", message=_message)
 
 compile_as_called()
+keep_wandb_from_megatron()
