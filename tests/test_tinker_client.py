@@ -15,6 +15,7 @@ from megatron_vlm.service.front.desk import ServerFacts
 from megatron_vlm.service.front.keys import ApiKeys, add_key
 from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.server import FrontServer
+from megatron_vlm.service.journal.accept import Bounds
 from tests.stand_in_calls import StandIn, opened
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +47,7 @@ def seen(tmp_path_factory):
     """What the client saw, and what the server has of it."""
     root = tmp_path_factory.mktemp("client")
     key = add_key("laptop", root / "keys")
-    with opened(root / "run") as journal, StandIn(journal) as engine:
+    with opened(root / "run", bounds=Bounds(models=2)) as journal, StandIn(journal) as engine:
         facts = ServerFacts(("tiny/model",), 512)
         server = FrontServer(make_app(journal, RequestLimits(), ApiKeys(root / "keys"), facts))
         try:
@@ -80,6 +81,11 @@ def test_what_is_wrong_is_told_and_the_model_goes_on(seen):
         assert seen[name].startswith("RequestFailedError") and said in seen[name]
     assert "limit num_samples is 256" in seen["too_many"]
     assert "this server trains tiny/model" in seen["other_model"]
+    for name, said in (
+        ("no_room", "limit models is 2: unload one"),
+        ("unstable", "record_stability_info: the loss stable_reinforce"),
+    ):
+        assert seen[name].startswith("UnprocessableEntityError") and said in seen[name]
 
 
 def test_its_checkpoints(seen):

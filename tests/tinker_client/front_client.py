@@ -118,6 +118,11 @@ def main():
     sampler_path = checkpoints(service, url, training, seen)
     samples(service, training, sampler_path, model, seen)
     seen["other_model"] = failed(service.create_lora_training_client("other/model", rank=8))
+    # Said at once, where the client would send some statuses again for a minute.
+    seen["no_room"] = failed(service.create_lora_training_client(model, rank=8))
+    recording = service.create_sampling_client(base_model=model, record_stability_info=True)
+    params = types.SamplingParams(max_tokens=4)
+    seen["unstable"] = failed(recording.result().sample(PROMPT, 1, params))
     service.close("success").result()
     print(json.dumps(seen))
 
