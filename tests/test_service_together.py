@@ -2,7 +2,10 @@
 """What a service does in one turn: which calls go together, and that each gets what it gets
 alone."""
 
+import sqlite3
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +19,16 @@ from megatron_vlm.service.grouping import FULL, Grouping
 from megatron_vlm.service.journal.values import Call, Changes, Failure, Outcome
 from megatron_vlm.service.service import finished_by
 from tests.pool import free_port
-from tests.service_client import Client, Model, read_output, served
-from tests.test_service import STEPS, VOCAB, data_of
+from tests.service_client import (
+    Client,
+    FailedError,
+    Model,
+    log_probs_of,
+    read_output,
+    served,
+    tokens_of,
+)
+from tests.test_service import PROMPTS, STEPS, VOCAB, data_of
 
 
 def call(name: str, model: str, kind: str = "forward_backward", attempts: int = 0) -> Call:
@@ -210,3 +221,65 @@ def test_one_that_is_refused_takes_no_others_along():
         Outcome(b"good"),
     ]
     assert picky.asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+
+
+DRAWN: list[dict[str, Any]] = [
+    dict(max_tokens=50, temperature=1.0, stop=[]),
+    dict(max_tokens=5, temperature=0.7, stop=[]),
+    dict(max_tokens=30, temperature=1.3, top_k=50, stop=[7, 8, 9, 10]),
+    dict(max_tokens=33, temperature=0.0, stop=[]),
+    dict(max_tokens=40, temperature=1.0, top_p=0.8, stop=["ab", "e", "th"]),
+    dict(max_tokens=40, temperature=0.6, stop=[]),
+]
+
+
+def done_at(run: Path, promise: str) -> float:
+    """When a call was done, as the journal has it."""
+    with closing(sqlite3.connect(run / "journal.sqlite")) as db:
+        [(done,)] = db.execute("SELECT done FROM calls WHERE request_id = ?", (promise,))
+    return float(done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("parallel.pp=2",), ("launch.processes=2",)],
+    ids=["1x1x1", "pp2", "dp2"],
+)
+def test_samples_come_and_go_and_wait_between_turns(layout, tiny, tmp_path):
+    """Turns that end after one look at who is there: whoever is drawn with whom, whatever else is
+    done between, and though the model learns meanwhile, each answer is the one that it is alone."""
+    path, port = tiny(vocab=VOCAB), free_port()
+    few = ("serve.sampler_rows=3", "serve.sampling_seconds=0.001", *layout)
+    with served(path, tmp_path, port, *few) as running, Client(running.url, path) as client:
+        model, other = client.model(2, seed=1), client.sampler(base_model=path)
+        model.gradients(data_of(path, 0))
+        model.step(**STEPS[0])
+        sampler = model.sampler()
+
+        def ask(whose: Any, place: int, **more: Any) -> str:
+            n = 1 + place % 3
+            return str(whose.ask(PROMPTS[place % 2], n, seed=place, **DRAWN[place], **more))
+
+        every = [(whose, place) for whose in (sampler, other) for place in range(len(DRAWN))]
+        alone = [client.sampled(ask(*each)) for each in every]
+        long = sampler.ask(PROMPTS[0], 1, max_tokens=500, seed=1, stop=[])
+        together = [ask(*each) for each in every[:6]]
+        bad = sampler.ask(PROMPTS[0], 1, {"topk_prompt_logprobs": VOCAB + 1}, max_tokens=40)
+        small = model.ask_gradients(data_of(path, 1))
+        read_output(client.result(small))
+        model.step(**STEPS[1])
+        together += [ask(*each) for each in every[6:]]
+        newer = ask(model.sampler(), 0)
+        found = [client.sampled(each) for each in together]
+        with pytest.raises(FailedError, match="topk_prompt_logprobs"):
+            client.result(bad)
+        for mine, its in zip(found, alone, strict=True):
+            assert tokens_of(mine) == tokens_of(its)
+            for a, b in zip(log_probs_of(mine), log_probs_of(its), strict=True):
+                assert np.allclose(a, b, rtol=0, atol=1e-5)
+        assert tokens_of(client.sampled(newer)) != tokens_of(alone[0])
+        assert len(tokens_of(client.sampled(long))[0]) == 500
+        for each in (small, *together[:2]):
+            assert done_at(tmp_path, each) < done_at(tmp_path, long)
+        assert running.stop() == 75
