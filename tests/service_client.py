@@ -56,16 +56,21 @@ def start(model: str, run: Path, port: int, *settings: str) -> Running:
     run.mkdir(parents=True, exist_ok=True)
     with (run / "said.txt").open("ab") as said:
         process = subprocess.Popen([*command, *given], stderr=said, start_new_session=True)
-    url, ends = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    return wait_for(Running(process, f"http://127.0.0.1:{port}"), run / "said.txt")
+
+
+def wait_for(running: Running, said: Path | None = None) -> Running:
+    """Until it answers."""
+    ends = time.monotonic() + START_S
     while time.monotonic() < ends:
-        assert process.poll() is None, (run / "said.txt").read_text()
+        assert running.process.poll() is None, said and said.read_text()
         try:
-            httpx.get(f"{url}/healthz")
+            httpx.get(f"{running.url}/healthz")
         except httpx.TransportError:
             time.sleep(0.1)
         else:
-            return Running(process, url)
-    raise TimeoutError((run / "said.txt").read_text())
+            return running
+    raise TimeoutError(said and said.read_text())
 
 
 @contextmanager

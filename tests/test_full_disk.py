@@ -5,13 +5,18 @@ same command ends as if nothing had been."""
 import errno
 import shutil
 import subprocess
+import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megatron_vlm.errors import sentence
+from tests.pool import free_port
+from tests.service_client import Client, FailedError, Running, wait_for
 from tests.sets import write_set
+from tests.test_service import STEPS, VOCAB, data_of
 from tests.test_train import command, outside_of_jobs
 
 # The disk is memory in a namespace of its own: that needs no rights, and leaves nothing behind.
@@ -95,3 +100,47 @@ def test_our_own_mistakes_keep_their_traceback(tmp_path):
     assert sentence(full) == (
         f"{tmp_path} cannot be used: No space left on device; free space there, and start again"
     )
+
+
+SERVICE = 'mount -t tmpfs -o size=16m tmpfs "$1" || exit 99; shift; exec "$@"'
+
+
+def fill(disk: Path) -> Path:
+    """All the room that there is, in one file."""
+    filler = disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_namespaces(), reason="unshare cannot make a disk of memory here")
+def test_a_service_waits_for_room_on_its_disk(tiny, tmp_path):
+    """What cannot be promised is a 503; SIGTERM ends it as ever, and nothing was lost."""
+    path, port, disk = tiny(vocab=VOCAB), free_port(), tmp_path / "disk"
+    disk.mkdir()
+    words = [sys.executable, "-m", "megatron_vlm.cli", "serve", f"model.path={path}"]
+    words += [f"run={disk}/run", f"serve.port={port}", "platform=cpu"]
+    command = [*NAMESPACE, "sh", "-c", SERVICE, "sh", str(disk), *words]
+    running = Running(subprocess.Popen(command), f"http://127.0.0.1:{port}")
+    try:
+        wait_for(running)
+        there = Path(f"/proc/{running.process.pid}/root{disk}")
+        with Client(running.url, path) as client:
+            first, second = client.model(2, seed=1), client.model(2, seed=1)
+            data = data_of(path, 0)
+            first.gradients(data)
+            second.gradients(data)
+            filler = fill(there)
+            with pytest.raises(FailedError, match="503"):
+                for _ in range(100):  # until the pages that SQLite has in reserve are full
+                    first.ask_gradients(data)
+            assert client.http.get(f"{running.url}/healthz").status_code == 200
+            filler.unlink()
+            assert second.step(**STEPS[0])["grad_norm"] > 0
+            assert second.gradients(data)[0]["loss:sum"]
+            fill(there)
+        assert running.stop() == 75
+    finally:
+        running.kill()

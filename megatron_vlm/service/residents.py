@@ -16,7 +16,9 @@ from pathlib import Path
 
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.distributed.agree import Stopped
+from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.folders import partial_of
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import Call, Model, SamplingSession
@@ -151,16 +153,28 @@ class Residents:
         """Make its state durable, unless it is. What its gradients hold stays in the journal."""
         if resident.applied > resident.saved:
             folder = self.new_folder("states")
-            self.orders.save(resident.id, str(folder), True)
-            self.journal.saved(resident.id, resident.applied, folder)
+            try:
+                self.orders.save(resident.id, str(folder), True)
+                self.journal.saved(resident.id, resident.applied, folder)
+            except (BrokenError, Stopped):
+                raise
+            except Exception:  # the room is needed
+                for left in (folder, partial_of(folder)):
+                    shutil.rmtree(left, ignore_errors=True)
+                raise
             resident.saved = resident.applied
         resident.unsaved_s = 0.0
 
     def keep_all(self) -> None:
-        """The service stops in good order."""
+        """The service stops in good order. What cannot be kept is done again from the journal."""
         for resident in self.models.values():
-            if self._is_wanted(resident.id):
-                self.keep(resident)
+            try:
+                if self._is_wanted(resident.id):
+                    self.keep(resident)
+            except (BrokenError, Stopped):
+                raise
+            except Exception as error:
+                say(f"the state of {resident.id} could not be kept, and is made again: {error}")
 
     def weights(self, sampler: SamplingSession) -> str:
         """By which name the ranks have what this session samples from."""

@@ -24,6 +24,7 @@ AHEAD = 1.25  # samples that are with the ranks for each row that they have
 SUSPENDED = 4  # sets of weights of which samples may be under way between turns
 
 Answer = Callable[[str, Sequence[tuple[Call, SampleAsk]]], list[Finished]]
+Finish = Callable[[Sequence[Finished], Sequence[Call]], None]
 Arriving = Callable[[], Sequence[Call]]
 
 
@@ -62,7 +63,8 @@ class SampleTurn:
 
 
 class SampleTurns:
-    """On rank 0. `answer` completes requests whose answers are drawn."""
+    """On rank 0. `answer` completes requests whose answers are drawn, `finish` writes what has
+    come of calls."""
 
     def __init__(
         self,
@@ -70,10 +72,11 @@ class SampleTurns:
         journal: Journal,
         readings: Readings,
         answer: Answer,
+        finish: Finish,
         seconds: float,
     ):
         self.orders, self.journal, self.readings = orders, journal, readings
-        self.answer, self.seconds = answer, seconds
+        self.answer, self.finish, self.seconds = answer, finish, seconds
         models = orders.models
         self.replicas = models.base.dims.dp
         self.room = AHEAD * models.cfg.serve.sampler_rows * models.base.dims.pp
@@ -277,7 +280,7 @@ class SampleTurns:
     def _finish(
         self, turn: SampleTurn, finished: Sequence[Finished], calls: Sequence[Call]
     ) -> None:
-        self.journal.finish_all(finished)
+        self.finish(finished, calls)
         for call in calls:
             turn.begun.discard(call.request_id)
             self._forget(call)

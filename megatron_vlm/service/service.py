@@ -4,8 +4,10 @@ the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
                                 journal  <-  answers
 """
 
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, at_temperature, complete
 from megatron_vlm.service.failures import REFUSALS, bare, failure_of
+from megatron_vlm.service.full_disk import FullDisk
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import (
@@ -60,8 +63,9 @@ class Service:
         self.grouping = Grouping(
             cfg, orders.models.base.dims, readings, self._tenant, self.residents.has
         )
+        self.disk = FullDisk()
         self.sample_turns = SampleTurns(
-            orders, journal, readings, self._answered, cfg.serve.sampling_seconds
+            orders, journal, readings, self._answered, self._finish, cfg.serve.sampling_seconds
         )
         self.turns, self.progress = Turns(), ProgressLine()
         self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
@@ -72,19 +76,26 @@ class Service:
         """Until a signal, which raises Stopped."""
         while True:
             self.orders.wait()
-            self._tidy_if_due()
-            calls = self._next()
-            self.progress.tell(self.gauges, len(calls))
-            self.readings.begin(calls)
-            ready = [call for call in calls if self._is_first(call, calls)]
-            if not ready:
-                self.journal.wait(EVERY_S / 2)
-                continue
-            call = self.turns.next(ready, self._tenant, self._delay)
-            if self.drawer is None and self.grouping.more_come(call, ready):
-                self.journal.wait(GATHER_S)
-                continue
-            self.turn(call, ready)
+            try:
+                self._tidy_if_due()
+                self._look_around()
+            except sqlite3.Error as error:  # nothing was begun
+                self.disk.wait(error)
+
+    def _look_around(self) -> None:
+        """A turn, if there is something to do; else a pause."""
+        calls = self._next()
+        self.progress.tell(self.gauges, len(calls))
+        self.readings.begin(calls)
+        ready = [call for call in calls if self._is_first(call, calls)]
+        if not ready:
+            self.journal.wait(EVERY_S / 2)
+            return
+        call = self.turns.next(ready, self._tenant, self._delay)
+        if self.drawer is None and self.grouping.more_come(call, ready):
+            self.journal.wait(GATHER_S)
+            return
+        self.turn(call, ready)
 
     def _tidy_if_due(self) -> None:
         """Between turns, when nothing is being written: let go of what nobody needs any more."""
@@ -150,7 +161,7 @@ class Service:
             # Before they are begun: a model may take long to come back, and whoever ends the
             # service meanwhile has not shown that there is anything wrong with the calls.
             self._bring(together[0])
-        except (BrokenError, Stopped):
+        except (BrokenError, Stopped, sqlite3.Error):
             raise
         except Exception as error:
             self._fail(together, error)
@@ -163,9 +174,12 @@ class Service:
         except BrokenError:
             raise  # the other ranks may be anywhere: only a new process can go on
         except Stopped:
-            self.journal.given_back(*still)
+            with suppress(sqlite3.Error):
+                self.journal.given_back(*still)
             raise
         except Exception as error:  # of one client: all else goes on
+            if together[0].kind == SAMPLE and isinstance(error, sqlite3.Error):
+                raise  # they go on once there is room
             if not isinstance(error, REFUSALS):  # whatever the call has done counts for nothing
                 for each in together:
                     self.residents.forget(each.owner)
@@ -180,8 +194,24 @@ class Service:
             self._learn(together)
         else:
             outcome, changes = self._done(call)
-            self.journal.finish(call.request_id, outcome, changes)
+            self._finish([Finished(call.request_id, outcome, changes)], together)
         return together
+
+    def _finish(self, finished: Sequence[Finished], together: Sequence[Call]) -> None:
+        """Write what has come of these calls. Where the disk is full it waits for room: they are
+        not to be done twice."""
+        while True:
+            try:
+                self.journal.finish_all(finished)
+                return
+            except sqlite3.Error as error:
+                self.disk.wait(error)
+            try:
+                self.orders.wait()
+            except Stopped:  # the journal does not know of them: what they did is done again
+                for call in together:
+                    self.residents.models.pop(call.owner, None)
+                raise
 
     def _bring(self, call: Call) -> None:
         """Into memory what the call is about."""
@@ -193,7 +223,7 @@ class Service:
 
     def _fail(self, together: Sequence[Call], error: Exception) -> None:
         failure = failure_of(bare(error))
-        self.journal.finish_all([Finished(each.request_id, failure) for each in together])
+        self._finish([Finished(each.request_id, failure) for each in together], together)
 
     def _done(self, call: Call) -> Any:
         if call.kind in ("optim_step", "load_weights"):
@@ -218,7 +248,7 @@ class Service:
                 finished.append(Finished(call.request_id, failure_of(error)))
         if read:
             finished += finished_by(self.training.forward_backward, read)
-        self.journal.finish_all(finished)
+        self._finish(finished, together)
 
     # -- samples
 
@@ -235,7 +265,7 @@ class Service:
             else:
                 weights = weights or self.residents.weights(cast(SamplingSession, sampler))
                 named.append((call, weights))
-        self.journal.finish_all(finished)
+        self._finish(finished, together)
         if not named:
             return list(together)
         weights = named[0][1]
@@ -269,7 +299,7 @@ class Service:
             named = [(call, ask) for (call, _), ask in zip(asked, asks, strict=True)]
             return self._answers(weights, named)
 
-        self.journal.finish_all(finished_by(tempered, asked))
+        self._finish(finished_by(tempered, asked), calls)
 
     def _answered(self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
         return finished_by(partial(self._answers, weights), asked)

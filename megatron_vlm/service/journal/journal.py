@@ -12,9 +12,11 @@ it returns. After a crash the same calls are next, with `attempts` above 0.
 """
 
 import json
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +325,7 @@ class Journal:
 
     def close(self) -> None:
         """Another process may open it now."""
-        with self._store.write() as db:
+        with suppress(sqlite3.Error), self._store.write() as db:  # the disk may be full
             self._touched.write(db)
         self._store.close()
 
