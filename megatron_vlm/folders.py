@@ -8,6 +8,8 @@ there is never removed.
 A mark in each, megatron_vlm.json, has the id of the run that wrote it.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -54,6 +56,17 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
     except DataError:
         return None
     return mark if isinstance(mark, dict) and "run" in mark else None
+
+
+def try_lock(handle: int, shared: bool = False) -> bool:
+    """Whether an open file is locked now, which it is until it is closed; False where somebody else
+    has a lock that excludes this one."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno != errno.EWOULDBLOCK  # or this file system has no locks
+    return True
 
 
 def digest_of(path: Path) -> str:

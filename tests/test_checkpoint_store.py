@@ -18,6 +18,7 @@ from megatron_vlm.checkpoint.store import (
     check_leftovers,
     commit,
     find_latest,
+    held_checkpoint,
     keep,
     others,
     step_folder,
@@ -365,6 +366,35 @@ while True:
     keep(run, head, 2, 5)
     step += step % 3 == 0
 """
+
+
+def test_what_is_read_stays_until_then(tmp_path):
+    head = go_on(tmp_path, (1, 2), keep_last=1)
+    with held_checkpoint(tmp_path) as folder:
+        assert folder == step_folder(tmp_path, 2)
+        with held_checkpoint(folder):  # by its own name, too, and by several at a time
+            head = go_on(tmp_path, (3,), head, keep_last=1)
+        head = go_on(tmp_path, (4,), head, keep_last=1)
+        assert steps(tmp_path) == [2, 4]
+        verify(folder)
+    go_on(tmp_path, (5,), head, keep_last=1)
+    assert steps(tmp_path) == [5]
+
+
+def test_a_reader_takes_the_next_where_one_is_removed_under_it(tmp_path):
+    """A run that does nothing but write checkpoints, and keeps the last one alone."""
+    writer = WRITER.replace("keep(run, head, 2, 5)", "keep(run, head, 1)")
+    go_on(tmp_path, (1,))
+    command, seen = [sys.executable, "-c", writer, str(tmp_path)], set()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            while len(seen) < 20:
+                with held_checkpoint(tmp_path) as folder:
+                    verify(folder)
+                seen.add(folder)
+                assert process.poll() is None
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(300, marks=pytest.mark.slow)])

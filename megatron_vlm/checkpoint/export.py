@@ -12,7 +12,7 @@ from megatron_vlm.checkpoint.base import check_base
 from megatron_vlm.checkpoint.held import is_kept
 from megatron_vlm.checkpoint.manifest import Manifest, verify
 from megatron_vlm.checkpoint.pieces import PieceReader, outside_file, read_index
-from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.checkpoint.store import held_checkpoint
 from megatron_vlm.config import read_saved
 from megatron_vlm.config.lora import Exported, export_of
 from megatron_vlm.config.schema import ParallelConfig
@@ -37,7 +37,12 @@ def export_checkpoint(
     weights comes from the Hugging Face folder that was trained, or from `model_path`. Of adapters,
     `kind` says in which form, by default as checkpoint.export of the run."""
     check_replaceable(Path(out), None)
-    folder = find_checkpoint(Path(given))
+    with held_checkpoint(Path(given)) as folder:
+        _export(folder, out, model_path, kind)
+    return folder
+
+
+def _export(folder: Path, out: str, model_path: str | None, kind: Exported | None) -> None:
     manifest = verify(folder)
     cfg = read_saved(folder)
     source = HFCheckpoint(model_path or cfg.model.path, cfg.data.add_tokens)
@@ -55,7 +60,7 @@ def export_checkpoint(
             )
         tensors = _tensors(reader, table, source)
         write_folder(source, exported(table), tensors, out, mark=mark, done=done)
-        return folder
+        return
     weights = adapted_weights(cfg, source.sizes)
     state = outside_file(folder / "state.json").json()
     check_base(folder, state, weights_digest(source), str(source.path))
@@ -63,7 +68,6 @@ def export_checkpoint(
     kept = [entry for entry in table if is_kept(cfg, entry)]
     adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, kept, source)))
     write(adapter, table, out, kind or export_of(cfg), mark, done)
-    return folder
 
 
 def _tensors(

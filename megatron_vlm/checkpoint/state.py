@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_vlm.checkpoint import store
 from megatron_vlm.checkpoint.base import check_base
 from megatron_vlm.checkpoint.held import clear_moments, get_step, held_pieces, set_step, shapes_of
+from megatron_vlm.checkpoint.hold import held
 from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
 from megatron_vlm.checkpoint.pieces import (
     PieceReader,
@@ -183,11 +184,19 @@ def load(
 ) -> dict[str, Any]:
     """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
 
+    It stays where it is meanwhile, whatever run it belongs to, and all ranks read rank 0's.
     Every file is verified first, unless `find_latest` has done it. What is frozen now has no
     moments, nor has a worker made without training: those in the checkpoint are ignored. Without
     `moments` the weights alone are read, and the optimizer begins anew.
     """
-    folder, device = Path(folder), worker.platform.device
+    device = worker.platform.device
+    folder = Path(broadcast_json(str(folder), 0, None, device))
+    with held(folder):
+        return _load(worker, folder, verified, moments)
+
+
+def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -> dict[str, Any]:
+    device = worker.platform.device
     if not verified:
         _verify(folder, device)
     with fail_together(device, CheckpointError):

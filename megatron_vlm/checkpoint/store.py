@@ -13,9 +13,11 @@ Files only: no torch, no collectives. In a distributed run, one rank calls these
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from megatron_vlm.checkpoint.hold import free, held
 from megatron_vlm.checkpoint.manifest import (
     COMPLETE,
     FileRecord,
@@ -99,27 +101,52 @@ def find_latest(run_folder: Path) -> Path | None:
 
     Reads all of it. What is skipped is logged as a warning, with the reason.
     """
-    for folder in whole_ones(run_folder):
-        try:
-            verify(folder)
-        except CheckpointError as error:
-            pass_over(folder, error)
-        else:
-            return folder
-    return None
+    with ExitStack() as reading:
+        return _hold_latest(run_folder, reading)
 
 
 def find_checkpoint(given: Path) -> Path:
     """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
-    if (given / COMPLETE).is_file():
-        return given
-    for folder in (given / "checkpoints", given):
-        if folder.is_dir() and (found := find_latest(folder)) is not None:
-            return found
-    raise CheckpointError(
-        f"{given} is no complete checkpoint and no run that has one; give RUN or "
-        "RUN/checkpoints/step-..."
-    )
+    with held_checkpoint(given) as folder:
+        return folder
+
+
+@contextmanager
+def held_checkpoint(given: Path) -> Iterator[Path]:
+    """The same, and it stays until the end, whatever a run that trains meanwhile removes."""
+    with ExitStack() as reading:
+        if (given / COMPLETE).is_file():
+            reading.enter_context(held(given))
+            yield given
+            return
+        for folder in (given / "checkpoints", given):
+            if folder.is_dir() and (found := _hold_latest(folder, reading)) is not None:
+                yield found
+                return
+        raise CheckpointError(
+            f"{given} is no complete checkpoint and no run that has one; give RUN or "
+            "RUN/checkpoints/step-..."
+        )
+
+
+def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
+    has_changed = True
+    while has_changed:  # a run that trains removes some, and has newer ones then
+        has_changed = False
+        for folder in whole_ones(run_folder):
+            with ExitStack() as mine:
+                if not mine.enter_context(held(folder)):
+                    has_changed = True
+                    continue
+                try:
+                    verify(folder)
+                except CheckpointError as error:
+                    has_changed = has_changed or not folder.exists()  # it could not be held
+                    pass_over(folder, error)
+                    continue
+                reading.enter_context(mine.pop_all())
+                return folder
+    return None
 
 
 def whole_ones(run_folder: Path, after: int = -1) -> list[Path]:
@@ -210,7 +237,11 @@ def _retire(folder: Path, run: str | None) -> bool:
         check_partial(doomed, run)
         if doomed.exists():
             discard(doomed)
-        folder.rename(doomed)
+        with free(folder) as nobody_reads:
+            if not nobody_reads:
+                _log.info("%s is being read, and is removed later", folder)
+                return False
+            folder.rename(doomed)
     except (CheckpointError, OSError) as error:
         _log.warning("%s is no longer needed, and cannot be removed: %s", folder, error)
         return False

@@ -12,7 +12,7 @@ from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.command import add_shapes_arguments, add_tiny_arguments, shapes, tiny
 from megatron_vlm.display.text import visible
 from megatron_vlm.early import check_records, check_run
-from megatron_vlm.evaluation.command import add_arguments, locate
+from megatron_vlm.evaluation.command import add_arguments, held_in_place, locate
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.command import add_rl_arguments, rl
 from megatron_vlm.run.model import with_commit, with_model
@@ -133,14 +133,15 @@ def _eval(args: argparse.Namespace) -> int:
     recipes. A Hugging Face folder brings none: give recipes and keys.
     """
     file, arguments = configured(args)
-    cfg, _ = locate(args.where, args.overrides, file)
-    check_run(cfg)
-    arguments = [args.where, *with_commit(arguments, cfg)]
-    if args.predictions:
-        arguments += ["--predictions", args.predictions]
-    from megatron_vlm.launch.launch import launch
+    with held_in_place(args.where) as where:
+        cfg, _ = locate(where, args.overrides, file)
+        check_run(cfg)
+        arguments = [where, *with_commit(arguments, cfg)]
+        if args.predictions:
+            arguments += ["--predictions", args.predictions]
+        from megatron_vlm.launch.launch import launch
 
-    return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
+        return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

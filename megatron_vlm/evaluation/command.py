@@ -3,11 +3,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.checkpoint.store import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import CheckpointConfig, Config
@@ -24,13 +25,29 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hub import hub_name, pin
 
 
+@contextmanager
+def held_in_place(where: str) -> Iterator[str]:
+    """The checkpoint of a run that all processes of a command are to read, which stays as long as
+    they do; anything else as it was given."""
+    folder = Path(where)
+    if _is_hugging_face(where) or (folder / "adapter_config.json").is_file():
+        yield where
+        return
+    with held_checkpoint(folder) as checkpoint:
+        yield str(checkpoint)
+
+
+def _is_hugging_face(where: str) -> bool:
+    return (Path(where) / "config.json").is_file() or hub_name(where) is not None
+
+
 def locate(
     where: str, overrides: Sequence[str], file: ConfigFile | None = None, needs: str = "data.eval"
 ) -> tuple[Config, Path | None]:
     """The configuration, and the checkpoint to load; none for a Hugging Face folder, or a name
     on the Hub. `file`: of --config; `needs`: a key that must be set."""
     folder = Path(where)
-    if (folder / "config.json").is_file() or hub_name(where) is not None:
+    if _is_hugging_face(where):
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
     elif (folder / "adapter_config.json").is_file():
         cfg, checkpoint = _with_adapter(folder, overrides, file), None

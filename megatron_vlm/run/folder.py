@@ -1,8 +1,6 @@
 """The folder of a run: marked as the run's, and held by one job at a time."""
 
 import datetime
-import errno
-import fcntl
 import os
 import socket
 import time
@@ -26,6 +24,7 @@ from megatron_vlm.folders import (
     discard_partials,
     partial_of,
     read_mark,
+    try_lock,
     write_mark,
     write_text,
 )
@@ -140,7 +139,7 @@ def _lock(folder: Path) -> Iterator[None]:
     """One job at a time writes a run. The lock ends with the process at the latest."""
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
         until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno()):
             if time.monotonic() > until:
                 file.seek(0)
                 raise ConfigError(
@@ -153,11 +152,3 @@ def _lock(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}")
         file.flush()
         yield
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno != errno.EWOULDBLOCK  # or this file system has no locks
-    return True

@@ -13,7 +13,7 @@ from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.distributed.process import FAILED, UNLIKE
 from megatron_vlm.early import check_run
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.evaluation.command import locate
+from megatron_vlm.evaluation.command import held_in_place, locate
 from megatron_vlm.run.model import with_commit
 
 
@@ -92,12 +92,13 @@ def agree(args: argparse.Namespace) -> int:
     """
     settings = AgreeSettings.of(args)
     file, arguments = configured(args)
-    cfg, _ = located(args.where, args.overrides, file)
-    check_run(cfg)
-    from megatron_vlm.launch.launch import launch
+    with held_in_place(args.where) as where:
+        cfg, _ = located(where, args.overrides, file)
+        check_run(cfg)
+        from megatron_vlm.launch.launch import launch
 
-    words = [args.where, *with_commit(arguments, cfg), *settings.words]
-    status = launch(cfg, "megatron_vlm.tools.agreement.command", "run_agree", words)
+        words = [where, *with_commit(arguments, cfg), *settings.words]
+        status = launch(cfg, "megatron_vlm.tools.agreement.command", "run_agree", words)
     return FAILED if status == UNLIKE else status
 
 
