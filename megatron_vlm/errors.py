@@ -37,6 +37,8 @@ _REFUSALS = {
     errno.EROFS: "give a folder that can be written to",
     errno.EACCES: "change its permissions, or give another folder",
     errno.EPERM: "change its permissions, or give another folder",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ELOOP: "it is one of links in a circle: remove them",
     errno.EIO: "the disk or the network that it is on has failed",
     errno.ESTALE: "the server of this folder has replaced or removed it",
 }

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, write_file, write_manifest
 from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.cli import main
 from megatron_vlm.config import ConfigFile
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.config.sources import SourceSpec
@@ -111,6 +112,13 @@ def test_only_regular_files_are_opened(name, place, tiny, tmp_path):
 def test_a_loop_of_links_in_a_model_is_left_out_of_its_export(tmp_path):
     loop(tmp_path / "notes.txt")
     assert not is_own(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("words", [["export", "OLD", "new"], ["chat", "OLD"]], ids=lambda w: w[0])
+def test_a_path_that_is_too_long_is_a_mistake(words, capfd):
+    assert main([{"OLD": "x" * 5000}.get(word, word) for word in words]) == 2
+    said = capfd.readouterr().err
+    assert "cannot be used: File name too long; give a shorter path" in said
 
 
 def test_a_home_folder_of_nobody_is_a_path_like_any_other():
