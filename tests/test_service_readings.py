@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_service_readings.py
 """Requests that are read before their turn: how many pixels they may have, what is left of one that
-is refused, and that a process which dies of one has made an attempt."""
+is refused, what cannot fit into memory, and that a process which dies of one has made an
+attempt."""
 
 import base64
 import json
@@ -11,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
+from megatron_vlm.data.encode.row import Row
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.service.batches import read_batch
 from megatron_vlm.service.drawing import SampleAsk, SampleBounds, StopWords
+from megatron_vlm.service.fits import check_fits
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import SAMPLE, Failure, NewCall
 from megatron_vlm.service.readings import Readings
@@ -113,6 +118,19 @@ def test_what_waits_has_few_pixels_and_an_error_none(journal, reader):
         and sum(found.pixels.values()) == 2 * PIXELS + 32 * 32
     )
     found.close()
+
+
+def test_datums_that_cannot_fit_into_memory_are_refused(tiny):
+    sizes = HFCheckpoint(tiny(), ()).sizes
+    dims = ParallelDims.create(ParallelConfig(), 1, sizes.text.layers)
+    ids_S = torch.ones(3000, dtype=torch.long)
+    rows = [Row(ids_S, ids_S, targets=ids_S[:, None])] * 64
+    alone, together = (Config(train=TrainConfig(micro_batch_size=size)) for size in (1, 64))
+    check_fits(rows, alone, sizes, dims, 4, 2**27)
+    with pytest.raises(RequestError, match=r"up to 192000 tokens \(64 datums.* has 0.1 GiB; send"):
+        check_fits(rows, together, sizes, dims, 4, 2**27)
+    check_fits(rows[:1], together, sizes, dims, 4, 2**27)
+    check_fits(rows, together, sizes, dims, 4, 2**34)
 
 
 def test_a_process_that_dies_of_what_it_reads_has_made_an_attempt(tmp_path):

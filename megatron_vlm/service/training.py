@@ -18,6 +18,7 @@ from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.beside import beside
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.batches import Batch, figures_of, metrics_of
+from megatron_vlm.service.fits import check_fits
 from megatron_vlm.service.front import forms
 from megatron_vlm.service.journal.calls import model_id, sampler_id
 from megatron_vlm.service.journal.journal import Journal
@@ -122,12 +123,20 @@ class ModelCalls:
             log_probs = self.orders.forward(residents[0].id, batches[0].rows)
             found = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
+            for resident, batch in zip(residents, batches, strict=True):
+                self._check_fits(resident, batch)
             with self._added_or_not(residents):
                 found = self._gradients(residents, batches)
                 done = self._answers(batches, found)
             self.gauges["passes_of_several_models_total"] += len(batches) > 1
             return done
         return self._answers(batches, found)
+
+    def _check_fits(self, resident: Resident, batch: Batch) -> None:
+        worker = self.orders.models.workers[resident.id]
+        itemsize = worker.chunks[0].config.params_dtype.itemsize
+        memory = worker.platform.memory_total()
+        check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
     @contextmanager
     def _added_or_not(self, residents: Sequence[Resident]) -> Iterator[None]:
