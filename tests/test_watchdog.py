@@ -24,10 +24,12 @@ FOR_EVER = "while True: watchdog.alive(); time.sleep(0.05)"
 
 
 @contextmanager
-def process(body: str, *arguments: str, timeout_s: float = 0.6) -> Iterator[subprocess.Popen]:
+def process(
+    body: str, *arguments: str, timeout_s: float = 0.6, start: str = START
+) -> Iterator[subprocess.Popen]:
     """A process that has begun a phase and goes on with `body`."""
     with subprocess.Popen(
-        [sys.executable, "-c", START + body, str(timeout_s), *arguments],
+        [sys.executable, "-c", start + body, str(timeout_s), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,13 +43,21 @@ def process(body: str, *arguments: str, timeout_s: float = 0.6) -> Iterator[subp
             started.kill()
 
 
-@pytest.mark.parametrize("body", ["time.sleep(3600)", "open(sys.argv[1])"])
-def test_no_progress_ends_it(body, tmp_path):
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ("time.sleep(3600)", "step 5: data"),
+        ("open(sys.argv[1])", "step 5: data"),
+        ("open(sys.argv[1])", "step 0: start"),
+    ],
+)
+def test_no_progress_ends_it(body, where, tmp_path):
     os.mkfifo(tmp_path / "fifo")  # opening it waits for a writer
-    with process(body, str(tmp_path / "fifo")) as stuck:
+    start = START if "data" in where else START.replace("watchdog.at", "# ")
+    with process(body, str(tmp_path / "fifo"), start=start) as stuck:
         _, err = stuck.communicate(timeout=30)
     assert stuck.returncode == 70
-    assert "rank 3: rank 3 has been stuck for" in err and "at step 5: data. Stopping;" in err
+    assert "rank 3: rank 3 has been stuck for" in err and f"at {where}. Stopping;" in err
 
 
 @pytest.mark.parametrize("progress", ["busy", "alive"])
@@ -85,6 +95,20 @@ def test_a_pause_of_all_its_processes_does_not_count():
             os.killpg(paused.pid, number)
         with pytest.raises(subprocess.TimeoutExpired):
             paused.wait(1)
+
+
+IMPORTING = """
+while time.process_time() < float(sys.argv[1]): pass
+watchdog.stop()
+"""
+
+
+@pytest.mark.parametrize(("began", "status"), [("", 0), ("watchdog.at(5, 'data')", 70)])
+def test_work_is_progress_at_the_start(began, status):
+    """Imports read little where libraries are mapped, and take long on a machine under load."""
+    with process(began + IMPORTING, "4", start=START.replace("watchdog.at", "# ")) as importing:
+        _, err = importing.communicate(timeout=120)
+    assert importing.returncode == status, err
 
 
 READING = """

@@ -10,6 +10,7 @@ and the process exits. A rank whose threads cannot run is ended from outside: se
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _NAME = "watchdog"  # of its threads
 _SAY_S = 2.0  # for a message: whoever should read our output may have stopped doing so
 _MOVED = 2**16  # bytes that count as progress: logging threads write a few, whatever happens
+_WORKED = 0.01  # share of the time that counts as progress at the start: waiting in a loop is less
 
 _NOTHING: list[Any] = [0, [0, 0], 0, "start", 0.0]  # a rank that has not reported yet
 
@@ -55,7 +57,8 @@ class Watchdog:
         self.phases, self.signs_of_life, self.step, self.phase = 0, 0, 0, "start"
         self.files = True  # the imports read them
         self.clock = self.since = 0.0
-        self.moved = 0
+        self.moved, self.worked = 0, 0.0
+        self.cpu_clock = _clock_of_this_thread()
         self.done = threading.Event()
         self.answered: float | None = None  # when the store last did; None before the ranks met
         self.seen: dict[int, tuple[list[Any], float]] = {}
@@ -125,8 +128,18 @@ class Watchdog:
             self._tell()
             if self.files and (moved := bytes_moved()) >= self.moved + _MOVED:
                 self.moved, self.since = moved, self.clock
+            if self._works(passed) and not self.phases:
+                self.since = self.clock
             if (text := self._complaint(self.timeout_s, orphan_s)) and not self.done.is_set():
                 end(f"rank {self.rank}: {text}")
+
+    def _works(self, passed: float) -> bool:
+        """Whether the thread that made this one computed in the time that has passed, as imports do
+        that read little: libraries are mapped."""
+        before = self.worked
+        with contextlib.suppress(OSError):  # the thread has ended
+            self.worked = 0.0 if self.cpu_clock is None else time.clock_gettime(self.cpu_clock)
+        return self.worked - before >= _WORKED * passed > 0
 
     def _tell(self) -> None:
         if self.sentinel is not None:
@@ -165,6 +178,13 @@ class Watchdog:
             self.seen[rank] = (said, self.clock)
         _, reached, step, phase, still = self.seen[rank][0]
         return Sign(rank, tuple(reached), step, phase, self.clock - self.seen[rank][1], still)
+
+
+def _clock_of_this_thread() -> int | None:
+    """Of the seconds that it has computed."""
+    if sys.platform != "linux":
+        return None
+    return time.pthread_getcpuclockid(threading.get_ident())
 
 
 def lost_launcher() -> bool:
