@@ -67,22 +67,25 @@ def test_models_of_silent_clients_wait_on_disk(tmp_path):
         _, silent = in_memory(journal, residents)
         session, here = in_memory(journal, residents)
         gone, unloaded = in_memory(journal, residents)
+        closed, ending = in_memory(journal, residents)
         pass_time(journal, 1000)
         journal.heard(session)
-        journal.finish_session(gone, "success")
+        for each in (gone, closed):
+            journal.finish_session(each, "success")
         journal.sweep()
         with journal._store.write() as db:
             db.execute("UPDATE models SET state = 'unloaded' WHERE id = ?", (unloaded,))
         residents.put_away_silent()
-        assert ranks.there == [here] and list(residents.models) == [here]
+        # One whose client has said that it goes ends soon: it is not written before.
+        assert ranks.there == [here, ending] and list(residents.models) == [here, ending]
         saved = journal.model(silent)
         assert saved.saved == 1 and states(journal) == {saved.folder}
-        assert residents.model(silent).applied == 1 and ranks.there == [here, silent]
+        assert residents.model(silent).applied == 1 and ranks.there == [here, ending, silent]
         ranks.full = True  # a disk that is full loses nothing: it stays in memory
         residents.models[silent].changed(2)
         with pytest.raises(CheckpointError):
             residents.put_away_silent()
-        assert list(residents.models) == [here, silent]
+        assert list(residents.models) == [here, ending, silent]
 
 
 def test_folders_that_no_row_names_are_removed(tmp_path):

@@ -132,10 +132,14 @@ class Residents:
 
     def put_away_silent(self) -> None:
         """To disk with those whose clients have not been heard of: scripts that end without a word
-        hold memory no longer than that."""
+        hold memory no longer than that. Those of a session that was finished end soon, and are not
+        written before."""
         live = self.journal.live_models()
         for id in [id for id in self.models if id not in live]:
-            self.put_away(id)
+            model = self.journal.model(id)
+            session = None if model is None else self.journal.session(model.session)
+            if session is None or session.finished is None or not self._is_wanted(id):
+                self.put_away(id)
 
     def _is_wanted(self, id: str) -> bool:
         """Whether its client may still ask for it."""
