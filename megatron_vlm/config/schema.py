@@ -212,7 +212,6 @@ class RlConfig:
     sampler_rows: int = 64  # of one pass of our own, in each replica
     max_weight: float = 2.0  # of a token whose log-prob an engine had too low; see docs/rl.md
     off_policy_steps: int = 0  # 1: an engine draws the next step's samples during a step
-    sampling_seconds: float = 2.0  # of a turn of our own; what is under way goes on in the next
     engine: str | None = None  # Python of the environment that has vLLM
     engine_gpus: tuple[str, ...] = ()  # of each engine, such as "6" or "4,5"; (): one engine
     engine_max_len: int | None = None  # tokens of a row; null: data.max_tokens + max_new_tokens
