@@ -86,7 +86,7 @@ def read(worker: MegatronWorker, folder: Path) -> list[list[float]]:
     places = [[(key, tuple(place)) for key, place in json.loads(f.read_text())] for f in files]
     reader = PieceReader(folder, make_index(shapes, places))
     pieces = list(held_pieces(extended, writing=False))
-    reader.check(pieces, shapes_of(extended))
+    reader.check([piece.key for piece in pieces], shapes_of(extended), "give another")
     for piece in pieces:
         reader.fill(piece)
     return [extended.chunks[1].adapter.tolist(), extended.chunks[1].norm.tolist()]

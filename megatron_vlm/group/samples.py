@@ -37,7 +37,7 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
-class Progress:
+class SampleProgress:
     """How far a request is."""
 
     number: int
@@ -47,11 +47,11 @@ class Progress:
     refused: str | None = None  # why it did not join
 
     @staticmethod
-    def of(said: Sequence[Any]) -> "Progress":
+    def of(said: Sequence[Any]) -> "SampleProgress":
         """What `plain` has said."""
         number, tokens, left, answers, refused = said
         given = None if answers is None else [Completion.of(each) for each in answers]
-        return Progress(number, tokens, left, given, refused)
+        return SampleProgress(number, tokens, left, given, refused)
 
     def plain(self) -> list[Any]:
         """As JSON can hold it."""
@@ -83,7 +83,7 @@ class GroupDecoder:
         requests: Sequence[SampleRequest],
         leave: Collection[int],
         rounds: int,
-    ) -> list[Progress]:
+    ) -> list[SampleProgress]:
         """Take these requests in, let others leave, and draw for so many rounds: how far each is
         that is under way, or has ended in them. A request that is refused joins by itself not, and
         keeps nobody else from it."""
@@ -101,7 +101,7 @@ class GroupDecoder:
                 raise of_rank(error, self.member.worker.grid.rank) from error
 
         found = self.ranks.answers(work)
-        return [Progress.of(each) for of_replica in found for each in of_replica]
+        return [SampleProgress.of(each) for of_replica in found for each in of_replica]
 
     def _advance(
         self,
@@ -109,7 +109,7 @@ class GroupDecoder:
         requests: Sequence[SampleRequest],
         leave: Collection[int],
         rounds: int,
-    ) -> list[Progress]:
+    ) -> list[SampleProgress]:
         decoder, found = self.decoder, []
         joining: list[Prompt] = []
         if any(each.settings.stop_strings for each in requests):
@@ -120,7 +120,7 @@ class GroupDecoder:
                 prompt = decoder.prompt(each.number, row, each.settings, each.n, each.seed)
                 joining.append(prompt)
             except MegatronVLMError as error:
-                found.append(Progress(each.number, 0, 0, refused=str(error)))
+                found.append(SampleProgress(each.number, 0, 0, refused=str(error)))
         decoder.leave(leave)
         decoder.join(joining)
         inside = list(decoder.prompts.values())
@@ -128,6 +128,6 @@ class GroupDecoder:
         return found + [_progress(prompt) for prompt in inside]
 
 
-def _progress(prompt: Prompt) -> Progress:
+def _progress(prompt: Prompt) -> SampleProgress:
     answers = None if prompt.left else [draw.completion for draw in prompt.draws]
-    return Progress(prompt.number, prompt.tokens, prompt.left, answers)
+    return SampleProgress(prompt.number, prompt.tokens, prompt.left, answers)

@@ -14,7 +14,7 @@ from megatron_vlm.config.schema import Config, LoraConfig
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.group import WorkerGroup, local_group
 from megatron_vlm.group.parts import BatchLike
-from megatron_vlm.group.samples import GroupDecoder, Progress, SampleRequest
+from megatron_vlm.group.samples import GroupDecoder, SampleProgress, SampleRequest
 from megatron_vlm.group.together import SummedLoss, backward_together
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker, StepMetrics
@@ -133,7 +133,7 @@ class Models:
         requests: Sequence[SampleRequest],
         leave: Sequence[int],
         rounds: int,
-    ) -> list[Progress]:
+    ) -> list[SampleProgress]:
         """Samples, so many rounds further; see GroupDecoder. What is under way stays from one call
         to the next, unless a call fails, or the model changes or goes."""
         if name not in self.decoders:

@@ -14,7 +14,7 @@ from megatron_vlm.distributed.alike import failed_alike
 from megatron_vlm.distributed.lead import Lead
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
-from megatron_vlm.group.samples import Progress, SampleRequest
+from megatron_vlm.group.samples import SampleProgress, SampleRequest
 from megatron_vlm.service.failures import CallFailedError, Trouble
 from megatron_vlm.service.models import Loss, ModelForm, Models
 from megatron_vlm.step.optimizer import AdamStep
@@ -84,10 +84,10 @@ class ModelOrders:
         requests: Sequence[SampleRequest],
         leave: Sequence[int],
         rounds: int,
-    ) -> list[Progress]:
+    ) -> list[SampleProgress]:
         order = {"do": "draw", "name": name, "leave": list(leave), "rounds": rounds}
         said = {**order, "requests": [each.plain() for each in requests]}
-        found: list[Progress] = self._give(said, *([rows] if rows else []))
+        found: list[SampleProgress] = self._give(said, *([rows] if rows else []))
         return found
 
     def move(self, name: str, to: str) -> None:

@@ -10,7 +10,7 @@ from itertools import count
 from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import BrokenError
-from megatron_vlm.group.samples import GroupDecoder, Progress, SampleRequest
+from megatron_vlm.group.samples import GroupDecoder, SampleProgress, SampleRequest
 from megatron_vlm.service.drawing import SampleAsk
 from megatron_vlm.service.failures import REFUSALS, bare, failure_of
 from megatron_vlm.service.journal.journal import Journal
@@ -244,7 +244,7 @@ class SampleTurns:
         self.rounds = max(1, min(wanted, 2 * self.rounds, MOST_ROUNDS))
         self._take(turn, found)
 
-    def _take(self, turn: SampleTurn, found: Sequence[Progress]) -> None:
+    def _take(self, turn: SampleTurn, found: Sequence[SampleProgress]) -> None:
         """How far each is; those that are answered leave."""
         batch, finished = turn.batch, []
         answered: list[tuple[Call, SampleAsk]] = []
