@@ -46,9 +46,12 @@ tokens = st.integers(0, 2**31 - 1)
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 some_floats = floats | st.just(0.0)
 texts = st.builds(lambda ids: types.EncodedTextChunk(tokens=ids), st.lists(tokens, max_size=8))
+heads = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # how their files begin
 images = st.builds(
-    lambda data, form, expected: types.ImageChunk(data=data, format=form, expected_tokens=expected),
-    st.binary(min_size=1, max_size=40),
+    lambda data, form, expected: types.ImageChunk(
+        data=heads[form] + data, format=form, expected_tokens=expected
+    ),
+    st.binary(max_size=40),
     st.sampled_from(["png", "jpeg"]),
     st.none() | st.integers(1, 10_000),
 )
@@ -174,7 +177,7 @@ def test_what_their_messages_have_and_their_converter_does_not():
     request.loss_fn_config["beta"] = 0.1
     datum = request.data.add()
     image = datum.model_input.add().image
-    image.data, image.format = b"file", "jpeg"
+    image.data, image.format = heads["jpeg"] + b"file", "jpeg"
     image.override_dimensions.width, image.override_dimensions.height = 30, 20
     targets = datum.loss_fn_inputs["target_tokens"]
     targets.dense, targets.dtype = np.array([1, 2], np.int32).tobytes(), theirs.DTYPE_INT32
@@ -186,7 +189,7 @@ def test_what_their_messages_have_and_their_converter_does_not():
     span.sequence_id, span.length = "a", 2
     found = read_forward_backward(request.SerializeToString())
     assert found.options == {"beta": 0.1}
-    assert found.data[0].chunks == (Picture(b"file", "jpeg", None, (30, 20)),)
+    assert found.data[0].chunks == (Picture(image.data, "jpeg", None, (30, 20)),)
     same_arrays(
         found.data[0].inputs,
         {"target_tokens": np.array([1, 2]), "weights": meant.float().numpy()},
