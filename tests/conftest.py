@@ -1,5 +1,6 @@
 """Shared: the pool of processes, tiny checkpoints and the Hugging Face results, made once."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,6 +9,9 @@ from megatron_vlm.demo.tiny import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
 from tests.nursery import Nursery
 from tests.pool import Pool
+
+# Digits depend on the number of threads, and a launcher takes it from the machine's cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
