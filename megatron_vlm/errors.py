@@ -1,11 +1,64 @@
-"""The errors a user can cause. Each message names the field, the numbers and the remedy."""
+"""The errors that a user can cause. An error holds its facts in fields, and `render` alone turns
+them into a sentence, so that all messages have one form and tests can ask for the facts."""
 
 import errno
 import os
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda _: "NOT_GIVEN"})()
+_BARE = re.compile(r"[\w./:+@~%,=\-\[\]]+", re.ASCII)  # text that needs no quotes
+_QUOTED = reprlib.Repr()
+_QUOTED.maxstring = _QUOTED.maxother = 200
 
 
 class MegatronVLMError(ValueError):
-    """Base of the family: catch this to catch everything that a user can put right."""
+    """Base class: catch it to catch everything that a user can put right.
+
+    problem: predicate of the subject, such as "exceeds train.steps=5"; with a leading colon it is
+        a clause of its own, such as ": the model has no experts"
+    place: record, file or call where it happened, such as "train.jsonl line 3" or "optim_step"
+    key: configuration key, or field at that place, such as "parallel.tp" or "messages[0].role"
+    found: value that the key has
+    allowed: values that the key may have: a range, several choices, or a phrase
+    remedy: what to do about it, in the imperative; by default "give ALLOWED"
+    """
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        place: str = "",
+        key: str = "",
+        found: Any = NOT_GIVEN,
+        allowed: Any = None,
+        remedy: str = "",
+    ) -> None:
+        self.problem, self.place, self.key, self.found = problem, place, key, found
+        self.allowed, self.remedy = allowed, remedy
+        super().__init__(render(**self.fields()))
+
+    def fields(self) -> dict[str, Any]:
+        """The keyword arguments that make an equal error."""
+        names = ("problem", "place", "key", "found", "allowed", "remedy")
+        return {name: vars(self)[name] for name in names}
+
+    def within(self, place: str) -> Self:
+        """The same error, at a place that contains the former one."""
+        inner = self.place and f": {self.place}"
+        return type(self)(**self.fields() | {"place": place + inner})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = self.fields()
+        if self.found is NOT_GIVEN:  # pickle would copy the mark, which is known by identity
+            del fields["found"]
+        return _make, (type(self), fields)
+
+
+def _make(kind: type[MegatronVLMError], fields: dict[str, Any]) -> MegatronVLMError:
+    return kind(**fields)
 
 
 class ConfigError(MegatronVLMError):
@@ -13,20 +66,62 @@ class ConfigError(MegatronVLMError):
 
 
 class DataError(MegatronVLMError):
-    """A row or a batch that the model cannot take; names the row."""
+    """A row or a batch that the model cannot take."""
 
 
 class LostError(DataError):
-    """A process that read data is gone, such as one that was killed for its memory: starting again
-    may help."""
+    """A process that read data has ended, for example because it was killed for its memory.
+    Starting again may help."""
 
 
 class CheckpointError(MegatronVLMError):
-    """A checkpoint whose tensors are not the ones this model needs; lists them."""
+    """A checkpoint whose tensors are not the ones that this model needs."""
 
 
 class TrainError(MegatronVLMError):
-    """A run that cannot continue; says at which step and why."""
+    """A run that cannot continue."""
+
+
+def render(
+    problem: str = "",
+    *,
+    place: str = "",
+    key: str = "",
+    found: Any = NOT_GIVEN,
+    allowed: Any = None,
+    remedy: str = "",
+) -> str:
+    """The sentence `PLACE: KEY=FOUND PROBLEM; REMEDY`, without the parts that are not given."""
+    subject = key if found is NOT_GIVEN else f"{key}={show_value(found)}" if key else ""
+    if subject and problem:
+        subject += problem if problem.startswith(":") else f" {problem}"
+    clause = subject or problem.removeprefix(":").lstrip()
+    if not remedy and allowed is not None:
+        remedy = f"give {show_choices(allowed)}"
+    return "; ".join(filter(None, (": ".join(filter(None, (place, clause))), remedy)))
+
+
+def show_value(value: Any) -> str:
+    """A value as a configuration writes it; text of several words is quoted and shortened."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, str):
+        is_bare = len(value) <= 200 and _BARE.fullmatch(value)
+        return value if is_bare else _QUOTED.repr(value)
+    if isinstance(value, list | tuple) and len(value) <= 20:
+        return f"[{','.join(map(show_value, value))}]"
+    return _QUOTED.repr(value)
+
+
+def show_choices(allowed: Any) -> str:
+    """Choices as a phrase: `1, 2 or 4`, or `from 1 to 8` for a range."""
+    if isinstance(allowed, range):
+        return f"from {allowed[0]} to {allowed[-1]}"
+    if isinstance(allowed, str) or not isinstance(allowed, Iterable):
+        return allowed if isinstance(allowed, str) else show_value(allowed)
+    ordered = isinstance(allowed, list | tuple | Mapping)
+    choices = [show_value(choice) for choice in (allowed if ordered else sorted(allowed))]
+    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
 
 
 # What a disk or its owner refuses, wherever it meets us: no mistake of ours.
@@ -45,7 +140,7 @@ _REFUSALS = {
 
 
 def sentence(error: Exception) -> str | None:
-    """What a user is told in place of a traceback; None for what is no user's to put right."""
+    """The message that a user gets in place of a traceback, or None for a fault of the program."""
     if isinstance(error, MegatronVLMError):
         return str(error)
     if isinstance(error, OSError) and (remedy := _REFUSALS.get(error.errno or 0)) is not None:
