@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.chat.start import Settings
+from megatron_vlm.chat.settings import Settings
 from megatron_vlm.config.schema import CheckpointConfig, Config, LoraConfig, ModelConfig
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.row_maker import RowMaker

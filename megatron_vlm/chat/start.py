@@ -1,19 +1,15 @@
 """`megatron-vlm chat DIR`: its arguments, checked before the model is loaded, without torch."""
 
 import argparse
-import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from megatron_vlm.config.schema import PlatformName
+from megatron_vlm.chat.settings import PLATFORMS, Settings
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.early import check_model
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.paths import home_path, require_file
 
 _CONFIGS = ("config.json", "adapter_config.json")
-PLATFORMS = get_args(PlatformName)
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,24 +42,6 @@ def start_chat(args: argparse.Namespace) -> int:
     from megatron_vlm.chat.terminal import run_chat
 
     return run_chat(folder, adapter, args.image, args.video, args.prompt, settings)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How answers are made."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0  # 0: the likeliest token each time
-    seed: int = 0  # of sampled answers
-    platform: PlatformName = "auto"
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature}: give a finite number, 0 or more")
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: give at least 0")
 
 
 def find_model(given: str) -> tuple[str, Path | None]:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from torch import OutOfMemoryError
 
 from megatron_vlm.chat.conversation import AnswerStopped, Conversation
-from megatron_vlm.chat.start import Settings
+from megatron_vlm.chat.settings import Settings
 from megatron_vlm.display.text import visible
 from megatron_vlm.distributed.process import INTERRUPTED, say
 from megatron_vlm.errors import DataError, MegatronVLMError

@@ -1,0 +1,28 @@
+"""Settings of a chat, checked before torch is imported."""
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+from megatron_vlm.config.schema import PlatformName
+from megatron_vlm.errors import ConfigError
+
+PLATFORMS = get_args(PlatformName)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are made."""
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0  # 0: the likeliest token each time
+    seed: int = 0  # of sampled answers
+    platform: PlatformName = "auto"
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature {self.temperature}: give a finite number, 0 or more")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: give at least 0")
