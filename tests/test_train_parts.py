@@ -68,6 +68,8 @@ def test_a_run_that_would_end_within_its_warm_up_is_refused():
     assert announced(recipe, 200) == "200 samples, 7 steps of 64, 1 of them warm-up"
     streamed = replace(recipe, train=replace(cfg.train, steps=1000))
     assert announced(streamed, None) == "a stream, 1,000 steps of 64, 30 of them warm-up"
+    once = Config(train=TrainConfig(global_batch_size=2, steps=1))
+    assert announced(once, 9) == "9 samples, 1 step of 2, 0 of them warm-up"
 
 
 def _groups(worker: MegatronWorker) -> dict[str, tuple[float, float]]:

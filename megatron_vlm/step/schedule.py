@@ -33,7 +33,8 @@ def announced(cfg: Config, samples: int | None) -> str:
             f"train.global_batch_size={train.global_batch_size}{epochs}): the learning rate would "
             f"never be reached; {WARMUP_REMEDY}"
         )
-    return f"{data}, {total:,} steps of {train.global_batch_size:,}, {warmup:,} of them warm-up"
+    steps = f"{total:,} step{'s' * (total > 1)} of {train.global_batch_size:,}"
+    return f"{data}, {steps}, {warmup:,} of them warm-up"
 
 
 def lr_at(optim: OptimConfig, step: int, total: int) -> float:
