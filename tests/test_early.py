@@ -142,8 +142,8 @@ RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port
         ("cli", "serve model.path={base} " + SERVE, "torch", signal.SIGTERM),
         ("cli", "--debug eval {base} data.eval={data}", "torch", signal.SIGTERM),
         ("train", "{ok}", "torch", signal.SIGTERM),
-        ("rl.learn", "{ok} " + RL, "torch", signal.SIGTERM),
-        ("service.run", "model.path={base} " + SERVE, "torch", signal.SIGTERM),
+        ("rl", "{ok} " + RL, "torch", signal.SIGTERM),
+        ("serve", "model.path={base} " + SERVE, "torch", signal.SIGTERM),
         ("evaluation.command", "{base} data.eval={data}", "torch", signal.SIGTERM),
     ],
 )

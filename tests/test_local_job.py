@@ -1,6 +1,7 @@
 # .venv/bin/python -m pytest tests/test_local_job.py
 """The processes of a job start and end together; its exit status says how it ended."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -108,7 +109,7 @@ if __name__ == "__main__":
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     cfg = Config(platform="cpu", launch=LaunchConfig(max_restarts=restarts))
-    assert launch(cfg, "alone", "run", [str(tmp_path)]) == status
+    assert launch(cfg, "alone", importlib.import_module("alone").run, [str(tmp_path)]) == status
     pids = (tmp_path / "attempts").read_text().split()
     assert len(pids) == 1 + restarts and (str(os.getpid()) in pids) == (not restarts)
 

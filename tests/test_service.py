@@ -395,7 +395,7 @@ def little_memory(running: Running, more: int, last: int = 0) -> Iterator[None]:
     """The processes that compute, or so many of the last ones, may have so many bytes more than
     they have now."""
     free, every = resource.RLIM_INFINITY, descendants(running.process.pid)
-    ranks = [p for p in every if b"service.run" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    ranks = [p for p in every if b"megatron_vlm.serve" in Path(f"/proc/{p}/cmdline").read_bytes()]
     pids = (ranks or every)[-last:]
     for pid in pids:
         size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()

@@ -12,7 +12,7 @@ from megatron_vlm.config.listing import ListingFormatter, listing
 from megatron_vlm.demo.command import add_shapes_arguments, add_tiny_arguments, shapes, tiny
 from megatron_vlm.display.text import visible
 from megatron_vlm.early import check_records, check_run
-from megatron_vlm.evaluation.command import add_arguments, held_in_place, locate
+from megatron_vlm.evaluation.command import add_arguments, held_in_place, locate, run_eval
 from megatron_vlm.model.constraints import check_supported
 from megatron_vlm.rl.command import add_rl_arguments, rl
 from megatron_vlm.run.model import with_commit, with_model
@@ -116,9 +116,10 @@ def _train(args: argparse.Namespace) -> int:
 
         return dry_run(cfg)
     from megatron_vlm.launch.launch import launch
+    from megatron_vlm.train import run_train
 
     cfg = with_model(cfg)
-    return launch(cfg, "megatron_vlm.train", "run_train", with_commit(arguments, cfg))
+    return launch(cfg, "megatron_vlm.train", run_train, with_commit(arguments, cfg))
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -141,7 +142,7 @@ def _eval(args: argparse.Namespace) -> int:
             arguments += ["--predictions", args.predictions]
         from megatron_vlm.launch.launch import launch
 
-        return launch(cfg, "megatron_vlm.evaluation.command", "run_eval", arguments)
+        return launch(cfg, "megatron_vlm.evaluation.command", run_eval, arguments)
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

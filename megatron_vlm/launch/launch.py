@@ -1,10 +1,9 @@
 """Start the processes of a command, unless torchrun, Slurm or Ray has already started them."""
 
-import importlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.validate import processes_for
@@ -33,18 +32,20 @@ def ray_address(cfg: Config) -> str:
     return address
 
 
-def launch(cfg: Config, module: str, function: str, arguments: Sequence[str]) -> int:
-    """Run `module.function(arguments)` in as many processes as the layout needs; the exit
-    status."""
-    command = getattr(importlib.import_module(module), function)
+def launch(
+    cfg: Config, module: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]
+) -> int:
+    """Run `command(arguments)` in as many processes as the layout needs, and return the exit
+    status. Processes that are started here run `python -m module arguments`, which does the
+    same."""
     if under_launcher():
         return run_process(command, arguments)
-    if cfg.launch.backend == "ray" and function in ("run_train", "run_rl", "run_serve"):
+    if cfg.launch.backend == "ray" and command.__name__ in ("run_train", "run_rl", "run_serve"):
         check_ray()
         address = ray_address(cfg)
         from megatron_vlm.launch.ray_job import run_ray_job
 
-        return run_ray_job(cfg, arguments, address, (module, function))
+        return run_ray_job(cfg, arguments, address, (command.__module__, command.__name__))
     gpus = 0
     if cfg.platform != "cpu":
         from megatron_vlm.distributed.device import count_gpus  # it imports torch

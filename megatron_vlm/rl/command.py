@@ -28,6 +28,7 @@ def rl(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config
     from megatron_vlm.config.rl import check_rl
     from megatron_vlm.launch.launch import launch
+    from megatron_vlm.rl.learn import run_rl
 
     file, arguments = configured(args)
     cfg = load_config(args.overrides, file)
@@ -35,4 +36,4 @@ def rl(args: argparse.Namespace) -> int:
     check_run(cfg)
     check_unnamed(cfg, args.overrides, file)
     cfg = with_model(cfg)
-    return launch(cfg, "megatron_vlm.rl.learn", "run_rl", with_commit(arguments, cfg))
+    return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))

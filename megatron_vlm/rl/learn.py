@@ -1,15 +1,14 @@
-"""Learning from samples: `torchrun ... -m megatron_vlm.rl.learn key=value ...` runs it on every
-rank. Answers are drawn, rewards say which are better, and those become likelier.
+"""Learning from samples: `torchrun ... -m megatron_vlm.rl key=value ...` runs it on every rank.
+Answers are drawn, rewards say which are better, and those become likelier.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config.rl import check_rl
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.process import rank_of_process, run_process
+from megatron_vlm.distributed.process import rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.step.schedule import lr_at
 from megatron_vlm.train import composed
@@ -50,8 +49,4 @@ def learn_step(school: "School", step: int) -> None:
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and learn, on one rank; its exit status."""
-    return learn(composed("megatron_vlm.rl.learn", arguments, check_rl), signals)
-
-
-if __name__ == "__main__":
-    sys.exit(run_process(run_rl, sys.argv[1:]))
+    return learn(composed("megatron_vlm.rl", arguments, check_rl), signals)

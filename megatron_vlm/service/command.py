@@ -28,6 +28,7 @@ def serve(args: argparse.Namespace) -> int:
     from megatron_vlm.config import load_config
     from megatron_vlm.config.serve import check_serve
     from megatron_vlm.launch.launch import launch
+    from megatron_vlm.service.run import run_serve
 
     for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
         if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -37,7 +38,7 @@ def serve(args: argparse.Namespace) -> int:
     check_serve(cfg)
     check_run(cfg)
     cfg = with_model(cfg)
-    return launch(cfg, "megatron_vlm.service.run", "run_serve", with_commit(arguments, cfg))
+    return launch(cfg, "megatron_vlm.serve", run_serve, with_commit(arguments, cfg))
 
 
 def add_serve_key_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,10 @@
-"""The service on every rank: `torchrun ... -m megatron_vlm.service.run key=value ...`.
+"""The service on every rank: `torchrun ... -m megatron_vlm.serve key=value ...`.
 
 Rank 0 answers clients, and all ranks compute. Nothing heavy is imported before the configuration
 has been checked.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, configured, parse
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.serve import check_serve
-from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, run_process, say
+from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, say
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.early import check_run
 from megatron_vlm.run.folder import held_folder
@@ -78,14 +77,10 @@ def _lead(cfg: Config, orders: "ModelOrders", opened: ExitStack) -> None:
 
 def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
     """Compose the configuration and serve, on one rank; its exit status."""
-    parser = argparse.ArgumentParser("python -m megatron_vlm.service.run", allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m megatron_vlm.serve", allow_abbrev=False)
     add_overrides(parser)
     args = parse(parser, arguments)
     cfg = load_config(args.overrides, configured(args)[0])
     check_serve(cfg)
     check_run(cfg)
     return serve(with_model(cfg), signals)
-
-
-if __name__ == "__main__":
-    sys.exit(run_process(run_serve, sys.argv[1:]))

@@ -96,9 +96,10 @@ def agree(args: argparse.Namespace) -> int:
         cfg, _ = located(where, args.overrides, file)
         check_run(cfg)
         from megatron_vlm.launch.launch import launch
+        from megatron_vlm.tools.agreement.command import run_agree
 
         words = [where, *with_commit(arguments, cfg), *settings.words]
-        status = launch(cfg, "megatron_vlm.tools.agreement.command", "run_agree", words)
+        status = launch(cfg, "megatron_vlm.tools.agreement.command", run_agree, words)
     return FAILED if status == UNLIKE else status
 
 
