@@ -13,9 +13,10 @@ import torch
 from record import record
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from megatron_vlm import Row
 from megatron_vlm.data.batch.batching import Limits, RowSize, measure, naive_plan, plan_batch
 from megatron_vlm.data.batch.micro_batch import collate
-from megatron_vlm.data.encode.row import PlacedRow, Row
+from megatron_vlm.data.encode.row import PlacedRow
 from megatron_vlm.data.media.images import (
     ImageSettings,
     expand_patches,

@@ -17,10 +17,10 @@ from record import record
 from transformers import AutoTokenizer, Qwen3VLMoeForConditionalGeneration
 from transformers.utils import logging
 
+from megatron_vlm import Row, write_tiny
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, write_tiny
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS
 from megatron_vlm.hf.source import HFCheckpoint
 
 DENSE = SPECS["_2b_shares"]

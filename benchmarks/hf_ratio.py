@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
+from megatron_vlm import Config, MegatronWorker, Row, TinySpec, write_tiny
 from megatron_vlm.config.schema import (
-    Config,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -34,14 +34,13 @@ from megatron_vlm.config.schema import (
     TrainConfig,
 )
 from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
+from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.planner.auto import decide, with_layers
 from megatron_vlm.planner.shapes import Mix
 from megatron_vlm.products import take_faster_products
-from megatron_vlm.worker import MegatronWorker
 
 WARM_UP, REPEATS = 2, 10
 LEARNING_RATE = 1e-5

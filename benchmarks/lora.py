@@ -16,10 +16,10 @@ from record import record
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
+from megatron_vlm import Config, Row, write_tiny
 from megatron_vlm.config.lora import USUAL
-from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, write_tiny
+from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.planner.memory import stage_memory
 

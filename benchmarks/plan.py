@@ -27,9 +27,10 @@ from record import record
 from row_sizes import sizes_of_row
 from transformers.utils import logging
 
-from megatron_vlm.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, train_tokenizer, write_tiny
+from megatron_vlm import Config, Row, TinySpec, write_tiny
+from megatron_vlm.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS, train_tokenizer
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
@@ -111,7 +112,7 @@ def serve(path: str, split: Sequence[int], rank: int, port: int, pipe: Connectio
     torch.set_num_threads(1)
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_vlm.worker import MegatronWorker
+    from megatron_vlm import MegatronWorker
 
     spent: dict[str, list[float]] = {"forward_step": [], "backward_step": []}
 

@@ -20,9 +20,8 @@ from transformers import AutoTokenizer
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.utils import logging
 
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, write_tiny
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm import MegatronWorker, Row, write_tiny
+from megatron_vlm.demo.tiny import SPECIAL_TOKENS
 
 REPEATS = 5
 SPEC = SPECS["_2b_shares"]

@@ -1,6 +1,7 @@
 """A row as the planner knows it."""
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm import Row
+from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.planner.shapes import BatchSizes
 
 

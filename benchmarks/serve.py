@@ -26,20 +26,19 @@ import numpy as np
 import torch
 from record import record
 
-from megatron_vlm.config.schema import (
+from megatron_vlm import (
+    AdamStep,
     Config,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
+    MegatronWorker,
+    Row,
+    SamplingSettings,
+    TinySpec,
+    write_tiny,
 )
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
+from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.service.front.keys import add_key
 from megatron_vlm.step.backward import LossCall, run_backward
-from megatron_vlm.step.completions import SamplingSettings
-from megatron_vlm.step.optimizer import AdamStep
-from megatron_vlm.worker import MegatronWorker
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.pool import free_port

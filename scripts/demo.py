@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-from megatron_vlm.demo.shapes import COLOURS
+from megatron_vlm import COLOURS
 
 WANTED = 0.9  # exact match on held-out questions
 TINY = "--layers 3 --hidden 96 --heads 8 --head-dim 16 --vision-depth 2 --vision-hidden 64"

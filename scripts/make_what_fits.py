@@ -11,8 +11,9 @@ from pathlib import Path
 
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
+from megatron_vlm import Config
 from megatron_vlm.config.lora import USUAL
-from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
 from megatron_vlm.family import qwen3_vl_moe
 from megatron_vlm.family.qwen3_vl import sizes_of

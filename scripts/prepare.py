@@ -16,10 +16,10 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+from megatron_vlm import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.display.text import visible
-from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.paths import require_file
 
 _ORIENTATION = 0x0112  # the EXIF tag

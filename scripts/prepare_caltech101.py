@@ -21,7 +21,7 @@ from typing import Any
 import datasets
 from prepare import Output, holds_tables, open_dataset, output, rgb_picture, run
 
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm import ConfigError, DataError
 
 LONGEST = 480
 QUESTION = "What is the name of the subject in this photo?"

@@ -15,7 +15,7 @@ from typing import Any
 
 from prepare import Output, open_dataset, output, rgb_picture, rows, run
 
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm import ConfigError, DataError
 
 
 def main(argv: list[str]) -> None:

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.config.schema import Config, ModelConfig, TrainConfig
+from megatron_vlm import Config, MegatronWorker
+from megatron_vlm.config.schema import ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family import packed
 from megatron_vlm.family.packed import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
 from megatron_vlm.model.chains import Chains
-from megatron_vlm.worker import MegatronWorker
 
 
 def timed(step: Callable[[], Any], count: int) -> float:

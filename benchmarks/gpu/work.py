@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_vlm.config.schema import Config, ModelConfig
+from megatron_vlm import Config, Row, TinySpec
+from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.demo.tiny import TinySpec, tiny_config, train_tokenizer, write_processor
+from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.demo.tiny import tiny_config, train_tokenizer, write_processor
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.qwen3_vl import sizes_of
 from megatron_vlm.planner.memory import USABLE, stage_memory

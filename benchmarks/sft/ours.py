@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_vlm.config import load_config
+from megatron_vlm import load_config
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.run.run import Run
 from megatron_vlm.train import train_step

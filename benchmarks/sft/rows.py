@@ -12,7 +12,7 @@ import numpy as np
 from hf_ratio import SPECS
 from PIL import Image
 
-from megatron_vlm.demo.tiny import write_tiny
+from megatron_vlm import write_tiny
 
 PHOTOGRAPHS = 36
 # About 30 M parameters; head, decoder and tower have the shares of Qwen3-VL 2B.

@@ -16,8 +16,7 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.demo.shapes import SHAPES, Scene, Shape, draw
-from megatron_vlm.rl.environment import EnvStep
+from megatron_vlm import SHAPES, EnvStep, Scene, Shape, draw
 
 SIDE = 64  # of a half of the picture, which a crop shows
 SIZE = 28

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from megatron_vlm.demo.shapes import ShapesSpec, write_shapes
-from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm import ShapesSpec, TinySpec, write_shapes, write_tiny
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
