@@ -15,7 +15,7 @@ import pytest
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims, loads_data
-from megatron_vlm.early import check_data, check_model
+from megatron_vlm.early import check_data, check_model, check_run
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.early import Counts, read_counts
@@ -241,6 +241,22 @@ def test_fields_are_refused_by_name_where_they_are_refused_later(tiny, tmp_path)
 def test_what_json_cannot_tell_is_left_to_transformers(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     assert read_counts(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("given", [{}, {"deepstack_visual_indexes": None}])
+def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_path):
+    """transformers has a list of its own then; heads, widths and experts are those of the file."""
+    folder = changed(places["base"], tmp_path / "model", {})
+    config = json.loads((folder / "config.json").read_text())
+    del config["vision_config"]["deepstack_visual_indexes"]
+    config["vision_config"] |= given
+    (folder / "config.json").write_text(json.dumps(config))
+    assert check_model(str(folder)) == Counts(4, 4, 2, 176, None)
+    for words in ("parallel.tp=3", "parallel.ep=2 launch.processes=2"):
+        cfg = load_config([f"model.path={folder}", *words.split()])
+        with pytest.raises(ConfigError, match=words.split()[0]):
+            check_run(cfg)
+    check_run(load_config([f"model.path={folder}", "parallel.tp=2"]))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Counts:
     heads: int
     kv_heads: int
     ffn: int
-    deepstack: int
+    deepstack: int | None  # None where transformers fills in a list of its own
     experts: int = 0
 
 
@@ -102,18 +102,19 @@ def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Itera
 
 def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
     heads = text.get("num_attention_heads")
-    marks = vision.get("deepstack_visual_indexes")
+    blocks = vision.get("deepstack_visual_indexes")
+    deepstack = len(blocks) if isinstance(blocks, list) else None
+    experts = text.get("num_experts", text.get("num_local_experts", 0))
     found: list[Any] = [
         text.get("num_hidden_layers"),
         heads,
         text.get("num_key_value_heads", heads),
         text.get("intermediate_size"),
-        len(marks) if isinstance(marks, list) else None,
-        text.get("num_experts", text.get("num_local_experts", 0)),
+        experts,
     ]
-    if all(type(each) is int and each >= 0 for each in found):
-        return Counts(*found)
-    return None
+    if not all(type(each) is int and each >= 0 for each in found):
+        return None
+    return Counts(*found[:-1], deepstack, experts)
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def check_supported(cfg: Config) -> None:
 def check_layout(counts: Counts, dims: ParallelDims) -> None:
     """Refuse a layout that does not divide the model."""
     dims.check_divides(counts.heads, counts.kv_heads, counts.ffn)
-    if counts.deepstack > counts.layers:
+    if (counts.deepstack or 0) > counts.layers:
         raise ConfigError(
             f"the vision tower feeds {counts.deepstack} DeepStack layers, but the decoder has "
             f"{counts.layers}; the checkpoint's config.json is not a Qwen3-VL one"
