@@ -22,7 +22,10 @@ import pytest
 import zstandard
 from pydantic import ValidationError
 
+from megatron_vlm.config import load_config
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.service.front.app import make_app
 from megatron_vlm.service.front.bodies import place_of
 from megatron_vlm.service.front.desk import ServerFacts, Waiters
@@ -34,6 +37,7 @@ from megatron_vlm.service.journal.accept import Bounds
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.sweep import Keep
 from megatron_vlm.service.journal.values import Outcome
+from megatron_vlm.service.opening import facts_of
 from megatron_vlm.service.wire.schema import message
 from tests.mutation import DEEP, mutate_bytes, mutate_json
 from tests.stand_in_calls import StandIn, opened
@@ -1045,3 +1049,13 @@ def test_every_flag_of_the_client_is_said(service):
     models = service.get("get_server_capabilities")["supported_models"]
     assert [model["model_name"] for model in models] == ["tiny/model", "tiny"]
     assert service.post("telemetry", {"events": []}) == {"status": "accepted"}
+
+
+@pytest.mark.parametrize(("experts", "arch"), [(0, "qwen3_vl"), (4, "qwen3_vl_moe")])
+def test_clients_are_told_the_type_of_the_model(experts, arch, tiny):
+    path = tiny(experts=experts) if experts else tiny()
+    cfg = load_config([f"model.path={path}", "run=run"])
+    source = HFCheckpoint(path)
+    dims = ParallelDims.create(cfg.parallel, 1, source.sizes.text.layers)
+    facts = facts_of(cfg, source, dims)
+    assert (facts.arch, facts.vocabulary) == (arch, source.sizes.text.vocab)

@@ -10,7 +10,9 @@ from megatron_vlm import __version__
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.encode.chat import END
 from megatron_vlm.data.encode.tokenizer import read_tokenizer, stop_ids
+from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.source import HFCheckpoint
 from megatron_vlm.hub import folder_of
 from megatron_vlm.sampling import EngineSettings
 from megatron_vlm.sampling.engines import Engines, side_by_side
@@ -65,7 +67,8 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
         drawer.start()
     service = Service(cfg, orders, journal, readings, drawer)
     service.residents.remove_strangers()
-    app = make_app(journal, limits, keys, _facts(cfg, orders), service.gauges)
+    facts = facts_of(cfg, base.source, base.dims)
+    app = make_app(journal, limits, keys, facts, service.gauges)
     front = FrontServer(app, cfg.serve.host, cfg.serve.port)
     port = front.start()
     host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host
@@ -116,16 +119,16 @@ def _stop_words(cfg: Config) -> StopWords:
     return StopWords(ends, special.get)
 
 
-def _facts(cfg: Config, orders: ModelOrders) -> ServerFacts:
-    sizes, dims = orders.models.base.source.sizes, orders.models.base.dims
+def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFacts:
+    """Describe the server and its model to clients."""
     names = dict.fromkeys([cfg.serve.name or cfg.model.path, cfg.model.path])
     return ServerFacts(
         tuple(names),
-        sizes.text.max_positions,
+        source.sizes.text.max_positions,
         cfg.model.path,
-        "qwen3_vl",
+        source.family.model_type,
         __version__,
         cfg.serve.url,
         f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
-        sizes.text.vocab,
+        source.sizes.text.vocab,
     )
