@@ -117,10 +117,8 @@ def read_ask(
         tuple(sorted(texts)),
         tempered=True,
     )
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        # Said here, since others are drawn with it.
-        if (count := getattr(form, name)) > reader.tokens.vocab:
-            raise RequestError(f"{name}: {count}, and the model has {reader.tokens.vocab} tokens")
+    # A request may have been accepted before a restart with another vocabulary.
+    forms.check_top_k(form, reader.tokens.vocab)
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
         raise RequestError("prompt_logprobs_last_n needs prompt_logprobs")
     asked = form.target_prompt_logprobs

@@ -25,12 +25,13 @@ from megatron_vlm.service.front.limits import RequestLimits
 from megatron_vlm.service.front.metrics import Metrics
 from megatron_vlm.service.front.page import service_page
 from megatron_vlm.service.front.refusals import add_handlers, refusal
-from megatron_vlm.service.front.routes import Answer, AtDesk, Key
+from megatron_vlm.service.front.routes import AtDesk, Key
 from megatron_vlm.service.journal.journal import Journal
 
 SWEEP_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 _pages = APIRouter()
+_pages.add_api_route("/healthz", service_routes.healthz)  # beside /api/v1/healthz
 
 
 def make_app(
@@ -84,12 +85,6 @@ def _name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-@_pages.get("/healthz")
-async def healthz() -> Answer:
-    """Whether the server answers. Needs no key."""
-    return {"status": "ok"}
 
 
 @_pages.get("/metrics")

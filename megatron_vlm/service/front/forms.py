@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, 
 
 from megatron_vlm.errors import DataError
 from megatron_vlm.service.journal.values import checked_name
+from megatron_vlm.service.wire.values import RequestError
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 Seq = Annotated[int, Field(ge=1, lt=2**62)]
@@ -288,3 +289,12 @@ class SampleForm(JsonForm):
                 "such as loss_fn=importance_sampling"
             )
         return value
+
+
+def check_top_k(form: SampleForm, tokens: int) -> None:
+    """Refuse to list more of the likeliest tokens than the model has."""
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if (count := getattr(form, name)) > tokens:
+            raise RequestError(
+                f"{name} is {count}, and the model has {tokens} tokens; give at most that"
+            )

@@ -86,7 +86,8 @@ async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
         form = desk.read(body, forms.SampleForm)
     try:
         _check(form, desk.limits)
-        _check_vocabulary(form, desk.facts.vocabulary)
+        if desk.facts.vocabulary is not None:
+            forms.check_top_k(form, desk.facts.vocabulary)
     except RequestError as error:
         raise Refused(422, str(error)) from error
     own_sampler(desk, key, form.sampling_session_id)
@@ -165,15 +166,6 @@ def _check(form: forms.SampleForm, limits: RequestLimits) -> None:
     pictures = [chunk for chunk in chunks if chunk.get("type") != "encoded_text"]
     tokens = sum(_length(chunk) for chunk in chunks)
     check_chunks("prompt", len(chunks), len(pictures), tokens, limits)
-
-
-def _check_vocabulary(form: forms.SampleForm, tokens: int | None) -> None:
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if tokens is not None and getattr(form, name) > tokens:
-            raise RequestError(
-                f"{name} is {getattr(form, name)}, and the model has {tokens} tokens; give at most "
-                "that"
-            )
 
 
 def _length(chunk: Mapping[str, Any]) -> int:
