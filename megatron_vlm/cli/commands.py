@@ -23,7 +23,8 @@ from megatron_vlm.service.command import (
     serve,
     serve_key,
 )
-from megatron_vlm.tools.agreement.start import add_agree_arguments, agree
+from megatron_vlm.tools.agreement.agree import agree
+from megatron_vlm.tools.agreement.start import add_agree_arguments
 from megatron_vlm.tools.planning.arguments import add_plan_arguments
 
 

@@ -1,5 +1,8 @@
-"""What depends on the model's family. To add one, write a module beside qwen3_vl.py and list its
-Family here; nothing outside this room reads the fields of config.json.
+"""What depends on the model's family: the fields of config.json, tensors, the vision tower.
+
+A family whose layers have the form of Qwen3-VL's is a module beside qwen3_vl.py, listed in
+`families`, and a table of its fields, listed in early.py. docs/architecture.md says what a family
+with other layers needs.
 
 Importing this file, early.py and the tables of fields imports neither torch nor transformers."""
 

@@ -1,4 +1,4 @@
-"""`megatron-vlm agree WHERE`: its arguments, checked without torch, and the start of its ranks."""
+"""Arguments of `megatron-vlm agree WHERE`, checked without torch."""
 
 import argparse
 import math
@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_vlm.config import ConfigFile
-from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.config.arguments import add_overrides
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.distributed.process import FAILED, UNLIKE
-from megatron_vlm.early import check_run
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.evaluation.command import held_in_place, locate
-from megatron_vlm.run.model import with_commit
+from megatron_vlm.evaluation.command import locate
 
 
 def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,31 +73,6 @@ class AgreeSettings:
         """As the other processes are given them."""
         given = {name.replace("_", "-"): value for name, value in vars(self).items()}
         return [f"--{name}={value}" for name, value in given.items() if value is not None]
-
-
-def agree(args: argparse.Namespace) -> int:
-    """prove that an engine and the trainer see the same
-
-    Ask vLLM and the trainer the same prompts, those of data.eval or else of data.train, each up to
-    its last answer: are the ids equal, the grids, the patches, and the log-probs of the tokens that
-    the engine drew those that the trainer gives them, in the layout of parallel.*? The exit status
-    is 1 where they are not.
-
-    example: megatron-vlm agree runs/first --engine .venv-vllm/bin/python parallel.tp=2
-    parallel.pp=2 --html agree.html. A run and its checkpoints bring their configuration, and the
-    engine is given their weights by the trainer; a Hugging Face folder it loads itself.
-    """
-    settings = AgreeSettings.of(args)
-    file, arguments = configured(args)
-    with held_in_place(args.where) as where:
-        cfg, _ = located(where, args.overrides, file)
-        check_run(cfg)
-        from megatron_vlm.launch.launch import launch
-        from megatron_vlm.tools.agreement.command import run_agree
-
-        words = [where, *with_commit(arguments, cfg), *settings.words]
-        status = launch(cfg, "megatron_vlm.tools.agreement.command", run_agree, words)
-    return FAILED if status == UNLIKE else status
 
 
 def located(
