@@ -22,10 +22,15 @@ _NICER = 10  # than the trainer, of 19
 _GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
 _LESS = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
 _SIGNALS = {
-    signal.SIGKILL: ", as the kernel does where memory runs out: give the job more memory, or "
-    + _LESS,
-    signal.SIGBUS: ", as happens where shared memory runs out: enlarge /dev/shm (`docker run "
-    f"--shm-size`), or {_LESS}; or where a file became shorter while it was read",
+    signal.SIGKILL: (
+        ", as the kernel does where memory runs out",
+        f"give the job more memory, or {_LESS}",
+    ),
+    signal.SIGBUS: (
+        ", as happens where shared memory runs out, or where a file became shorter while it was "
+        "read",
+        f"enlarge /dev/shm (`docker run --shm-size`), or {_LESS}",
+    ),
 }
 
 
@@ -93,19 +98,21 @@ def _next(results: Any) -> Any:
             time.sleep(0.05)
         if lost is None:
             raise
-        raise LostError(lost) from error
+        raise lost from error
 
 
-def _lost(results: Any) -> str | None:
-    """What is said of the first worker process that failed."""
+def _lost(results: Any) -> LostError | None:
+    """Make the error of the first worker process that failed."""
     for number, worker in enumerate(results._workers):
         if worker.exitcode is not None and worker.exitcode != 0:
             name = f"data worker {number} (process {worker.pid})"
             if worker.exitcode > 0:
-                return f"{name} ended with exit status {worker.exitcode}; see what it said before"
+                status = f"ended with exit status {worker.exitcode}"
+                return LostError(status, place=name, remedy="see its messages above")
             number_of_signal = signal.Signals(-worker.exitcode)
-            why = _SIGNALS.get(number_of_signal, "")
-            return f"{name} was killed by {number_of_signal.name}{why}"
+            why, remedy = _SIGNALS.get(number_of_signal, ("", ""))
+            killed = f"was killed by {number_of_signal.name}{why}"
+            return LostError(killed, place=name, remedy=remedy)
     return None
 
 

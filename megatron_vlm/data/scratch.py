@@ -44,9 +44,12 @@ def socket_folder() -> Path:
             if _has_room(short := _folder_of(os.getpid(), parent)):
                 return short
     raise ConfigError(
-        f"TMPDIR={tempfile.gettempdir()}: the name of a socket in {folder} is longer than Linux "
-        f"allows, and none of {', '.join(_SHORT)} can be written; set TMPDIR to a folder with a "
-        f"name of at most {_LONGEST - len(folder.name) - 1} bytes"
+        f": the name of a socket in {folder} is longer than Linux allows, and none of "
+        f"{', '.join(_SHORT)} can be written",
+        key="TMPDIR",
+        found=tempfile.gettempdir(),
+        remedy="set TMPDIR to a folder with a name of at most "
+        f"{_LONGEST - len(folder.name) - 1} bytes",
     )
 
 

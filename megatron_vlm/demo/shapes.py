@@ -112,7 +112,9 @@ def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
     easy = replace(spec, kinds=("shape",), max_shapes=1)
     out = Path(out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; choose a new folder for the shapes")
+        raise ConfigError(
+            "is not empty", place=str(out), remedy="choose a new folder for the shapes"
+        )
     (out / "images").mkdir(parents=True)
     drawn: set[Scene] = set()
     splits = [("eval", spec.eval, spec), ("train", spec.train, spec)]
@@ -220,8 +222,10 @@ class _Maker:
             if found:
                 return found
         raise ConfigError(
-            f"no picture for a question of {kind!r} after {len(self.drawn)} others: lower "
-            f"train={self.spec.train} and eval={self.spec.eval}, or widen sides={self.spec.sides}"
+            f": after {len(self.drawn)} pictures there is no other for a question of {kind!r}",
+            key="train",
+            found=self.spec.train,
+            remedy=f"lower train and eval={self.spec.eval}, or widen sides={self.spec.sides}",
         )
 
     def _rarest(self, candidates: list[_Asked]) -> _Asked:
@@ -279,21 +283,31 @@ def _check(spec: ShapesSpec) -> None:
     asked = [kind for kind in spec.kinds if kind in ABOUT_ONE_PICTURE]
     if not spec.kinds or not set(spec.kinds) <= set(KINDS) or ("chat" in spec.kinds and not asked):
         raise ConfigError(
-            f"kinds={spec.kinds}: choose from {', '.join(KINDS)}; a chat also needs one of "
-            f"{', '.join(ABOUT_ONE_PICTURE)}"
+            key="kinds",
+            found=spec.kinds,
+            allowed=KINDS,
+            remedy=f"choose from {', '.join(KINDS)}; a chat also needs one of "
+            f"{', '.join(ABOUT_ONE_PICTURE)}",
         )
-    if min(spec.train, spec.eval, spec.easy) < 0:
-        raise ConfigError(
-            f"train={spec.train}, eval={spec.eval}, easy={spec.easy}: a count is 0 or more"
-        )
-    if spec.step < 1 or min(spec.sizes, default=0) < 16:
-        raise ConfigError(f"step={spec.step}, sizes={spec.sizes}: give 1 or more, and 16 or more")
+    for key in ("train", "eval", "easy"):
+        if getattr(spec, key) < 0:
+            raise ConfigError(key=key, found=getattr(spec, key), allowed="a count of 0 or more")
+    if spec.step < 1:
+        raise ConfigError(key="step", found=spec.step, allowed="1 or more")
+    if min(spec.sizes, default=0) < 16:
+        raise ConfigError(key="sizes", found=spec.sizes, allowed="16 or more each")
     if min(spec.sides, default=0) < spec.cell:
-        raise ConfigError(f"sides={spec.sides}: {spec.sizes} need at least {spec.cell} pixels")
+        raise ConfigError(
+            f": sizes={list(spec.sizes)} need at least {spec.cell} pixels",
+            key="sides",
+            found=spec.sides,
+        )
     room = (max(spec.sides) // spec.cell) ** 2
     fewest = 2 if "count" in spec.kinds else 1  # with one shape, every count is 1
     if not fewest <= spec.max_shapes <= room:
         raise ConfigError(
-            f"max_shapes={spec.max_shapes}: kinds={spec.kinds} need at least {fewest}, and "
-            f"sides={spec.sides} have room for {room} of sizes={spec.sizes}"
+            f": kinds={spec.kinds} need at least {fewest}, and sides={spec.sides} have room for "
+            f"{room} of sizes={spec.sizes}",
+            key="max_shapes",
+            found=spec.max_shapes,
         )

@@ -39,7 +39,9 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
     """Write the checkpoint folder. The same spec gives the same bytes."""
     out = Path(out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; choose a new folder for the tiny checkpoint")
+        raise ConfigError(
+            "is not empty", place=str(out), remedy="choose a new folder for the tiny checkpoint"
+        )
     tokenizer = train_tokenizer(spec.vocab)
     config = tiny_config(spec, tokenizer)
     config.dtype = dtype
@@ -150,8 +152,10 @@ def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
     size = vocab - len(SPECIAL_TOKENS)
     if size < 256:
         raise ConfigError(
-            f"vocab={vocab} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens; "
-            f"choose at least {256 + len(SPECIAL_TOKENS)}"
+            f"is too small for 256 bytes and {len(SPECIAL_TOKENS)} special tokens",
+            key="vocab",
+            found=vocab,
+            allowed=f"at least {256 + len(SPECIAL_TOKENS)}",
         )
     qwen = Qwen2Tokenizer().backend_tokenizer
     core = Tokenizer(models.BPE())

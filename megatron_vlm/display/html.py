@@ -26,7 +26,9 @@ def save_page(path: str, page: str) -> None:
     try:
         home_path(path).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html {path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", key="--html", found=path
+        ) from error
 
 
 class Html(str):

@@ -86,8 +86,10 @@ def ranking(
             alive()
             if (right := voice.text(question.answer_ids)) not in stripped:
                 raise DataError(
-                    f"the answer {right!r} is not among the {len(texts)} candidates with the "
-                    f"prefill, such as {texts[0]!r}; correct eval.candidates or eval.prefill"
+                    f"lacks the answer {right!r} among its {len(texts)} with the prefill, such as "
+                    f"{texts[0]!r}",
+                    key="eval.candidates",
+                    remedy="correct eval.candidates or eval.prefill",
                 )
             log_probs = candidate_log_probs(stage, question.prompt, ids, rows)
             found.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())

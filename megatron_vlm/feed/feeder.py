@@ -142,7 +142,9 @@ def _check_same(mine: Fingerprint, device: torch.device) -> None:
         differences = [*found[0].changed_order(other), *found[0].changed_rows(other)]
         if differences:
             raise DataError(
-                f"rank {rank} sees other data than rank 0 ({'; '.join(differences)}): their files "
-                "differ, or one of them could not read a record; all machines need the same "
-                "data.train and image_root"
+                f"differs from that of rank 0 ({'; '.join(differences)}): their files differ, or "
+                "one of them could not read a record",
+                place=f"rank {rank}",
+                key="data.train",
+                remedy="give all machines the same data.train and image_root",
             )

@@ -29,7 +29,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> Mix:
     lengths, weights = tuple(map(len, sources)), tuple(spec.weight for spec in specs)
     epoch = Order(lengths, weights, cfg.data.seed, cfg.data.shuffle).epoch(0)
     if not len(epoch):
-        raise DataError("data.train has no records")
+        raise DataError("has no records", key="data.train")
     places = np.unique(np.linspace(0, len(epoch) - 1, _RECORDS).astype(int))
     encoder = make_encoder(cfg.model.path, cfg.data)
     readers = [make_reader(encoder, cfg.data, sizes, source.root) for source in sources]
@@ -45,8 +45,9 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> Mix:
     rows = tuple(map(sizes_of_sample, samples()))
     if not rows:
         raise DataError(
-            f"data.train: of {len(places)} records that were looked at, none can be used; "
-            "megatron-vlm inspect says why"
+            f": none of the {len(places)} records that were sampled can be used",
+            key="data.train",
+            remedy="megatron-vlm inspect shows why",
         )
     return Mix(rows, f"{len(rows):,} of {sum(lengths):,} records of data.train")
 

@@ -263,7 +263,7 @@ def _hidden(length: int, last_n: int | None) -> np.ndarray:
 def _targets(asked: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
     found = read_prompt_targets(asked, length)
     wanted = found.ids_RJ[found.ids_RJ != NOTHING]
-    check_ids(wanted, tokens, "target_prompt_logprobs: token")  # others are drawn with it
+    check_ids(wanted, tokens, "target_prompt_logprobs")  # others are drawn with it
     return found
 
 

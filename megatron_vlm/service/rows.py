@@ -75,7 +75,7 @@ class RowReader:
         for number, chunk in enumerate(chunks):
             at = f"{where}.chunks[{number}]"
             if isinstance(chunk, Text):
-                check_ids(chunk.tokens, self.tokens, f"{at}: token")
+                check_ids(chunk.tokens, self.tokens, at)
                 tokens += len(chunk.tokens)
                 continue
             height, width = self._size(chunk, at)

@@ -139,7 +139,8 @@ def open_data(
     if not len(order):
         dropped, errors = data.faults()
         raise DataError(
-            f"{key}: no sample is left: {sum(dropped.values())} dropped {dict(dropped)}, "
-            f"{len(errors)} wrong"
+            f"has no sample left: {sum(dropped.values())} were dropped {dict(dropped)}, and "
+            f"{len(errors)} were wrong",
+            key=key,
         )
     return data

@@ -121,9 +121,11 @@ class MicroBatch:
         missing = [name for name in names if name not in self.value_names]
         if missing and self.num_supervised:
             raise DataError(
-                f"{where}: the loss reads {missing[0]!r} of each token, but it has "
-                f"{', '.join(self.value_names) or 'no values'}; place and collate its rows with "
-                f"value_names={tuple(names)}"
+                "is missing: the loss reads it for each token, and there "
+                + (f"is only {', '.join(self.value_names)}" if self.value_names else "is no value"),
+                place=where,
+                key=missing[0],
+                remedy=f"place and collate its rows with value_names={tuple(names)}",
             )
 
     def log_probs_by_row(self, log_probs_M: Tensor) -> list[Tensor]:
@@ -168,7 +170,7 @@ def collate(
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
     others: dict[str, Any] = {"value_names": tuple(value_names)}
     for name in VISUAL_FIELDS:
-        others[name] = _cat([getattr(row.row, name) for row in rows])
+        others[name] = _cat([getattr(row.row, name) for row in rows], name)
     others["visual"] = any(others[name] is not None for name in VISUAL_FIELDS)
     if any(row.targets_SJ is not None for row in rows):
         others |= _several_targets(rows, longest, len(value_names))
@@ -198,7 +200,7 @@ def cut_micro_batches(
     """Cut a batch, in order, into micro-batches of at most `size` rows, with these values of each
     token. Errors count rows from `first_row`."""
     if not rows:
-        raise DataError("an empty batch: every data parallel rank needs at least one row")
+        raise DataError(": every data parallel rank needs at least one row", key="rows", found=[])
     placed = [
         place_row(row, tokens, f"row {i}", value_names) for i, row in enumerate(rows, first_row)
     ]
@@ -243,8 +245,9 @@ def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor |
         return None
     if len(said) > 1 or len(shape := said.pop()) != 2:
         raise DataError(
-            "routing: rows of one batch have tokens of different shapes; give [tokens, layers with "
-            "experts, experts of a token] for each row"
+            "has a different shape for the tokens of some rows of one batch",
+            key="routing",
+            remedy="give [tokens, layers with experts, experts of a token] for each row",
         )
     pieces = [
         torch.full((length, *shape), -1) if each is None else each
@@ -253,9 +256,13 @@ def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor |
     return torch.cat([piece.to(torch.int32) for piece in pieces])
 
 
-def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+def _cat(tensors: Sequence[Tensor | None], name: str) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None and len(tensor)]
     kinds = {tensor.dtype for tensor in present}
     if len(kinds) > 1:  # torch.cat would silently turn bytes into floats
-        raise DataError(f"pixels of one micro-batch are {sorted(map(str, kinds))}; give one dtype")
+        raise DataError(
+            f"has several dtypes in one micro-batch: {', '.join(sorted(map(str, kinds)))}",
+            key=name.rpartition("_")[0],
+            remedy="give one dtype",
+        )
     return torch.cat(present) if present else None

@@ -79,8 +79,9 @@ class StreamSet:
                 yield outcome, self._size(outcome.sample), Position(start.epoch, taken, state)
         if not taken:
             raise DataError(
-                f"{self.name}: no sample is left: {sum(self.dropped.values())} dropped "
-                f"{dict(self.dropped)}, {len(self.errors)} wrong"
+                f"has no sample left: {sum(self.dropped.values())} were dropped "
+                f"{dict(self.dropped)}, and {len(self.errors)} were wrong",
+                place=self.name,
             )
 
     def _say_passed(self, item: Item) -> None:
@@ -128,8 +129,9 @@ class _EncodedRecords(IterableDataset[Outcome]):
             except StopIteration:
                 return
             except Exception as error:  # of a network, a file system, a damaged file
-                broken = f"{self.stream.name}: cannot be read on after {where}: {root_cause(error)}"
-                yield where, {}, error if isinstance(error, DataError) else DataError(broken)
+                why = f"cannot be read any further after {where}: {root_cause(error)}"
+                broken = DataError(why, place=self.stream.name)
+                yield where, {}, error if isinstance(error, DataError) else broken
                 return
             where = record.where
             yield where, record.state, self._encoded(record)

@@ -59,14 +59,16 @@ class ChatRenderer:
             "give a Qwen3-VL tokenizer as the checkpoint has it",
         )
         if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
-            raise ConfigError(f"the tokenizer of {tokenizer.name_or_path} has no chat template")
+            raise ConfigError("is missing", place=self.outside.name, key="chat_template")
         self.tokenizer = tokenizer
         self.variables = dict(variables or {})
         for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
                 raise ConfigError(
-                    f"data.template_kwargs has {name!r}, which the chat template of "
-                    f"{tokenizer.name_or_path} does not read; correct the name, or leave it out"
+                    f": the chat template of {tokenizer.name_or_path} does not read it",
+                    key=f"data.template_kwargs.{name}",
+                    found=self.variables[name],
+                    remedy="correct the name, or leave it out",
                 )
         self.special_tokens, self.marks = special_tokens, marks
         names = (START, END, marks.image, marks.video, marks.start, marks.end)
@@ -76,7 +78,9 @@ class ChatRenderer:
         for name, found in zip(names, known, strict=True):
             if found != name:
                 raise ConfigError(
-                    f"the tokenizer has no token {name}; it is not a Qwen-VL tokenizer"
+                    "is not among its tokens, so that it is not a Qwen-VL tokenizer",
+                    place=self.outside.name,
+                    key=name,
                 )
         self.start_id, self.end_id, self.image_id, self.video_id = ids[:4]
         self.vision_start_id, self.vision_end_id = ids[4:]
@@ -102,18 +106,17 @@ class ChatRenderer:
         except TemplateSyntaxError as error:
             raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
         except Exception as error:  # a template is a program, and refuses what it does not expect
-            raise DataError(
-                f"{chat.where}: the chat template of {self.tokenizer.name_or_path} cannot show the "
-                f"record: {error}"
-            ) from error
+            template = f"the chat template of {self.tokenizer.name_or_path}"
+            raise DataError(f": {template} cannot show it: {error}", place=chat.where) from error
         if hidden:
             raise DataError(
-                f"{chat.where}: an answer has reasoning (reasoning_content), which the chat "
-                f"template of {self.tokenizer.name_or_path} does not show; train a Thinking "
-                "checkpoint, or leave it out by data.ignore_keys="
-                "[reasoning_content,reasoning,thinking]"
+                f"of an answer is not shown by the chat template of {self.tokenizer.name_or_path}",
+                place=chat.where,
+                key="reasoning_content",
+                remedy="train a Thinking checkpoint, or leave it out with data.ignore_keys="
+                "[reasoning_content,reasoning,thinking]",
             )
-        text, video_chars = _fill(bounded(text), self.marks.video, videos, cut)
+        text, video_chars = _fill(bounded(text), self.marks.video, videos, cut, chat.where)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
         found = self._messages(chat, text, ids_U, starts_U)
@@ -211,22 +214,26 @@ class ChatRenderer:
         texts = list(_strings([chat.tools, *said]))
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
             raise DataError(
-                f"{chat.where}: the text has half of a surrogate pair; it is not valid Unicode"
+                ": the text has half of a surrogate pair, which is not valid Unicode",
+                place=chat.where,
             )
         found = next((m for text in texts if (m := self.special.search(text))), None)
         if found is None:
             return chat, ""
         if self.special_tokens == "refuse":
             raise DataError(
-                f"{chat.where}: the text contains {found[0]}, which would forge a turn or an "
-                "image; data.special_tokens=escape takes it as plain text"
+                f": the text contains {found[0]}, which would forge a turn or an image",
+                place=chat.where,
+                remedy="set data.special_tokens=escape to take it as plain text",
             )
         whole = "".join(texts)
         cut = next((chr(code) for code in _PRIVATE_USE if chr(code) not in whole), None)
         if cut is None:
             raise DataError(
-                f"{chat.where}: the text contains {found[0]} and every character from U+E000 to "
-                "U+F8FF, so that none is left to escape it with; drop the record"
+                f": the text contains {found[0]} and every character from U+E000 to U+F8FF, so "
+                "that none is left to escape it with",
+                place=chat.where,
+                remedy="drop the record",
             )
 
         def escape(text: str) -> str:
@@ -250,8 +257,9 @@ class ChatRenderer:
         closes = np.flatnonzero(ids_U == self.end_id)
         if not len(opens) or len(opens) != len(closes) or (closes < opens).any():
             raise ConfigError(
-                f"{chat.where}: the chat template renders {len(opens)} {START} and {len(closes)} "
-                f"{END}; only ChatML templates are supported"
+                f": the chat template renders {len(opens)} {START} and {len(closes)} {END}; only "
+                "ChatML templates are supported",
+                place=chat.where,
             )
         found = []
         waiting = list(chat.turns)
@@ -264,8 +272,9 @@ class ChatRenderer:
             found.append(Message(role, min(body, close), close + 1, turns))
         if waiting:
             raise ConfigError(
-                f"{chat.where}: the chat template leaves out {len(waiting)} of "
-                f"{len(chat.turns)} messages, the first a {waiting[0].role} message"
+                f": the chat template leaves out {len(waiting)} of {len(chat.turns)} messages, "
+                f"the first of which is a {waiting[0].role} message",
+                place=chat.where,
             )
         return found
 
@@ -286,11 +295,15 @@ def _message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": content, **thoughts, **calls}
 
 
-def _fill(text: str, mark: str, videos: Sequence[str], cut: str) -> tuple[str, list[int]]:
-    """The text with each video placeholder replaced, and their places, not counting the cuts."""
+def _fill(
+    text: str, mark: str, videos: Sequence[str], cut: str, where: str
+) -> tuple[str, list[int]]:
+    """Replace each video placeholder; their places do not count the cuts."""
     before, *rest = text.split(mark)
     if len(rest) != len(videos):
-        raise ConfigError(f"the template renders {len(rest)} {mark} for {len(videos)} videos")
+        raise ConfigError(
+            f": the chat template renders {len(rest)} {mark} for {len(videos)} videos", place=where
+        )
     starts = []
     for video, after in zip(videos, rest, strict=True):
         starts.append(len(before) - (before.count(cut) if cut else 0))

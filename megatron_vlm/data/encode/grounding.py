@@ -55,8 +55,8 @@ def grounded(chat: Chat, sizes: Sequence[Size]) -> Chat:
     return replace(chat, turns=turns, objects=None)
 
 
-def thousandths(box: Box, size: Size, where: str) -> tuple[int, ...]:
-    """The coordinates in Qwen3-VL's form. What is up to a pixel outside is taken as the edge."""
+def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
+    """Compute the coordinates in Qwen3-VL's form. Up to a pixel outside is taken as the edge."""
     height, width = size
     ends = {"real": (width, height), "norm1": (1, 1), "norm1000": (1000, 1000)}[box.unit]
     found = []
@@ -65,17 +65,24 @@ def thousandths(box: Box, size: Size, where: str) -> tuple[int, ...]:
     ):
         if not -end / pixels <= number <= end + end / pixels:
             raise DataError(
-                f"{where} is {list(box.numbers)} with bbox_type={box.unit}, outside image "
-                f"{box.image} of {width} x {height} pixels; correct the box, its image_id or the "
-                "bbox_type. Boxes relate to the picture as it is shown: turned by its EXIF tag, "
-                "unless data.exif_orientation=false"
+                f"with bbox_type={box.unit} is outside image {box.image} of {width} x {height} "
+                "pixels",
+                place=where,
+                key=key,
+                found=list(box.numbers),
+                remedy="correct the box, its image_id or the bbox_type. Boxes relate to the "
+                "picture as it is shown: turned by its EXIF tag, unless "
+                "data.exif_orientation=false",
             )
         found.append(round(min(max(number, 0), end) / end * 1000))
     whole = all(number == int(number) for number in box.numbers)
     if box.unit == "real" and max(box.numbers) <= 1 and not (len(box.numbers) == 2 and whole):
         raise DataError(
-            f"{where} is {list(box.numbers)}, within the first pixel of image {box.image}; if "
-            "these are parts of the picture's sides, give bbox_type: norm1"
+            f"is within the first pixel of image {box.image}",
+            place=where,
+            key=key,
+            found=list(box.numbers),
+            remedy="if these are parts of the picture's sides, give bbox_type: norm1",
         )
     return tuple(found)
 
@@ -103,7 +110,7 @@ def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list
 def _placed(chat: Chat, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     assert chat.objects is not None
     return [
-        thousandths(box, sizes[box.image], f"{chat.where}: objects: bbox {place}")
+        thousandths(box, sizes[box.image], chat.where, f"objects.bbox[{place}]")
         for place, box in enumerate(chat.objects.boxes)
     ]
 

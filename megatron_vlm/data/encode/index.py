@@ -97,7 +97,7 @@ def build_index(
     """Encode what is not in the cache yet. `share`: which of how many processes this is, where
     several do it together."""
     if not len(source):
-        raise DataError(f"{source.name} has no records")
+        raise DataError("has no records", place=source.name)
     cache = scratch if cfg.cache_dir is None else home_path(cfg.cache_dir) / "text"
     folder = cache / index_key(source, reader, cfg)
     with contextlib.suppress(OSError):  # then nothing can be kept there, and `_keep` says why
@@ -163,7 +163,9 @@ def _write(content: Chunk, path: Path) -> None:
         content.save(path)
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"{path} cannot be written: {error}; free space there, or set TMPDIR to another folder"
+            f"cannot be written: {error}",
+            place=str(path),
+            remedy="free space there, or set TMPDIR to another folder",
         ) from error
 
 
@@ -189,8 +191,9 @@ def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
     """Stop if there are more wrong records than data.max_errors."""
     if len(errors) > cfg.max_errors:
         raise DataError(
-            f"{len(errors)} records are wrong, above data.max_errors={cfg.max_errors}; the first: "
-            + errors[0]
+            f"is below the {len(errors)} wrong records, of which the first is {errors[0]}",
+            key="data.max_errors",
+            found=cfg.max_errors,
         )
 
 

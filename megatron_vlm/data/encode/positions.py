@@ -46,15 +46,19 @@ class GridQueue:
                 number = self.total[token] - len(self.waiting[token])
                 if not self.waiting[token]:
                     raise DataError(
-                        f"{where}: {end - start} {name} tokens at position {start} are left over "
-                        f"after {number} {name}s; drop the tokens or add the {name}"
+                        f": {end - start} {name} tokens at position {start} are left over after "
+                        f"{number} {name}s",
+                        place=where,
+                        remedy=f"drop the tokens or add the {name}",
                     )
                 h, w = self.waiting[token].popleft()
                 if h * w > end - start:
                     raise DataError(
-                        f"{where}: {name} {number} has {h} x {w} = {h * w} features but "
-                        f"{end - start} placeholder tokens at position {start}; expand the "
-                        "placeholder with the image processor that made its pixels"
+                        f": {name} {number} has {h} x {w} = {h * w} features but {end - start} "
+                        f"placeholder tokens at position {start}",
+                        place=where,
+                        remedy="expand the placeholder with the image processor that made its "
+                        "pixels",
                     )
                 runs.append(PlaceholderRun(start, h, w))
                 start += h * w
@@ -66,8 +70,9 @@ class GridQueue:
             if grids:
                 name, total = self.names[token], self.total[token]
                 raise DataError(
-                    f"{where}: {total} {name}s but placeholder tokens for only "
-                    f"{total - len(grids)}; add the missing placeholders or drop the {name}"
+                    f"has {total} {name}s but placeholder tokens for only {total - len(grids)}",
+                    place=where,
+                    remedy=f"add the missing placeholders or drop the {name}",
                 )
 
 

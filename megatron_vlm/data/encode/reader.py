@@ -44,7 +44,7 @@ class Reader:
         the keys that nothing is made of."""
         record = self.parse(raw, where, passed)
         sample = self.encoder.encode(record, self.policy, prompt or self.asks)
-        check_ids(sample.ids_S, self.tokens, f"{where}: token")
+        check_ids(sample.ids_S, self.tokens, where)
         return sample
 
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
@@ -79,7 +79,7 @@ class Reader:
         try:
             return torch.from_numpy(video_patches(frames, plan, self.encoder.videos))
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise error.within(where) from error
 
 
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
@@ -109,7 +109,9 @@ def without_answer(record: Record) -> Record:
         return record
     turns = record.turns[:-1]
     if not turns:
-        raise DataError(f"{record.where}: it is an answer to nothing; give what is asked")
+        raise DataError(
+            "has only an answer", place=record.where, remedy="give the question before it"
+        )
     return replace(record, turns=turns)
 
 
@@ -123,7 +125,9 @@ def _read(
         patches.append(part)
         if len(part) != math.prod(grid):
             raise DataError(
-                f"{where} {i} makes {len(part)} patches now, {math.prod(grid)} when its text was "
-                "encoded: the file has changed; delete data.cache_dir and start again"
+                f"makes {len(part)} patches now, and made {math.prod(grid)} when its text was "
+                "encoded: the file has changed",
+                place=f"{where} {i}",
+                remedy="delete data.cache_dir and start again",
             )
     return (torch.cat(patches), torch.tensor(grids)) if patches else (None, None)

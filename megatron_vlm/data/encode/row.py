@@ -53,8 +53,10 @@ class Row:
             got = 0 if pixels is None else len(pixels)
             if expected != got:
                 raise DataError(
-                    f"{where}: {name} has {got} patches but its grid asks for {expected}; "
-                    "take both from one call of the image processor"
+                    f"has {got} patches but its grid needs {expected}",
+                    place=where,
+                    key=name,
+                    remedy="take both from one call of the image processor",
                 )
 
 
@@ -77,16 +79,20 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
     the row's values, those with these names are kept."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
-            f"{where}: ids {tuple(row.ids_S.shape)} and labels {tuple(row.labels_S.shape)} "
-            "must be two vectors of the same length, at least 1"
+            f"has shape {tuple(row.labels_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            place=where,
+            key="labels",
+            remedy="give two vectors of the same length, at least 1",
         )
-    check_ids(row.ids_S.numpy(), tokens, f"{where}: token")
+    check_ids(row.ids_S.numpy(), tokens, where, "ids")
     targets = _targets(row, tokens, where)
     row.check_pixels(where)
     if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
         raise DataError(
-            f"{where}: routing {tuple(row.routing_SLK.shape)} and ids {tuple(row.ids_S.shape)}: "
-            "give the experts of each token, -1 where the routers are to choose"
+            f"has shape {tuple(row.routing_SLK.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            place=where,
+            key="routing",
+            remedy="give the experts of each token, -1 where the routers are to choose",
         )
     queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
     runs = queue.runs_of(row.ids_S, where)
@@ -107,32 +113,41 @@ def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
     """What each place predicts, [S] or [S, J]: the next token's label, or what the row says."""
     if row.targets is None:
         labels_S = row.labels_S.numpy()
-        check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, f"{where}: label")
+        check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, where, "labels")
         return np.append(labels_S[1:], IGNORE)
     if (row.labels_S != IGNORE).any() or row.loss_weights_S is not None:
         raise DataError(
-            f"{where}: it has targets, and labels or loss_weights besides; give targets alone, "
-            "with the label -100 everywhere, and weights as values that the loss reads"
+            "come together with labels or loss_weights",
+            place=where,
+            key="targets",
+            remedy="give targets alone, with the label -100 everywhere, and weights as values "
+            "that the loss reads",
         )
     targets, count = row.targets.numpy(), len(row.ids_S)
     if len(targets) != count or targets.ndim not in (1, 2) or not targets.size:
         raise DataError(
-            f"{where}: targets {targets.shape} and {count} tokens; give [{count}], what each token "
-            f"predicts, or [{count}, J], several for each, -100 where there is none"
+            f"has shape {targets.shape}, and there are {count} tokens",
+            place=where,
+            key="targets",
+            remedy=f"give [{count}], what each token predicts, or [{count}, J], several for each, "
+            "-100 where there is none",
         )
-    every = targets.reshape(-1)
-    check_ids(np.where(every == IGNORE, 0, every), tokens, f"{where}: target")
+    check_ids(np.where(targets == IGNORE, 0, targets), tokens, where, "targets")
     return targets
 
 
-def check_ids(ids_S: np.ndarray, tokens: Tokens, where: str) -> None:
+def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens") -> None:
     """Refuse ids that the model has no row for. A rank that holds a part of the embedding would
     take them for those of another rank, and the sum would be zero."""
-    if (wrong := ((ids_S < 0) | (ids_S >= tokens.vocab)).nonzero()[0]).size:
+    if len(wrong := np.argwhere((ids < 0) | (ids >= tokens.vocab))):
         raise DataError(
-            f"{where} {wrong[0]} is {ids_S[wrong[0]]}, and the model's ids are 0 to "
-            f"{tokens.vocab - 1}; give the tokenizer that belongs to the model, without tokens "
-            "that were added to it alone: data.add_tokens adds some to both"
+            f"is not one of the model's ids, 0 to {tokens.vocab - 1}",
+            place=where,
+            key=f"{name}[{','.join(map(str, wrong[0]))}]",
+            found=int(ids[tuple(wrong[0])]),
+            allowed=range(tokens.vocab),
+            remedy="give the tokenizer that belongs to the model, without tokens that were added "
+            "to it alone: data.add_tokens adds some to both",
         )
 
 
@@ -142,8 +157,10 @@ def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
         return None
     if given_S.shape != row.ids_S.shape:
         raise DataError(
-            f"{where}: loss_weights {tuple(given_S.shape)} and ids {tuple(row.ids_S.shape)} must "
-            "have the same shape: a weight for each token, in its own place"
+            f"has shape {tuple(given_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            place=where,
+            key="loss_weights",
+            remedy="give a weight for each token, in its own place",
         )
     weights_S = np.zeros(len(row.ids_S), dtype=np.float32)
     weights_S[:-1] = given_S[1:].detach().float().numpy()
@@ -151,8 +168,11 @@ def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
     good_S = np.isfinite(weights_S[:-1]) & (weights_S[:-1] > 0)
     if (wrong := (supervised_S & ~good_S).nonzero()[0]).size:
         raise DataError(
-            f"{where}: the loss weight of token {wrong[0] + 1} is {given_S[wrong[0] + 1]}, and the "
-            "token is supervised; give a finite number above 0, or the label -100"
+            ": the token is supervised",
+            place=where,
+            key=f"loss_weights[{wrong[0] + 1}]",
+            found=float(given_S[wrong[0] + 1]),
+            remedy="give a finite number above 0, or the label -100",
         )
     return weights_S
 
@@ -167,23 +187,26 @@ def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> 
         if given is None and not is_target.any():
             continue
         if given is None or tuple(given.shape) != shape:
-            got = "none" if given is None else f"{tuple(given.shape)}"
+            got = "is missing" if given is None else f"has shape {tuple(given.shape)}"
+            each = f"{len(row.ids_S)} tokens" if row.targets is None else f"targets {shape}"
+            by_token = "give one number per token, in the place of that token"
             raise DataError(
-                f"{where}: the loss reads {name!r} of each of its {len(row.ids_S)} tokens, and it "
-                f"has {got}; give one number per token, in the place of that token"
-                if row.targets is None
-                else f"{where}: the loss reads {name!r} of each of its targets {shape}, and it has "
-                f"{got}; give one number for each target"
+                f"{got}, and the loss reads it for each of the row's {each}",
+                place=where,
+                key=name,
+                remedy=by_token if row.targets is None else "give one number for each target",
             )
         own = given.detach().float().numpy()
         values[..., place] = own if row.targets is not None else np.append(own[1:], np.float32(0))
         good = np.isfinite(values[..., place])
         if len(wrong := np.argwhere(is_target & ~good)):
             first = wrong[0] if row.targets is not None else wrong[0] + 1
-            which = first[0] if len(first) == 1 else tuple(first.tolist())
             raise DataError(
-                f"{where}: {name!r} of token {which} is {own[tuple(first)]}, and the "
-                "token is supervised; give a finite number, or the label -100"
+                ": the token is supervised",
+                place=where,
+                key=f"{name}[{','.join(map(str, first))}]",
+                found=float(own[tuple(first)]),
+                remedy="give a finite number, or the label -100",
             )
     return values
 

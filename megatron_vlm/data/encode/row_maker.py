@@ -38,7 +38,9 @@ class RowMaker:
             sample = self.reader.encode(record, where, prompt)
         except Dropped as rule:
             raise DataError(
-                f"{where}: {rule}; change the record or the limits, or pass prompt=True for a row "
-                "without labels"
+                f": {rule}",
+                place=where,
+                remedy="change the record or the limits, or pass prompt=True for a row without "
+                "labels",
             ) from None
         return self.reader.row(record, where, sample).row

@@ -4,7 +4,7 @@ Shapes: U tokens before placeholders are expanded, S tokens, I images, V videos.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -111,7 +111,7 @@ class Encoder:
             try:
                 info = probe_video(resolve_path(video.source, policy, where))
             except DataError as error:
-                raise DataError(f"{where}: {error}") from error
+                raise error.within(where) from error
             return plan_video(info, self.videos, True, where, video.options)
         size = image_size(video.source[0], policy, where)
         info = VideoInfo(len(video.source), video.options.fps, *size)
@@ -129,24 +129,36 @@ class Encoder:
                 count = self._num_tokens(grids[image])
                 if chunk.expected_tokens not in (None, count):
                     raise DataError(
-                        f"{where}: expected_tokens is {chunk.expected_tokens} but the image makes "
-                        f"{count} tokens; encode it with this checkpoint's image processor"
+                        f"differs from the {count} tokens that the image makes",
+                        place=where,
+                        key="expected_tokens",
+                        found=chunk.expected_tokens,
+                        remedy="encode it with this checkpoint's image processor",
                     )
                 ids.append(self.renderer.image_id)
                 weights.append(0)
                 cursor, image = cursor + count, image + 1
                 continue
             if max(chunk, default=0) >= vocab:
-                raise DataError(f"{where}: token {max(chunk)} is outside the vocabulary of {vocab}")
+                raise DataError(
+                    f"is outside the vocabulary of {vocab}",
+                    place=where,
+                    key=f"tokens[{chunk.index(max(chunk))}]",
+                    found=max(chunk),
+                )
             if {self.renderer.image_id, self.renderer.video_id} & set(chunk):
-                raise DataError(f"{where} has placeholder tokens; give images as image chunks")
+                raise DataError(
+                    "has placeholder tokens", place=where, remedy="give images as image chunks"
+                )
             end = cursor + len(chunk)
             ids += chunk
             weights += record.mask[cursor:end] if record.mask else [1] * len(chunk)
             cursor = end
         if record.mask is not None and len(record.mask) != cursor:
             raise DataError(
-                f"{record.where}: the mask has {len(record.mask)} entries for {cursor} tokens"
+                f"has {len(record.mask)} entries for {cursor} tokens",
+                place=record.where,
+                key="mask",
             )
         return Rendered(np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32), ())
 
@@ -170,9 +182,10 @@ class Encoder:
         frame_grids = [grid for grid in video_grids for _ in range(grid[0])]
         if (len(images), len(frames)) != (len(image_grids), len(frame_grids)):
             raise DataError(
-                f"{record.where}: the chat template shows {len(images)} of {len(image_grids)} "
-                f"images and {len(frames)} of {len(frame_grids)} video frames; most likely it "
-                "takes images only in user and tool messages"
+                f": the chat template shows {len(images)} of {len(image_grids)} images and "
+                f"{len(frames)} of {len(frame_grids)} video frames; most likely it takes images "
+                "only in user and tool messages",
+                place=record.where,
             )
         repeats_U = np.ones(len(ids_U), dtype=np.int64)
         repeats_U[images] = [self._num_tokens(grid) for grid in image_grids]
@@ -208,13 +221,14 @@ class Encoder:
             return text
         if cfg.truncation == "image_safe":
             return self.renderer.shortened(text, cfg.max_tokens)
-        raise self._too_long(
-            f"{least} tokens or more, above data.max_tokens={cfg.max_tokens}", where
-        )
+        raise self._too_long({"max_tokens": f"{least} tokens or more"}, where)
 
-    def _too_long(self, over: str, where: str, sample: Sample | None = None) -> DataError | Dropped:
-        """What becomes of a record above a limit that is not cut. With a sample, smaller images or
-        videos would help."""
+    def _too_long(
+        self, over: Mapping[str, str], where: str, sample: Sample | None = None
+    ) -> DataError | Dropped:
+        """What becomes of a record above limits that is not cut: `over` has, for each of these
+        keys of the data, what the record counts. With a sample, smaller images or videos would
+        help."""
         if self.cfg.truncation == "drop":
             return Dropped("above data.max_tokens or data.max_images")
         smaller = ""
@@ -222,22 +236,27 @@ class Encoder:
             smaller = " lower data.max_pixels,"
         if sample is not None and sample.video_grids:
             smaller += " lower data.video_max_pixels or data.video_max_frames,"
+        (key, counted), *others = over.items()
+        too = (f", and data.{k}={getattr(self.cfg, k)} below its {count}" for k, count in others)
         return DataError(
-            f"{where}: {over}; raise the limit,{smaller} or set data.truncation to image_safe or "
-            "drop"
+            f"is below its {counted}" + "".join(too),
+            place=where,
+            key=f"data.{key}",
+            found=getattr(self.cfg, key),
+            remedy=f"raise the limit,{smaller} or set data.truncation to image_safe or drop",
         )
 
     def _fit(self, sample: Sample, spans: Sequence["Span"], where: str) -> Sample:
         """The sample within data.max_tokens and data.max_images, by data.truncation."""
         cfg, tokens, images = self.cfg, len(sample.ids_S), len(sample.image_grids)
-        over = []
+        over = {}
         if tokens > cfg.max_tokens:
-            over.append(f"{tokens} tokens, above data.max_tokens={cfg.max_tokens}")
+            over["max_tokens"] = f"{tokens} tokens"
         if cfg.max_images is not None and images > cfg.max_images:
-            over.append(f"{images} images, above data.max_images={cfg.max_images}")
+            over["max_images"] = f"{images} images"
         if over and cfg.truncation != "image_safe":
             shown = sample if tokens > cfg.max_tokens else None
-            raise self._too_long(" and ".join(over), where, shown)
+            raise self._too_long(over, where, shown)
         return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
 
 

@@ -39,8 +39,11 @@ def weight_of(message: Message, where: str) -> float:
     if len(given := {turn.weight for turn in message.turns}) > 1:
         shown = ", ".join("none" if weight is None else f"{weight:g}" for weight in given)
         raise DataError(
-            f"{where}: the chat template shows {len(message.turns)} {message.role} messages as "
-            f"one, and their weights differ: {shown}; give them the same"
+            f"differs between {len(message.turns)} {message.role} messages that the chat template "
+            f"shows as one: {shown}",
+            place=where,
+            key="weight",
+            remedy="give them the same",
         )
     return 1.0 if message.weight is None else message.weight
 

@@ -33,7 +33,12 @@ def batch_of(rows: Sequence[Row]) -> TensorBatch:
     columns = {name: [getattr(row, field) for row in rows] for name, field in FIELDS.items()}
     for name in dict.fromkeys(name for row in rows for name in row.values_S):
         if name in columns or name == MASK:
-            raise DataError(f"values_S: a batch has a field {name!r} already; choose another name")
+            raise DataError(
+                "is another field of a batch already",
+                place="values_S",
+                key=name,
+                remedy="choose another name",
+            )
         columns[name] = [row.values_S.get(name) for row in rows]
     fields = {
         name: TensorList([torch.empty(0) if value is None else value for value in values])
@@ -47,8 +52,12 @@ def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row
     """The rows of a batch, with the named values of each token, as far as it has them. Its other
     fields are ignored."""
     if "ids" not in batch or not ("labels" in batch or MASK in batch or "targets" in batch):
-        missing = repr("ids") if "ids" not in batch else f"'labels' and none {MASK!r}"
-        raise DataError(f"the batch has no field {missing}; it has {', '.join(batch.keys())}")
+        missing, neither = ("ids", "") if "ids" not in batch else ("labels", f", nor is {MASK}")
+        raise DataError(
+            f"is not among the fields{neither}: {', '.join(batch.keys())}",
+            place="the batch",
+            key=missing,
+        )
     names = [name for name in value_names if name in batch]
     return [_row(row, names, place) for place, row in enumerate(batch)]
 
@@ -64,8 +73,10 @@ def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
         mask_S = row.get(MASK, torch.zeros_like(ids_S))  # where there are targets alone
         if mask_S.shape != ids_S.shape:
             raise DataError(
-                f"row {place}: {MASK} {tuple(mask_S.shape)} and ids {tuple(ids_S.shape)} must have "
-                "the same shape"
+                f"has shape {tuple(mask_S.shape)}, and ids has {tuple(ids_S.shape)}",
+                place=f"row {place}",
+                key=MASK,
+                remedy="give both the same shape",
             )
         given["labels_S"] = torch.where(mask_S.bool(), ids_S, IGNORE)
     # An empty tensor stands for an absent one.

@@ -37,13 +37,18 @@ class TensorBatch:
             if not isinstance(value, Value) or (isinstance(value, Tensor) and not value.dim()):
                 kind = "scalar" if isinstance(value, Tensor) else type(value).__name__
                 raise DataError(
-                    f"field {name!r} is a {kind}; give a Tensor of rows or a TensorList"
+                    f"is a {kind}",
+                    place="TensorBatch",
+                    key=name,
+                    remedy="give a Tensor of rows or a TensorList",
                 )
             first = next(iter(fields))
             if len(value) != len(fields[first]):
                 raise DataError(
-                    f"field {name!r} has {len(value)} rows but {first!r} has "
-                    f"{len(fields[first])}; an absent row is an empty tensor of a TensorList"
+                    f"has {len(value)} rows but {first} has {len(fields[first])}",
+                    place="TensorBatch",
+                    key=name,
+                    remedy="give an empty tensor of a TensorList for an absent row",
                 )
         object.__setattr__(self, "fields", MappingProxyType(fields))
         object.__setattr__(self, "meta", {key: _json(key, item) for key, item in self.meta.items()})
@@ -98,7 +103,7 @@ class TensorBatch:
     def device(self) -> torch.device | None:
         """The device that all fields share; None without fields or rows."""
         return lists.one_device(
-            (f"field {name!r}" + f" row {place}" * isinstance(value, TensorList), part)
+            (f"{name}" + f"[{place}]" * isinstance(value, TensorList), part)
             for name, value in self.items()
             for place, part in enumerate([value] if isinstance(value, Tensor) else value)
         )
@@ -107,7 +112,13 @@ class TensorBatch:
     def cat(batches: Sequence["TensorBatch"]) -> "TensorBatch":
         """All rows, in order. Fields, kinds, dtypes, shapes of a row and meta must agree."""
         if not batches:
-            raise DataError("cat of 0 batches would have no fields; give at least 1")
+            raise DataError(
+                "would have no fields",
+                place="cat",
+                key="batches",
+                found=[],
+                remedy="give at least 1",
+            )
         first, *others = batches
         for place, other in enumerate(others, start=1):
             _check_alike(first, other, place)
@@ -139,7 +150,11 @@ class TensorBatch:
         names = list(names)
         for name in names:
             if name not in self:
-                raise DataError(f"no field {name!r}; there are {', '.join(self.keys()) or 'none'}")
+                raise DataError(
+                    f"is not among the fields: {', '.join(self.keys()) or 'there are none'}",
+                    place="select",
+                    key=name,
+                )
         return TensorBatch({name: self[name] for name in names}, self.meta)
 
     def with_fields(self, **fields: Value) -> "TensorBatch":
@@ -193,16 +208,19 @@ def _kind(value: Value) -> str:
 
 def _check_alike(first: TensorBatch, other: TensorBatch, place: int) -> None:
     one, two = (
-        {f"field {name!r}": _kind(value) for name, value in batch.items()}
-        | {f"meta {key!r}": json.dumps(value, sort_keys=True) for key, value in batch.meta.items()}
+        {("", name): _kind(value) for name, value in batch.items()}
+        | {("meta.", key): json.dumps(value, sort_keys=True) for key, value in batch.meta.items()}
         for batch in (first, other)
     )
     for what in one | two:
         if one.get(what) != two.get(what):
             raise DataError(
-                f"cat: {what} is {one.get(what, 'absent')} in batch 0 but "
-                f"{two.get(what, 'absent')} in batch {place}; make them alike "
-                "(with_fields, without, dataclasses.replace(batch, meta=...))"
+                f"is {one.get(what, 'absent')} in batch 0 but {two.get(what, 'absent')} in batch "
+                f"{place}",
+                place="cat",
+                key="".join(what),
+                remedy="make them alike (with_fields, without, dataclasses.replace(batch, "
+                "meta=...))",
             )
 
 
@@ -211,7 +229,7 @@ def _cat(name: str, values: Sequence[Value]) -> Value:
     try:
         return torch.cat(tensors) if tensors else TensorList.cat(values)  # type: ignore[arg-type]
     except DataError as error:
-        raise DataError(f"cat: field {name!r}: {error}") from None
+        raise error.within(f"cat: {name}") from None
 
 
 def _json(key: str, item: Any) -> Any:
@@ -222,7 +240,9 @@ def _json(key: str, item: Any) -> Any:
         copy = None
     if copy != {key: item}:
         raise DataError(
-            f"meta {key!r} is {item!r:.60}, which JSON cannot represent; use lists, "
-            "dicts with str keys, str, bool, None and finite numbers"
+            f": JSON cannot represent this {type(item).__name__}",
+            key=f"meta.{key}",
+            found=item,
+            remedy="use lists, dicts with str keys, str, bool, None and finite numbers",
         )
     return copy[key]

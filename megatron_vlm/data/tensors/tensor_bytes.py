@@ -68,8 +68,9 @@ def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], di
 def not_ours(buffer: bytes | bytearray | memoryview, why: Exception) -> DataError:
     """The error for bytes that pack did not write."""
     return DataError(
-        f"{memoryview(buffer).nbytes} bytes are not what TensorBatch.to_bytes wrote: {why}; "
-        "give from_bytes all of those and nothing more"
+        f": {memoryview(buffer).nbytes} bytes are not what TensorBatch.to_bytes wrote: {why}",
+        place="from_bytes",
+        remedy="give all that to_bytes wrote and nothing more",
     )
 
 
@@ -82,8 +83,9 @@ def _raw(name: str, row: Tensor) -> np.ndarray:
     """The values as bytes on the host, in order; copied only if they are not there already."""
     if dtype_name(row.dtype) not in DTYPES or row.layout != torch.strided or row.is_meta:
         raise DataError(
-            f"field {name!r}: {row.layout} {row.dtype} on {row.device} cannot become bytes; "
-            f"give dense tensors that hold values, of {', '.join(DTYPES)}"
+            f": {row.layout} {row.dtype} on {row.device} cannot become bytes",
+            key=name,
+            remedy=f"give dense tensors that hold values, of {', '.join(DTYPES)}",
         )
     host = row.detach().cpu().contiguous().resolve_neg()
     # Not reshape: a tensor of one value may be contiguous with any stride, which view refuses.

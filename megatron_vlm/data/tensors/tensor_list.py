@@ -34,7 +34,13 @@ Same = TypeVar("Same", bound=HasRows)
 def chunk_rows(self: Same, n: int) -> list[Same]:
     """Exactly n parts, as even as possible: the first are longer, the last may be empty."""
     if n < 1:
-        raise DataError(f"chunk: {n} parts of {len(self)} rows; give at least 1")
+        raise DataError(
+            f"cannot be the number of parts of {len(self)} rows",
+            place="chunk",
+            key="n",
+            found=n,
+            remedy="give at least 1",
+        )
     return split_rows(self, [len(self) // n + (part < len(self) % n) for part in range(n)])
 
 
@@ -42,8 +48,11 @@ def split_rows(self: Same, sizes: Sequence[int]) -> list[Same]:
     """Consecutive parts of these sizes, which must cover all rows."""
     if sum(sizes) != len(self) or min(sizes, default=0) < 0:
         raise DataError(
-            f"split: sizes {list(sizes)} add up to {sum(sizes)} but there are {len(self)} rows; "
-            "give sizes of at least 0 that cover them"
+            f"add up to {sum(sizes)} but there are {len(self)} rows",
+            place="split",
+            key="sizes",
+            found=list(sizes),
+            remedy="give sizes of at least 0 that cover them",
         )
     return [self[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
 
@@ -51,7 +60,13 @@ def split_rows(self: Same, sizes: Sequence[int]) -> list[Same]:
 def repeat_rows(self: Same, n: int) -> Same:
     """All rows n times. Rows of a TensorList share their memory with their repetitions."""
     if n < 0:
-        raise DataError(f"repeat: {n} times {len(self)} rows; give at least 0")
+        raise DataError(
+            f"cannot be the number of copies of {len(self)} rows",
+            place="repeat",
+            key="n",
+            found=n,
+            remedy="give at least 0",
+        )
     return self[[*range(len(self))] * n]
 
 
@@ -61,8 +76,10 @@ def repeat_rows_interleave(self: Same, counts: int | Sequence[int] | Tensor) -> 
     each = [operator.index(count) for count in counts]
     if len(each) != len(self) or min(each, default=0) < 0:
         raise DataError(
-            f"repeat_interleave: {len(each)} counts, the least {min(each, default=0)}, for "
-            f"{len(self)} rows; give one number, or one of at least 0 for each row"
+            f"has {len(each)} entries, the smallest {min(each, default=0)}, for {len(self)} rows",
+            place="repeat_interleave",
+            key="counts",
+            remedy="give one number, or one of at least 0 for each row",
         )
     return self[[row for row, count in enumerate(each) for _ in range(count)]]
 
@@ -79,14 +96,22 @@ class TensorList:
         for place, row in enumerate(given):
             if not isinstance(row, Tensor):
                 kind = type(row).__name__
-                raise DataError(f"row {place} is a {kind}; an absent row is an empty tensor")
+                raise DataError(
+                    f"is a {kind}",
+                    place="TensorList",
+                    key=f"rows[{place}]",
+                    remedy="give an empty tensor for an absent row",
+                )
         lead = next((place for place, row in enumerate(given) if row.numel()), 0)
         for place, row in enumerate(given):
             first = given[lead]
             if row.numel() and (row.dtype, row.dim()) != (first.dtype, first.dim()):
                 raise DataError(
-                    f"row {place} is {row.dtype} of rank {row.dim()} but row {lead} "
-                    f"{first.dtype} of rank {first.dim()}; give one dtype and one rank"
+                    f"is {row.dtype} of rank {row.dim()} but rows[{lead}] is {first.dtype} of rank "
+                    f"{first.dim()}",
+                    place="TensorList",
+                    key=f"rows[{place}]",
+                    remedy="give one dtype and one rank",
                 )
             rows.append(row if row.numel() else row.to(first.device, first.dtype))
         object.__setattr__(self, "rows", tuple(rows))
@@ -130,7 +155,7 @@ class TensorList:
     @property
     def device(self) -> torch.device | None:
         """The device that all rows share; None without rows."""
-        return one_device((f"row {place}", row) for place, row in enumerate(self.rows))
+        return one_device((f"rows[{place}]", row) for place, row in enumerate(self.rows))
 
     @staticmethod
     def cat(lists: Sequence["TensorList"]) -> "TensorList":
@@ -162,8 +187,9 @@ def row_places(index: Places, length: int) -> Sequence[int]:
         table = table.nonzero().flatten()
     if table.dim() != 1 or (table.numel() and dtype_name(table.dtype)[:3] not in ("int", "uin")):
         raise DataError(
-            f"an index of {table.dtype} and shape {list(table.shape)} for {length} rows; "
-            "give an int, a slice, a list of integers, or one bool for each row"
+            f"has {table.dtype} and shape {list(table.shape)} for {length} rows",
+            key="index",
+            remedy="give an int, a slice, a list of integers, or one bool for each row",
         )
     return [range(length)[int(place)] for place in table.tolist()]
 
@@ -174,8 +200,9 @@ def one_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
             raise DataError(
-                f"{name} is on {tensor.device} but {first[0]} on {first[1]}; "
-                "bring them together with to(device)"
+                f"is on {tensor.device} but {first[0]} is on {first[1]}",
+                key=name,
+                remedy="bring them together with to(device)",
             )
     return first[1] if first else None
 
