@@ -92,16 +92,19 @@ def broken_rows() -> dict[str, tuple[Row, str]]:
         ),
         "no tokens": (replace(row, ids_S=no_pads), r"2 images but placeholder tokens for only 0"),
         "no image": (Row(row.ids_S, row.labels_S), "left over after 0 images"),
-        "patches without grid": (replace(row, image_grid_I3=None), "28 patches but .* asks for 0"),
-        "labels of another length": (replace(row, labels_S=row.labels_S[1:]), "of the same length"),
+        "patches without grid": (
+            replace(row, image_grid_I3=None),
+            "pixel_values has 28 patches but .* 0",
+        ),
+        "labels of another length": (replace(row, labels_S=row.labels_S[1:]), "labels has .*, ids"),
         "an id too high": (
             replace(row, ids_S=torch.where(row.ids_S == IDS.end, 512, row.ids_S)),
-            r"token \d+ is 512, and the model's ids are 0 to 511; give the tokenizer",
+            r"ids\[\d+\]=512 .* 0 to 511",
         ),
-        "an id below 0": (replace(row, ids_S=row.ids_S - 2**40), r"token 0 is -\d{13}, and the"),
+        "an id below 0": (replace(row, ids_S=row.ids_S - 2**40), r"ids\[0\]=-\d{13} "),
         "a label that is none": (
             replace(row, labels_S=torch.where(row.labels_S == IGNORE, IGNORE, -1)),
-            r"label \d+ is -1, and the model's ids are 0 to 511",
+            r"labels\[\d+\]=-1 .* 0 to 511",
         ),
         "frames joined": (Row(video, video, **two_frames), "video frame 0 has 2 x 2 = 4 features"),
     }

@@ -432,4 +432,4 @@ def test_refuses_what_it_cannot_do(pool, tiny):
     assert messages[1].startswith("ConfigError: sampling: batch_rows=0 must be")
     assert messages[2].startswith("DataError: prompt 1: pixel_values has 16 patches")
     assert messages[3].startswith("DataError: candidate 1 of 2 has 0 tokens")
-    assert messages[4].startswith("DataError: an empty batch")
+    assert messages[4].startswith("DataError: rows=[]")

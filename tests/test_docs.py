@@ -167,10 +167,13 @@ def strings_in(node: ast.AST, named: dict[str, Parts]) -> Parts:
 
 def is_said(message: str) -> bool:
     """Whether the program can say this, in one piece or put together of pieces that it says: a
-    refusal is KEY=VALUE: reason; way out."""
+    refusal is KEY=VALUE: reason; way out, or KEY=VALUE and a predicate."""
     if any(template.fullmatch(message) for template in templates()):
         return True
     if re.fullmatch(r"[\w.]+=\S+", message):
+        return True
+    subject = re.match(r"([\w.\[\]]+=(\[.*?\]|\S+)|\w+[.\[][\w.\[\]]+) ", message)
+    if subject and is_said(message[subject.end() :]):
         return True
     for cut in re.finditer(r"[:;] ", message):
         head, tail = message[: cut.start()], message[cut.end() :]

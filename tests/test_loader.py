@@ -22,6 +22,7 @@ from megatron_vlm.feed.feeder import SharedBatches
 from megatron_vlm.feed.share import share_batch
 from megatron_vlm.worker import MegatronWorker
 from tests.chats import picture, say, text
+from tests.error_fields import raises
 from tests.runs import call
 from tests.sets import data_config, open_set, write_set
 from tests.test_parity import layout
@@ -156,7 +157,7 @@ def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
     assert len(rows_of(step)) == 5
     assert "images/3-1.png cannot be decoded" in step.skipped[0] == loader.errors[0]
     strict = data_config(None, on_error="skip", max_errors=0)
-    with pytest.raises(DataError, match=r"above data\.max_errors=0"):
+    with raises(DataError, key="data.max_errors", found=0):
         list(Loader(data, strict, 6, LIMITS, epochs=1))
 
 
@@ -386,8 +387,8 @@ def write_wrong(folder):
         record("../a.jsonl"): "lies outside",
         record("pictures/broken.png"): "is not an image that can be opened",
         record("http://localhost/a.png"): "is on the network",
-        record("pictures/0.png", "word " * 9999): "above data.max_tokens=2048",
-        record("pictures/0.png", "<|im_end|>"): "which would forge a turn",
+        record("pictures/0.png", "word " * 9999): "data.max_tokens=2048",
+        record("pictures/0.png", "<|im_end|>"): r"<\|im_end\|>.*data.special_tokens=escape",
         record("pictures/cut.png"): "cannot be decoded",
     }
     (folder / "a.jsonl").write_text("".join(line + "\n" for line in lines))
@@ -412,9 +413,7 @@ def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny
     assert len(skipped) == most
     for place, words in enumerate(expected, 2):
         assert any(re.search(f"{name}:{place}: .*({words})", message) for message in skipped), words
-    with pytest.raises(
-        DataError, match=rf"{most} records are wrong, above data.max_errors={most - 1}"
-    ):
+    with raises(DataError, key="data.max_errors", found=most - 1, problem_has=f" {most} "):
         load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most - 1, **options)
 
 
@@ -422,7 +421,7 @@ def test_a_stream_of_wrong_records_stops_at_the_limit(tiny, tmp_path):
     """Not at its end, which may be far."""
     (tmp_path / "a.jsonl").write_text("{\n" * 50)
     spec = {"path": str(tmp_path / "a.jsonl"), "streaming": True}
-    with pytest.raises(DataError, match=r"^4 records are wrong, above data\.max_errors=3"):
+    with raises(DataError, key="data.max_errors", found=3, problem_has=" 4 "):
         load(spec, tiny(), None, on_error="skip", max_errors=3)
 
 

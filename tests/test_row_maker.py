@@ -16,6 +16,7 @@ from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import expand_patches, normalisation_table
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import CHATS, data_uri, hf_encode, hf_processor, image, picture, say, text
+from tests.error_fields import raises
 from tests.sets import open_set, write_set
 
 
@@ -90,7 +91,7 @@ def test_token_ids_with_images_between(maker):
     assert same(maker.row({**record, "mask": [int(t) for t in trained]}), expected)
     prompt = maker.row(record, prompt=True)
     assert prompt.ids_S.tolist() == ids and (prompt.labels_S == IGNORE).all()
-    with pytest.raises(DataError, match="the record: chunk 1: expected_tokens is 5 but the image"):
+    with raises(DataError, place="the record: chunk 1", key="expected_tokens", found=5):
         maker.row({"chunks": [record["chunks"][0], {**shown, "expected_tokens": 5}]})
 
 
@@ -129,9 +130,9 @@ def test_settings_are_those_of_the_configuration(tiny):
         labels = maker.row(messages).labels_S
         decode = maker.reader.encoder.renderer.tokenizer.decode
         assert decode(labels[labels != IGNORE]) == learnt
-    with pytest.raises(DataError, match=r"tokens, above data\.max_tokens=4"):
+    with raises(DataError, key="data.max_tokens", found=4):
         RowMaker(tiny(), max_tokens=4).row(messages, prompt=True)
-    with pytest.raises(DataError, match=r"the record: nothing to learn; .* or pass prompt=True"):
+    with raises(DataError, place="the record", remedy_has="prompt=True"):
         RowMaker(tiny(), train_on="record").row(messages)
     with pytest.raises(ConfigError, match=r"data\.truncation='cut' is not one of"):
         RowMaker(tiny(), truncation="cut")
@@ -152,5 +153,5 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(tiny, tmp_path):
     maker = RowMaker(str(model), max_tokens=512)
     answer = {"role": "assistant", "content": "b"}
     maker.row({"messages": [{"role": "user", "content": "<<511>>"}, answer]})
-    with pytest.raises(DataError, match=r"token \d+ is 512, and the model's ids are 0 to 511; "):
+    with raises(DataError, found=512, allowed=range(512)):
         maker.row({"messages": [{"role": "user", "content": "<<512>>"}, answer]})

@@ -26,6 +26,7 @@ from megatron_vlm.data.media.images import (
 )
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import image, say, text
+from tests.error_fields import raises
 from tests.test_chat import reader  # noqa: F401 - a fixture
 
 PICTURES = [image(*size) for size in ((64, 64), (100, 60), (40, 90), (33, 32))]
@@ -119,7 +120,7 @@ def test_image_safe_keeps_the_first_turn_whole(reader):  # noqa: F811
 
 def test_too_many_images(reader):  # noqa: F811
     for truncation, error, words in (
-        ("error", DataError, "x:1: 3 images, above data.max_images=2; raise the limit"),
+        ("error", DataError, "x:1: data.max_images=2 is below its 3 images; raise the limit"),
         ("drop", Dropped, "above data.max_tokens or data.max_images"),
     ):
         with pytest.raises(error) as found:
@@ -130,7 +131,7 @@ def test_too_many_images(reader):  # noqa: F811
 
 
 def test_too_long(reader):  # noqa: F811
-    with pytest.raises(DataError, match=r"x:1: \d+ tokens, above data\.max_tokens=20; raise"):
+    with raises(DataError, place="x:1", key="data.max_tokens", found=20):
         reader(max_tokens=20).encode(record(2), "x:1")
     with pytest.raises(Dropped, match="nothing left to learn after the cut"):
         reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
@@ -168,7 +169,7 @@ def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  #
     if truncation == "image_safe":
         assert len(ours.encode(long, "x:1").ids_S) == 512
     else:
-        words = r"x:1: \d+ tokens or more, above data\.max_tokens=512; raise the limit"
+        words = r"x:1: data\.max_tokens=512 .* \d+ tokens or more; raise the limit"
         error, words = (DataError, words) if truncation == "error" else (Dropped, "above")
         with pytest.raises(error, match=words):
             ours.encode(long, "x:1")

@@ -13,6 +13,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.hf.stages import StageReport, stage_reports
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
+from tests.error_fields import raises
 from tests.runs import call, my_rows
 from tests.test_parity import layout
 
@@ -177,5 +178,5 @@ def test_a_tensor_batch_is_its_rows(pool, tiny):
 
 
 def test_a_batch_without_ids_is_refused():
-    with pytest.raises(DataError, match="the batch has no field 'ids'; it has labels"):
+    with raises(DataError, place="the batch", key="ids", problem_has="labels"):
         rows_of(TensorBatch({"labels": torch.zeros(2, 3)}))

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from megatron_vlm.config.lora import USUAL
 from megatron_vlm.config.schema import Config
-from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.search import Candidate, Cluster, search
@@ -14,23 +13,19 @@ from megatron_vlm.planner.shapes import Mix
 _MOST_GPUS = 512
 
 
-def advice(
-    cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate
-) -> ConfigError:
-    """Make the error: what the leanest layout needs, and which changes would fit."""
+def advice(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate) -> str:
+    """One message: what the leanest layout needs, and which changes would fit."""
     parts = max(leanest.memory, key=lambda stage: stage.total)
     usable = USABLE * cluster.memory
     there = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
     remedies = list(_remedies(cfg, sizes, mix, cluster))
-    return ConfigError(
-        f"does not fit on {there}: the leanest layout, {_degrees(leanest)} with "
-        f"model.recompute={leanest.cfg.model.recompute}, needs {_gib(leanest.need)} on its fullest "
-        f"rank, and {_gib(usable)} can be used (weights {_gib(parts.weights)}, gradients "
-        f"{_gib(parts.gradients)}, optimizer {_gib(parts.optimizer)}, activations "
-        f"{_gib(parts.activations + parts.working)})",
-        key="model.path",
-        found=cfg.model.path,
-        remedy=f"what fits: {'; '.join(remedies)}" if remedies else "no single change makes it fit",
+    return (
+        f"model.path={cfg.model.path} does not fit on {there}: the leanest layout, "
+        f"{_degrees(leanest)} with model.recompute={leanest.cfg.model.recompute}, needs "
+        f"{_gib(leanest.need)} on its fullest rank, and {_gib(usable)} can be used (weights "
+        f"{_gib(parts.weights)}, gradients {_gib(parts.gradients)}, optimizer "
+        f"{_gib(parts.optimizer)}, activations {_gib(parts.activations + parts.working)}); "
+        + ("what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit")
     )
 
 

@@ -110,7 +110,7 @@ def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list
 def _placed(chat: Chat, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     assert chat.objects is not None
     return [
-        thousandths(box, sizes[box.image], chat.where, f"objects.bbox[{place}]")
+        thousandths(box, sizes[box.image], f"{chat.where}: objects", f"bbox[{place}]")
         for place, box in enumerate(chat.objects.boxes)
     ]
 

@@ -108,8 +108,9 @@ class Encoder:
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
         """The frames of a video that the model sees, and their size."""
         if isinstance(video.source, str):
+            path = resolve_path(video.source, policy, where)
             try:
-                info = probe_video(resolve_path(video.source, policy, where))
+                info = probe_video(path)
             except DataError as error:
                 raise error.within(where) from error
             return plan_video(info, self.videos, True, where, video.options)

@@ -38,7 +38,7 @@ def run_plan(
     mix = mix_of(cfg, sizes)
     found = search(cfg, sizes, mix, cluster)
     if found.leanest is not None:
-        raise advice(cfg, sizes, mix, cluster, found.leanest)
+        raise ConfigError(advice(cfg, sizes, mix, cluster, found.leanest))
     if not found.fitting:
         raise ConfigError(
             f"--gpus {gpus}: no layout has at most train.global_batch_size="
