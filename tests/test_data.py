@@ -96,7 +96,10 @@ def broken_rows() -> dict[str, tuple[Row, str]]:
             replace(row, image_grid_I3=None),
             "pixel_values has 28 patches but .* 0",
         ),
-        "labels of another length": (replace(row, labels_S=row.labels_S[1:]), "labels has .*, ids"),
+        "labels of another length": (
+            replace(row, labels_S=row.labels_S[1:]),
+            "labels has .* and ids",
+        ),
         "an id too high": (
             replace(row, ids_S=torch.where(row.ids_S == IDS.end, 512, row.ids_S)),
             r"ids\[\d+\]=512 .* 0 to 511",

@@ -28,6 +28,7 @@ from torch.distributed.run import get_args_parser
 from megatron_vlm.cli.commands import make_parser
 from megatron_vlm.config import ConfigFile, config_dir, from_yaml, load_config, to_yaml
 from megatron_vlm.config.arguments import parse
+from tests import error_messages
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -126,8 +127,29 @@ def templates() -> list[re.Pattern[str]]:
                 parts = strings_in(node, named)
                 if sum(len(part) for part in parts if part is not None) >= 12:
                     text = "\0".join(_joined(parts))
-                    words = [re.escape(part) for part in " ".join(text.split()).split("\0")]
-                    found.append(re.compile(".+".join(words), re.DOTALL))
+                    found.append(_pattern(text))
+    modules = error_messages.trees()
+    classes = error_messages.error_classes(modules)
+    for tree in modules.values():
+        for _, _, call in error_messages.calls(tree, classes):
+            text = _without_braces(error_messages.message(call))
+            if len(text) - text.count("\0") >= 12:
+                found.append(_pattern(text))
+    return found
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """What matches a text that has a null character where anything may stand."""
+    words = [re.escape(part) for part in " ".join(text.split()).split("\0")]
+    return re.compile(".+".join(words), re.DOTALL)
+
+
+def _without_braces(text: str) -> str:
+    """The text with a null character in place of each `{expression}`."""
+    found, depth = "", 0
+    for sign in text:
+        found += "\0" * (sign == "{" and not depth) + sign * (sign not in "{}" and not depth)
+        depth += (sign == "{") - (sign == "}")
     return found
 
 
@@ -167,13 +189,10 @@ def strings_in(node: ast.AST, named: dict[str, Parts]) -> Parts:
 
 def is_said(message: str) -> bool:
     """Whether the program can say this, in one piece or put together of pieces that it says: a
-    refusal is KEY=VALUE: reason; way out, or KEY=VALUE and a predicate."""
+    refusal is KEY=VALUE: reason; way out."""
     if any(template.fullmatch(message) for template in templates()):
         return True
     if re.fullmatch(r"[\w.]+=\S+", message):
-        return True
-    subject = re.match(r"([\w.\[\]]+=(\[.*?\]|\S+)|\w+[.\[][\w.\[\]]+) ", message)
-    if subject and is_said(message[subject.end() :]):
         return True
     for cut in re.finditer(r"[:;] ", message):
         head, tail = message[: cut.start()], message[cut.end() :]

@@ -191,7 +191,7 @@ def test_examples_show_what_was_asked(asked, pool):
 
 def test_candidates_without_the_right_answer_are_refused(asked, pool):
     options = {"candidates": ["cat", "dog"]}
-    with pytest.raises(RuntimeError, match="eval.candidates lacks .* 2 with the prefill"):
+    with pytest.raises(RuntimeError, match=r"eval\.candidates lacks .* 2 with the prefill"):
         pool.run(examine, 1, asked["path"], layout(), asked["file"], options)
 
 

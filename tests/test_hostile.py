@@ -241,7 +241,7 @@ def encode_word(model: str) -> str:
     maker = RowMaker(model, max_tokens=512)
     word = {"role": "assistant", "content": "a" * 10**7}
     before = time.process_time()
-    with pytest.raises(DataError, match="data.max_tokens=512 .* tokens or more") as error:
+    with pytest.raises(DataError, match=r"data\.max_tokens=512 .* tokens or more") as error:
         maker.row({"messages": [{"role": "user", "content": "?"}, word]})
     assert time.process_time() - before < 5
     return str(error.value)
