@@ -39,7 +39,9 @@ def check_run(cfg: Config) -> None:
     check_data(cfg, "data.eval")
     names = cfg.eval.candidates
     if isinstance(names, str) and _at(names) == "nothing":
-        raise ConfigError(f"eval.candidates={names}: there is no such file; give a text file")
+        raise ConfigError(
+            ": there is no such file", key="eval.candidates", found=names, allowed="a text file"
+        )
 
 
 def check_records(cfg: Config) -> None:
@@ -73,11 +75,14 @@ def check_data(cfg: Config, key: str) -> None:
         path = spec.path
         name = _NAME.fullmatch(path) and not Path(path).suffix
         if not name and not glob.has_magic(path) and ":" not in path and _at(path) == "nothing":
-            raise ConfigError(f"{key}: no file or folder {path}")
+            raise ConfigError(": there is no such file or folder", key=key, found=path)
         if (root := spec.image_root or cfg.data.image_root) and _at(root) == "nothing":
             raise ConfigError(
-                f"data.image_root={root}: there is no such folder; give the one that holds the "
-                f"images of {path}, or leave it out if they are beside that file"
+                ": there is no such folder",
+                key="data.image_root",
+                found=root,
+                remedy=f"give the one that holds the images of {path}, or leave it out if they "
+                "are beside that file",
             )
 
 

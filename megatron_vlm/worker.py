@@ -190,17 +190,21 @@ class MegatronWorker:
         tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
         shape. The same on every rank of the replica."""
         if not 0 < temperature < math.inf:
-            raise ConfigError(f"forward: temperature={temperature}; give a temperature above 0")
+            raise ConfigError(
+                place="forward", key="temperature", found=temperature, allowed="more than 0"
+            )
         return self.stage.score(self.micro_batches(batch), temperature)
 
     def likeliest(self, batch: Batch, count: int, temperature: float = 1.0) -> list[Tensor]:
         """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
         temperature, in the place that predicts them, zeros elsewhere; float64 on the host, the same
         on every rank of the replica."""
-        if not (1 <= count <= self.source.sizes.text.vocab and 0 < temperature < math.inf):
+        tokens = range(1, self.source.sizes.text.vocab + 1)
+        if count not in tokens:
+            raise ConfigError(place="likeliest", key="count", found=count, allowed=tokens)
+        if not 0 < temperature < math.inf:
             raise ConfigError(
-                f"likeliest: count={count}, temperature={temperature}; give from 1 to the "
-                f"{self.source.sizes.text.vocab} tokens that there are, and a temperature above 0"
+                place="likeliest", key="temperature", found=temperature, allowed="more than 0"
             )
         return self.stage.likeliest(self.micro_batches(batch), count, temperature)
 
@@ -212,7 +216,9 @@ class MegatronWorker:
 
     def _check_experts(self) -> None:
         if self.source.sizes.text.experts is None:
-            raise ConfigError(f"model.path={self.cfg.model.path} has no experts to route to")
+            raise ConfigError(
+                "has no experts to route to", key="model.path", found=self.cfg.model.path
+            )
 
     def sample(
         self,
@@ -317,8 +323,10 @@ class MegatronWorker:
         collective: all ranks iterate, to the end."""
         if self.cfg.lora.rank:
             raise ConfigError(
-                f"lora.rank={self.cfg.lora.rank}: the weights that are streamed would lack the "
-                "adapters; write their folder with export_hf, and give that one"
+                ": the streamed weights would lack the adapters",
+                key="lora.rank",
+                found=self.cfg.lora.rank,
+                remedy="write their folder with export_hf, and give that one",
             )
         return stored_tensors(self.held, self.source, self.table, self.grid)
 

@@ -21,8 +21,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens {self.max_new_tokens}: give at least 1")
+            raise ConfigError(
+                key="--max-new-tokens", found=self.max_new_tokens, allowed="at least 1"
+            )
         if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature}: give a finite number, 0 or more")
+            raise ConfigError(
+                key="--temperature", found=self.temperature, allowed="a finite number, 0 or more"
+            )
         if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: give at least 0")
+            raise ConfigError(key="--seed", found=self.seed, allowed="at least 0")

@@ -38,7 +38,11 @@ def start_chat(args: argparse.Namespace) -> int:
     for path in (*args.image, *args.video):
         require_file(home_path(path))
     if under_launcher():
-        raise ConfigError("megatron-vlm chat runs in one process; start it without a launcher")
+        raise ConfigError(
+            "runs in one process",
+            key="megatron-vlm chat",
+            remedy="start it without a launcher",
+        )
     from megatron_vlm.chat.terminal import run_chat
 
     return run_chat(folder, adapter, args.image, args.video, args.prompt, settings)
@@ -54,7 +58,9 @@ def find_model(given: str) -> tuple[str, Path | None]:
             found = folder / "export"
         elif (folder / "checkpoints").is_dir() or (folder / "complete.json").is_file():
             raise ConfigError(
-                f"{given} has no export to chat with; write one: megatron-vlm export {given} DIR"
+                "has no export to chat with",
+                place=given,
+                remedy=f"write one: megatron-vlm export {given} DIR",
             )
     if (found / "config.json").is_file() or not (found / "adapter_config.json").is_file():
         check_model(str(found))

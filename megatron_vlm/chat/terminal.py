@@ -142,5 +142,7 @@ def typed() -> str:
         return input("> ")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"what was typed is not {error.encoding} text, at byte {error.start}; type it again"
+            f"this line is not {error.encoding} text, at byte {error.start}",
+            place="stdin",
+            remedy="type it again",
         ) from None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_vlm.config.file import ConfigFile, add_config_option, chosen_file
-from megatron_vlm.config.guesses import explain_option
+from megatron_vlm.config.guesses import refused_option
 from megatron_vlm.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         parser.error(f"unrecognized arguments: {ascii(' '.join(rest))[1:-1]}")
     for word in rest:
         if re.match(r"--?\w", word):
-            raise ConfigError(_explained(word, words))
+            raise _refused_option(word, words)
     args.overrides += rest
     return args
 
@@ -40,13 +40,13 @@ def configured(args: argparse.Namespace) -> tuple[ConfigFile | None, list[str]]:
     return file, [*(file.words if file else []), *args.overrides]
 
 
-def _explained(option: str, words: Sequence[str]) -> str:
+def _refused_option(option: str, words: Sequence[str]) -> ConfigError:
     known = ["--config", "--dry-run", "--cfg", "--debug", "--html", "--predictions"]
     known += ["--gpus", "--memory", "--efficiency", "--engine", "--bound"]
     name = option.partition("=")[0].replace("_", "-")
     begun = [each for each in known if len(name) > 3 and each.startswith(name)]
     if near := begun or difflib.get_close_matches(name, known, n=1, cutoff=0.85):
-        return f"{option} is not an option; did you mean {near[0]}?"
+        return ConfigError("is not an option", key=option, remedy=f"did you mean {near[0]}?")
     after = words[list(words).index(option) + 1 :][:1]
     value = after[0] if after and re.match(r"[^-+~]|-[0-9.]", after[0]) else None
-    return explain_option(option, None if value and "=" in value else value)
+    return refused_option(option, None if value and "=" in value else value)

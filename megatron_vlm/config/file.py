@@ -19,11 +19,10 @@ from typing import Any, Literal, get_args, get_origin
 from megatron_vlm.config.guesses import hint
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.config.yaml_text import YamlText
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.paths import home_path, require_file
 
 MOST_BYTES = 2**16
-_RECIPES = "defaults is a list of recipes, each as `- GROUP: NAME`, such as `- model: qwen3_vl_2b`"
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,22 @@ class ConfigFile:
     def read(path: str) -> "ConfigFile":
         """The file at this path."""
         try:
-            with open(require_file(home_path(path), "--config"), "rb") as file:
+            with open(require_file(home_path(path)), "rb") as file:
                 content = file.read(MOST_BYTES + 1)
             if len(content) > MOST_BYTES:
-                raise ConfigError(
-                    f"--config: {path} has more than {MOST_BYTES} bytes; this is no configuration"
-                )
+                problem = f"has more than {MOST_BYTES} bytes, so it is no configuration"
+                raise ConfigError(problem, key="--config", found=path)
             return ConfigFile.parse(content.decode("utf-8-sig"), path)
         except DataError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(f": {error}", key="--config") from error
         except UnicodeDecodeError as error:
+            problem = f"is not UTF-8 text, at byte {error.start}"
             raise ConfigError(
-                f"--config: {path} is not UTF-8 text, at byte {error.start}; save it as UTF-8"
+                problem, key="--config", found=path, remedy="save it as UTF-8"
             ) from error
         except OSError as error:
-            raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from error
+            problem = f"cannot be read: {error.strerror}"
+            raise ConfigError(problem, key="--config", found=path) from error
 
     @staticmethod
     def parse(text: str, name: str) -> "ConfigFile":
@@ -63,8 +63,9 @@ class ConfigFile:
         root = document.root(text)
         if root is None or not root.tag.endswith(":map"):
             raise ConfigError(
-                f"{name}: a configuration is a mapping, such as `optim: {{lr: 1e-5}}`; "
-                f"{'the file is empty' if root is None else 'this is something else'}"
+                "is empty" if root is None else "is not a mapping",
+                place=name,
+                remedy="write a mapping, such as `optim: {lr: 1e-5}`",
             )
         recipes: dict[str, str] = {}
         values: dict[str, Any] = {}
@@ -76,7 +77,12 @@ class ConfigFile:
             for full, place, leaf in _leaves(document, key.value, key, node):
                 if full in values:
                     first = lines[full]
-                    raise document.error(place, f"{full} stands in line {first} already")
+                    raise document.error(
+                        place,
+                        f"is set in line {first} already",
+                        key=full,
+                        remedy="remove one of them",
+                    )
                 values[full] = document.value(leaf, _is_text(full))
                 lines[full] = place.start_mark.line + 1
         return ConfigFile(name, text, recipes, values, lines)
@@ -102,17 +108,16 @@ class ConfigFile:
             place[name] = value
         return found
 
-    def blamed(self, message: str, overrides: Sequence[str]) -> str:
-        """The message, with file and line where it begins with a key that this file set."""
-        for group, recipe in self.recipes.items():
-            if message.startswith(f"{group}/{recipe} "):
-                return f"{self.name}, defaults: {message}"
+    def blame(self, error: ConfigError, overrides: Sequence[str]) -> ConfigError:
+        """Return the error, with file and line where this file set its key."""
+        if error.key in self.recipes and error.found == self.recipes[error.key]:
+            return error.within(f"{self.name}, defaults")
         overridden = {override.lstrip("+~").split("=")[0] for override in overrides}
         for key, line in self.lines.items():
-            begins = message.startswith((f"{key}=", f"{key}:", f"{key} ", f"{key}."))
-            if begins and key not in overridden:
-                return f"{self.name}, line {line}: {message}"
-        return message
+            is_at_fault = error.key == key or error.key.startswith((f"{key}.", f"{key}["))
+            if is_at_fault and key not in overridden:
+                return error.within(f"{self.name}, line {line}")
+        return error
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
@@ -137,14 +142,25 @@ def _recipes(document: YamlText, node: Any) -> dict[str, str]:
     for entry in node.value if node.tag.endswith(":seq") else [node]:
         pairs = list(document.pairs(entry)) if entry.tag.endswith(":map") else []
         if len(pairs) != 1 or not node.tag.endswith(":seq"):
-            raise document.error(entry, _RECIPES)
+            raise document.error(
+                entry,
+                "must be a list of recipes",
+                key="defaults",
+                remedy="write each as `- GROUP: NAME`, such as `- model: qwen3_vl_2b`",
+            )
         group, name = pairs[0][0].value, document.value(pairs[0][1], as_text=True)
         if group not in groups:
             raise document.error(
-                entry, f"defaults: there is no group {group!r}; choose from {', '.join(groups)}"
+                entry,
+                ": there is no such group",
+                key="defaults",
+                found=group,
+                remedy=f"choose from {', '.join(groups)}",
             )
         if group in found or not re.fullmatch(r"[\w-]+", str(name)):
-            raise document.error(entry, f"defaults: give one recipe for {group}, by its name")
+            raise document.error(
+                entry, key=f"defaults.{group}", found=name, remedy="give one recipe, by its name"
+            )
         found[group] = name
     return found
 
@@ -154,7 +170,9 @@ def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tup
     group may be empty."""
     kinds = key_types()
     if key not in kinds:
-        raise document.error(place, f"{key!r} is not a configuration key{hint(key)}")
+        raise document.error(
+            place, "is not a configuration key", key=show_value(key), remedy=hint(key)
+        )
     if not is_dataclass(kinds[key]):
         yield key, place, node
     elif node.tag.endswith(":map"):
@@ -163,8 +181,10 @@ def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tup
     elif not node.tag.endswith(":null"):
         raise document.error(
             place,
-            f"{key} is a group of keys, such as `{key}: {{KEY: VALUE}}`; a recipe of it is chosen "
-            f"by `defaults: [{{{key}: NAME}}]`",
+            "is a group of keys",
+            key=key,
+            remedy=f"write `{key}: {{KEY: VALUE}}`, or choose a recipe by "
+            f"`defaults: [{{{key}: NAME}}]`",
         )
 
 

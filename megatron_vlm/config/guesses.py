@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 
 from megatron_vlm.config.schema import key_types, leaves
+from megatron_vlm.errors import NOT_GIVEN, ConfigError
 
 # Of Hugging Face's TrainingArguments, TRL, LLaMA-Factory, ms-swift and Megatron-LM. Here a value
 # means the same.
@@ -160,16 +161,16 @@ _SENTENCES = {name: text for text, names in _OTHER.items() for name in names.spl
 
 
 def hint(wrong: str) -> str:
-    """What to say after "WRONG is not a configuration key"; begins with a semicolon."""
+    """Return the remedy for "WRONG is not a configuration key"."""
     if found := meant(wrong):
-        return f"; did you mean {' or '.join(map(repr, found))}?"
+        return f"did you mean {' or '.join(map(repr, found))}?"
     if said := sentence(wrong):
-        return f"; {said}"
+        return said
     group, _, name = wrong.partition(".")
     groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
     if name and group in groups:
-        return f"; the keys of {group} are {', '.join(_names_of(group))}"
-    return f"; the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
+        return f"the keys of {group} are {', '.join(_names_of(group))}"
+    return f"the groups of keys are {', '.join(groups)}: see megatron-vlm train --help"
 
 
 def meant(wrong: str) -> Sequence[str]:
@@ -205,19 +206,19 @@ def sentence(wrong: str) -> str | None:
     return next((_SENTENCES[name] for name in names if name in _SENTENCES), None)
 
 
-def explain_option(option: str, value: str | None) -> str:
-    """What to write in place of an option that does not exist, such as `--lr 1e-5`."""
-    name, _, joined = option.lstrip("-").partition("=")
-    value = joined or value
-    shown = option if joined or value is None else f"{option} {value}"
-    begin = f"{shown}: settings are given as KEY=VALUE"
+def refused_option(option: str, value: str | None) -> ConfigError:
+    """Refuse an option that does not exist, such as `--lr 1e-5`, with what to write instead."""
+    option, _, joined = option.partition("=")
+    name, value = option.lstrip("-"), joined or value
+    remedy, problem = hint(name), ": settings are given as KEY=VALUE"
     if is_dataclass(key_types().get(name)):
-        return f"{begin}; {name}=NAME chooses a recipe, {name}.KEY=VALUE sets a value"
-    if len(found := meant(name)) == 1:
-        return f"{begin}; write {found[0]}={value or 'VALUE'}"
-    return (
-        begin + hint(name) if found or sentence(name) else f"{option} is not an option{hint(name)}"
-    )
+        remedy = f"{name}=NAME chooses a recipe, {name}.KEY=VALUE sets a value"
+    elif len(found := meant(name)) == 1:
+        remedy = f"write {found[0]}={value or 'VALUE'}"
+    elif not found and not sentence(name):
+        problem = "is not an option"
+    shown = NOT_GIVEN if value is None else value
+    return ConfigError(problem, key=option, found=shown, remedy=remedy)
 
 
 def _spellings(wrong: str) -> list[str]:

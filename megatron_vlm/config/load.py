@@ -21,7 +21,7 @@ from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.config.yaml_text import MOST_DEPTH
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
 from megatron_vlm.outside import Outside
 
 _PRIMARY = "train"  # configs/train.yaml
@@ -82,11 +82,13 @@ def read_saved(
         str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
     )
     text = saved.text(_MOST_SAVED)
-    try:
-        with saved.border("not a configuration"):
+    with saved.border("not a configuration"):
+        try:
             cfg = from_yaml(text)
-    except ConfigError as error:
-        raise error if saved.name in str(error) else saved.error(str(error)) from error
+        except ConfigError as error:
+            remedy = "; ".join(filter(None, (error.remedy, saved.remedy)))
+            fields = error.within(saved.name).fields() | {"remedy": remedy}
+            raise ConfigError(**fields) from error
     return from_yaml(text, overrides, file) if overrides or file else cfg
 
 
@@ -94,8 +96,10 @@ def _refuse_recipes(overrides: Sequence[str]) -> None:
     for override in overrides:
         if is_dataclass(key_types().get(key := _key(override))):
             raise ConfigError(
-                f"{override}: this configuration is complete, so recipes cannot be chosen; "
-                f"give single keys, such as {key}.KEY=VALUE"
+                ": this configuration is complete, so recipes cannot be chosen",
+                key=key,
+                found=override.partition("=")[2] if "=" in override else NOT_GIVEN,
+                remedy=f"give single keys, such as {key}.KEY=VALUE",
             )
 
 
@@ -112,10 +116,10 @@ def _explained(file: ConfigFile | None, overrides: Sequence[str]) -> Iterator[No
     except ConfigError as error:
         if file is None:
             raise
-        raise ConfigError(file.blamed(str(error), overrides)) from error
+        raise file.blame(error, overrides) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        message = _explain(error)
-        raise ConfigError(file.blamed(message, overrides) if file else message) from error
+        explained = _explain(error)
+        raise (file.blame(explained, overrides) if file else explained) from error
 
 
 def _composable(cls: Any) -> Any:
@@ -207,45 +211,60 @@ def _check_keys(overrides: Sequence[str]) -> None:
     for override in overrides:
         key = _key(override)
         if "=" not in override and not override.startswith("~"):
-            own = f"; a file is given as --config {key}" if key.endswith((".yaml", ".yml")) else ""
-            raise ConfigError(f"{override!r}: arguments are given as KEY=VALUE{own}")
+            is_file = key.endswith((".yaml", ".yml"))
+            raise ConfigError(
+                ": arguments are given as KEY=VALUE",
+                key=show_value(override),
+                remedy=f"give a file as --config {key}" if is_file else "",
+            )
         if key not in keys:
-            raise ConfigError(f"{key!r} is not a configuration key{hint(key)}")
+            raise ConfigError("is not a configuration key", key=show_value(key), remedy=hint(key))
         _check_text(override, key)
 
 
 def _check_text(override: str, key: str) -> None:
     """Refuse what Hydra would replace, and what it and others would have to follow too deep."""
-    _refuse_variables(override, key)
+    _refuse_variables(override, key=key)
     depth = deepest = 0
     for character in override:
         depth += (character in "[{(") - (character in "]})")
         deepest = max(deepest, depth)
     if deepest > MOST_DEPTH:
-        raise ConfigError(f"{key}: nested deeper than {MOST_DEPTH} levels; this is no value")
+        raise ConfigError(f"is nested deeper than {MOST_DEPTH} levels, so it is no value", key=key)
 
 
-def _refuse_variables(text: str, where: str) -> None:
+def _refuse_variables(text: str, place: str = "", key: str = "") -> None:
     """What ${oc.env:NAME} stands for, such as a token, would be written into the run."""
     if "${" in text:
         raise ConfigError(
-            f"{where}: ${{...}} is not replaced; write the value, or let the shell replace it: "
-            'run="$FOLDER"'
+            ": ${...} is not replaced",
+            place=place,
+            key=key,
+            remedy='write the value, or let the shell replace it: run="$FOLDER"',
         )
 
 
-def _explain(error: Exception) -> str:
-    """The message of Hydra or OmegaConf, without its layers."""
+def _explain(error: Exception) -> ConfigError:
+    """Translate an error of Hydra or OmegaConf, without its layers."""
     if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
         options = ", ".join(error.options or [])
-        return f"{error.missing_cfg_file} is not a recipe; choose one of {options}"
-    if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override}: cannot be read; put values with signs such as < or & in double "
-            """quotes, and for the shell single ones around it all: 'KEY=["<a>","<b>"]'"""
+        return ConfigError(
+            "is not a recipe",
+            key=group or "configuration",
+            found=name,
+            remedy=f"choose one of {options}",
         )
+    if isinstance(error, OverrideParseException):
+        key, value = _key(error.override), error.override.partition("=")[2]
+        remedy = (
+            "put values with signs such as < or & in double quotes, and for the shell single ones "
+            """around it all: 'KEY=["<a>","<b>"]'"""
+        )
+        return ConfigError("cannot be read", key=key, found=value, remedy=remedy)
     if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} is not set; give it as {error.full_key}=VALUE"
+        key = str(error.full_key)
+        return ConfigError("is not set", key=key, remedy=f"give it as {key}=VALUE")
     full_key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     first_line = str(error.__cause__ or error).splitlines()[0]
-    return f"{full_key or 'configuration'}: {first_line}"
+    return ConfigError(f": {first_line}", key=full_key or "configuration")

@@ -43,49 +43,61 @@ def export_of(cfg: Config) -> Exported:
 
 def check_lora(cfg: Config) -> None:
     """Refuse values of lora.* and checkpoint.export that cannot work, alone or together."""
-    for problem in _problems(cfg) if cfg.lora.rank else _leftovers(cfg):
-        raise ConfigError(problem)
+    for error in _errors(cfg) if cfg.lora.rank else _leftovers(cfg):
+        raise error
 
 
-def _leftovers(cfg: Config) -> Iterator[str]:
-    """What is set for adapters where there are none."""
+def _leftovers(cfg: Config) -> Iterator[ConfigError]:
+    """Refuse what is set for adapters where there are none."""
     usual = LoraConfig()
     for name in [each.name for each in fields(usual)]:
         if (value := getattr(cfg.lora, name)) != getattr(usual, name):
-            yield (
-                f"lora.{name}={_shown(value)}, but lora.rank=0 means that there are no adapters; "
-                "set lora.rank=16, or choose a recipe such as lora=default"
+            yield ConfigError(
+                "has no effect: lora.rank=0 means that there are no adapters",
+                key=f"lora.{name}",
+                found=value,
+                remedy="set lora.rank=16, or choose a recipe such as lora=default",
             )
-    if not isinstance(cfg.checkpoint.export, bool):
-        yield (
-            f"checkpoint.export={cfg.checkpoint.export!r}: there are no adapters, so set it to "
-            "true or false"
+    export = cfg.checkpoint.export
+    if not isinstance(export, bool):
+        yield ConfigError(
+            ": there are no adapters", key="checkpoint.export", found=export, allowed=(True, False)
         )
 
 
-def _problems(cfg: Config) -> Iterator[str]:
+def _errors(cfg: Config) -> Iterator[ConfigError]:
     lora, export = cfg.lora, cfg.checkpoint.export
     if not isinstance(export, bool) and export not in ("adapter", "merged", "both"):
-        yield f"checkpoint.export={export!r}: give adapter, merged or both, or true or false"
+        yield ConfigError(
+            key="checkpoint.export",
+            found=export,
+            allowed=("adapter", "merged", "both", True, False),
+        )
     for name, given in (("targets", lora.targets), ("train", lora.train)):
         if not all(isinstance(each, str) and each for each in given):
-            yield f"lora.{name}={_shown(given)}: give a list of names"
+            yield ConfigError(key=f"lora.{name}", found=given, allowed="a list of names")
     if not lora.targets:
-        yield "lora.targets is empty; give parts such as [attention,mlp], or set lora.rank=0"
+        yield ConfigError(
+            "is empty",
+            key="lora.targets",
+            remedy="give parts such as [attention,mlp], or set lora.rank=0",
+        )
     for part in lora.train:
         if part not in SWITCHES:
-            yield f"lora.train={_shown(lora.train)}: {part} is not one of {', '.join(SWITCHES)}"
+            yield ConfigError(
+                f": {part} is not a part", key="lora.train", found=lora.train, allowed=SWITCHES
+            )
         elif getattr(cfg.model, f"freeze_{part}"):
-            yield (
-                f"lora.train={_shown(lora.train)} trains what model.freeze_{part}=true keeps as it "
-                "is; change one of them"
+            yield ConfigError(
+                f"trains what model.freeze_{part}=true keeps as it is",
+                key="lora.train",
+                found=lora.train,
+                remedy="change one of them",
             )
     if "adapter" in exports(cfg) and (whole := [p for p in lora.train if p != "merger"]):
-        yield (
-            f"lora.train={_shown(lora.train)}: PEFT's files have no place for the weights of "
-            f"{whole[0]} as a whole; set checkpoint.export=merged, or false"
+        yield ConfigError(
+            f": PEFT's files have no place for the weights of {whole[0]} as a whole",
+            key="lora.train",
+            found=lora.train,
+            remedy="set checkpoint.export=merged, or false",
         )
-
-
-def _shown(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else f"{value}"

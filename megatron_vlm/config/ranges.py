@@ -84,7 +84,7 @@ def check_ranges(cfg: Config) -> None:
     for key, allowed in RANGES.items():
         for value in _numbers(get(cfg, key)):
             if value not in allowed:
-                raise ConfigError(f"{key}={get(cfg, key)}: give {allowed}")
+                raise ConfigError(key=key, found=get(cfg, key), allowed=str(allowed))
 
 
 def numeric_keys() -> list[str]:

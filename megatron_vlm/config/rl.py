@@ -13,34 +13,44 @@ def check_rl(cfg: Config) -> None:
     check_training(cfg)
     rl = cfg.rl
     if (rl.reward is None) == (rl.environment is None):
-        both = "neither is set" if rl.reward is None else "both are set"
+        is_neither = rl.reward is None
         raise ConfigError(
-            f"rl.reward and rl.environment: {both}; give one of them, as FILE.py:NAME: a function "
-            "of a record and an answer, or the class of an episode"
+            f"is {'not ' * is_neither}set, and {'neither' if is_neither else 'so'} is "
+            "rl.environment",
+            key="rl.reward",
+            remedy="give one of them, as FILE.py:NAME: a function of a record and an answer, or "
+            "the class of an episode",
         )
     _check_target("rl.reward", rl.reward)
     _check_target("rl.environment", rl.environment)
     if any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
-            "data.train is a stream, and prompts are asked by their number, so that a run can "
-            "resume; save it as a file, and give that"
+            "is a stream, and prompts are read by their number, so that a run can resume",
+            key="data.train",
+            remedy="save it as a file, and give that",
         )
     if rl.samples < 2:
         raise ConfigError(
-            f"rl.samples={rl.samples}: an answer is compared with the others to its prompt; give "
-            "at least 2"
+            ": an answer is compared with the others to its prompt",
+            key="rl.samples",
+            found=rl.samples,
+            allowed="at least 2",
         )
     if rl.temperature == 0:
         raise ConfigError(
-            "rl.temperature=0: all answers to a prompt would be the same, and none better than "
-            "another; give more than 0"
+            ": all answers to a prompt would be the same, and none better than another",
+            key="rl.temperature",
+            found=0,
+            allowed="more than 0",
         )
     _check_clipping(cfg)
     _check_sampler(cfg)
     if rl.updates > cfg.train.global_batch_size:
         raise ConfigError(
-            f"rl.updates={rl.updates} is above train.global_batch_size="
-            f"{cfg.train.global_batch_size}: each update needs at least one prompt"
+            f"exceeds train.global_batch_size={cfg.train.global_batch_size}: each update needs at "
+            "least one prompt",
+            key="rl.updates",
+            found=rl.updates,
         )
 
 
@@ -49,17 +59,19 @@ def _check_target(key: str, value: str | None) -> None:
         return
     where, colon, name = value.rpartition(":")
     if not colon or not name.isidentifier():
-        raise ConfigError(f"{key}={value}: give FILE.py:NAME or MODULE:NAME")
+        raise ConfigError(key=key, found=value, allowed="FILE.py:NAME or MODULE:NAME")
     if where.endswith(".py") and not Path(where).is_file():
-        raise ConfigError(f"{key}={value}: there is no file {where}")
+        raise ConfigError(f": there is no file {where}", key=key, found=value)
 
 
 def _check_clipping(cfg: Config) -> None:
     rl = cfg.rl
     if rl.loss == "importance_sampling" and (rl.clip_low or rl.clip_high):
         raise ConfigError(
-            f"rl.loss=importance_sampling clips nothing, and rl.clip_low={rl.clip_low}, "
-            f"rl.clip_high={rl.clip_high}; leave them out, or choose rl.loss=ppo"
+            f"clips nothing, and rl.clip_low={rl.clip_low}, rl.clip_high={rl.clip_high}",
+            key="rl.loss",
+            found=rl.loss,
+            remedy="leave them out, or choose rl.loss=ppo",
         )
 
 
@@ -68,6 +80,9 @@ def _check_sampler(cfg: Config) -> None:
     check_engine(cfg, "rl")
     if rl.sampler == "own" and rl.off_policy_steps:
         raise ConfigError(
-            "rl.off_policy_steps=1 draws samples while a step trains, and with rl.sampler=own the "
-            "same processes would do both; give rl.sampler=vllm, or 0"
+            "draws samples while a step trains, and with rl.sampler=own the same processes would "
+            "do both",
+            key="rl.off_policy_steps",
+            found=rl.off_policy_steps,
+            remedy="give rl.sampler=vllm, or 0",
         )

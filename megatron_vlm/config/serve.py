@@ -11,18 +11,25 @@ from megatron_vlm.errors import ConfigError
 def check_serve(cfg: Config) -> None:
     """Refuse settings that a service cannot have, or that would be read and not used."""
     serve = cfg.serve
-    if cfg.lora != LoraConfig():
-        raise ConfigError(
-            "lora.*: clients say what adapters their models have; leave it out, and see "
-            "serve.lora_alpha and serve.max_rank"
-        )
+    for name, usual in vars(LoraConfig()).items():
+        if (value := getattr(cfg.lora, name)) != usual:
+            raise ConfigError(
+                ": clients choose the adapters of their models",
+                key=f"lora.{name}",
+                found=value,
+                remedy="leave it out, and see serve.lora_alpha and serve.max_rank",
+            )
     for name in ("train", "eval"):
         if getattr(cfg.data, name):
-            raise ConfigError(f"data.{name} is set, and clients send the data; leave it out")
+            raise ConfigError(
+                "is set, and clients send the data", key=f"data.{name}", remedy="leave it out"
+            )
     if serve.keys is not None and not Path(serve.keys).is_file():
         raise ConfigError(
-            f"serve.keys={serve.keys}: there is no such file; make it with megatron-vlm serve-key "
-            f"NAME {serve.keys}"
+            ": there is no such file",
+            key="serve.keys",
+            found=serve.keys,
+            remedy=f"make it with megatron-vlm serve-key NAME {serve.keys}",
         )
     check_engine(cfg, "serve")
     require(cfg, "model.path")

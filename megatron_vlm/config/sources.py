@@ -42,7 +42,7 @@ def parse_sources(value: Any, key: str) -> tuple[SourceSpec, ...]:
         return ()
     entries = list(value) if isinstance(value, list | tuple) else [value]
     if not entries:
-        raise ConfigError(f"{key} is an empty list; give at least one source")
+        raise ConfigError("is an empty list", key=key, allowed="at least one source")
     return tuple(_parse_source(entry, key) for entry in entries)
 
 
@@ -51,18 +51,29 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
     known = [item.name for item in fields(SourceSpec)]
     valid = isinstance(given, dict) and isinstance(given.get("path"), str)
     if not valid or set(given) - set(known):
-        raise ConfigError(f"{key}: {entry!r} is not a path or an object of {', '.join(known)}")
+        problem = f"is not a path or an object of {', '.join(known)}"
+        raise ConfigError(problem, key=key, found=entry)
     spec = SourceSpec(**given)
     # A weight stays an int where it was one: the fingerprint of the data, by which a run resumes,
     # spells it out.
     if type(spec.weight) not in (int, float) or not 0 < spec.weight < 1000:
-        raise ConfigError(f"{key}: weight of {spec.path} is {spec.weight!r}; give 0 to 1000")
+        raise ConfigError(
+            place=spec.path,
+            key=f"{key}.weight",
+            found=spec.weight,
+            allowed="more than 0 and less than 1000",
+        )
     for item in fields(SourceSpec):
         value = getattr(spec, item.name)
         if item.name != "weight" and not isinstance(value, item.type):  # type: ignore[arg-type]
-            shown = "null" if value is None else repr(value)
-            wanted = "true or false" if item.type is bool else "text; put it in quotes"
-            raise ConfigError(f"{key}: {item.name} of {spec.path} is {shown}, not {wanted}")
+            is_switch = item.type is bool
+            raise ConfigError(
+                "is not true or false" if is_switch else "is not text",
+                place=spec.path,
+                key=f"{key}.{item.name}",
+                found=value,
+                remedy="" if is_switch else "put it in quotes",
+            )
     return spec
 
 
@@ -81,7 +92,7 @@ def parse_sets(value: Any) -> tuple[EvalSource, ...]:
 def _only(name: Any, entry: Any) -> SourceSpec:
     specs = parse_sources(entry, key := f"data.eval.{name}")
     if len(specs) != 1:
-        raise ConfigError(f"{key} has {len(specs)} sources; give each set exactly one")
+        raise ConfigError(f"has {len(specs)} sources", key=key, remedy="give each set exactly one")
     return specs[0]
 
 

@@ -28,8 +28,7 @@ def check_values(cfg: Config) -> None:
     """Refuse values that cannot work, alone or together."""
     for key, kind in key_types().items():
         if get_origin(kind) is Literal and get(cfg, key) not in get_args(kind):
-            choices = ", ".join(get_args(kind))
-            raise ConfigError(f"{key}={get(cfg, key)!r} is not one of {choices}")
+            raise ConfigError(key=key, found=get(cfg, key), allowed=get_args(kind))
     _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
     check_ranges(cfg)
     check_lora(cfg)
@@ -42,15 +41,16 @@ def check_candidates(names: Sequence[str]) -> None:
     """Refuse answers that cannot be ranked against each other."""
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(
-            f"eval.candidates has {len(names)} entries, {len(set(names))} of them different; "
-            "give at least 2, each once"
+            f"has {len(names)} entries, {len(set(names))} of them different",
+            key="eval.candidates",
+            allowed="at least 2, each once",
         )
 
 
 def require(cfg: Config, key: str) -> None:
     """Refuse a command that needs data.train or data.eval where it is not set."""
     if not get(cfg, key):
-        raise ConfigError(f"{key} is not set; give it as {key}=FILE")
+        raise ConfigError("is not set", key=key, remedy=f"give it as {key}=FILE")
 
 
 def check_training(cfg: Config) -> None:
@@ -58,12 +58,18 @@ def check_training(cfg: Config) -> None:
     which checkpoint is the best."""
     require(cfg, "data.train")
     if cfg.train.steps is None and any(spec.streaming for spec in cfg.data.train):
-        raise ConfigError("data.train is a stream and has no length; set train.steps")
+        raise ConfigError(
+            "is not set, and data.train is a stream, which has no length",
+            key="train.steps",
+            remedy="set train.steps",
+        )
     best, names = cfg.checkpoint.best, [held_out.name for held_out in cfg.data.eval]
     if best is not None and (wanted := best.rpartition("/")[0]) not in names:
         raise ConfigError(
-            f"checkpoint.best={best}: data.eval has no set {wanted!r}; "
-            f"it has {', '.join(names) or 'none'}"
+            f": data.eval has no set {wanted!r}",
+            key="checkpoint.best",
+            found=best,
+            remedy=f"it has {', '.join(names) or 'none'}",
         )
 
 
@@ -73,8 +79,10 @@ def processes_for(cfg: Config, gpus: int) -> int:
     count = cfg.launch.processes or gpus or least
     if count % least:
         raise ConfigError(
-            f"launch.processes={count} is not a multiple of parallel.tp x parallel.pp = {least}; "
-            "change one of them"
+            f"is not a multiple of parallel.tp x parallel.pp = {least}",
+            key="launch.processes",
+            found=count,
+            remedy="change one of them",
         )
     return count
 
@@ -83,13 +91,17 @@ def _check_layers(given: Any, virtual_stages: int) -> None:
     listed = isinstance(given, list) and all(type(count) is int for count in given)
     if not (listed or given in (None, "auto")):
         raise ConfigError(
-            f"parallel.layers_per_stage={given!r}: give auto, or a list with one whole number for "
-            "each stage, such as [0,12,12,12]"
+            key="parallel.layers_per_stage",
+            found=given,
+            allowed="auto, or a list with one whole number for each stage, such as [0,12,12,12]",
         )
     if given == "auto" and virtual_stages > 1:
         raise ConfigError(
-            "parallel.layers_per_stage=auto chooses the layers of stages, not of the chunks that "
-            f"parallel.virtual_stages={virtual_stages} makes of them; give a list, or null"
+            "chooses the layers of stages, not of the chunks that "
+            f"parallel.virtual_stages={virtual_stages} makes of them",
+            key="parallel.layers_per_stage",
+            found=given,
+            allowed="a list, or null",
         )
 
 
@@ -98,52 +110,63 @@ def _check_lists(cfg: Config) -> None:
     listed = isinstance(chosen, list | tuple) and chosen and set(chosen) <= set(roles)
     if chosen not in scopes and not listed:
         raise ConfigError(
-            f"data.train_on={chosen!r}: choose one of {', '.join(scopes)}, or a list of "
-            f"roles from {', '.join(roles)}"
+            key="data.train_on",
+            found=chosen,
+            allowed=f"one of {', '.join(scopes)}, or a list of roles from {', '.join(roles)}",
         )
     if not all(isinstance(name, str) and name for name in cfg.data.ignore_keys):
         raise ConfigError(
-            f"data.ignore_keys={list(cfg.data.ignore_keys)}: give names of keys, such as [id,score]"
+            key="data.ignore_keys",
+            found=cfg.data.ignore_keys,
+            allowed="names of keys, such as [id,score]",
         )
     _check_new_tokens(cfg)
     given = cfg.data.template_kwargs
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ConfigError(
-            f"data.template_kwargs={given!r}: give variables with their values, such as "
-            "{enable_thinking: false}"
+            key="data.template_kwargs",
+            found=given,
+            allowed="variables with their values, such as {enable_thinking: false}",
         )
     if taken := sorted(TEMPLATE_ARGUMENTS & set(given)):
         raise ConfigError(
-            f"data.template_kwargs: {taken[0]} is not for you to set: it is decided by the record "
-            "or by what is asked; give variables of the checkpoint's own template"
+            "cannot be set: the record or the program decides it",
+            key=f"data.template_kwargs.{taken[0]}",
+            allowed="variables of the checkpoint's own template",
         )
     candidates = cfg.eval.candidates
     if isinstance(candidates, list | tuple):
         check_candidates(candidates)
     elif not isinstance(candidates, str | None):
-        raise ConfigError(f"eval.candidates={candidates!r}: give a list, or a text file")
+        raise ConfigError(key="eval.candidates", found=candidates, allowed="a list, or a text file")
 
 
 def _check_new_tokens(cfg: Config) -> None:
     names = cfg.data.add_tokens
     if len(names) > MOST_NEW_TOKENS:
         raise ConfigError(
-            f"data.add_tokens has {len(names)} entries, and {MOST_NEW_TOKENS} is the most: give "
-            "fewer, or a checkpoint whose tokenizer was trained for such texts"
+            f"has {len(names)} entries, and the maximum is {MOST_NEW_TOKENS}",
+            key="data.add_tokens",
+            allowed="fewer, or a checkpoint whose tokenizer was trained for such texts",
         )
-    for name in names:
+    for place, name in enumerate(names):
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise ConfigError(
-                f"data.add_tokens has {name!r}: give texts of printable characters, in quotes, "
-                'such as ["<point>","</point>"]'
+                key=f"data.add_tokens[{place}]",
+                found=name,
+                allowed='texts of printable characters, in quotes, such as ["<point>","</point>"]',
             )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ConfigError(f"data.add_tokens has {twice[0]!r} more than once; give each once")
+        raise ConfigError(
+            f"has {twice[0]!r} more than once", key="data.add_tokens", remedy="give each once"
+        )
     if names and not learns(cfg, "language"):
         why = "lora.train without language" if cfg.lora.rank else "model.freeze_language=true"
         raise ConfigError(
-            f"data.add_tokens: with {why} the new tokens would never be learnt; change one of them"
+            f": with {why} the new tokens would never be learnt",
+            key="data.add_tokens",
+            remedy="change one of them",
         )
 
 
@@ -151,16 +174,21 @@ def _check_sources(data: DataConfig) -> None:
     for held_out in data.eval:
         if held_out.source.streaming:
             raise ConfigError(
-                f"data.eval: {held_out.source.path} streams, and an evaluation needs its size"
+                "is a stream, and an evaluation needs its size",
+                key="data.eval",
+                found=held_out.source.path,
             )
     if len({spec.streaming for spec in data.train}) > 1:
         raise ConfigError(
-            "data.train: some sources stream and some do not; let all of them stream, or none"
+            ": some sources stream and some do not",
+            key="data.train",
+            remedy="let all of them stream, or none",
         )
     roots = {spec.image_root or data.image_root or "." for spec in data.train if spec.streaming}
     if len(roots) > 1:
         raise ConfigError(
-            f"data.train: streams share one image_root, and these have {', '.join(sorted(roots))}"
+            f": streams share one image_root, and these have {', '.join(sorted(roots))}",
+            key="data.train",
         )
 
 
@@ -170,20 +198,28 @@ def _check_together(cfg: Config) -> None:
         names = part.format("min"), part.format("max")
         least, most = (getattr(data, name) for name in names)
         if least and most and least > most:
-            raise ConfigError(f"data.{names[0]}={least} is above data.{names[1]}={most}")
+            raise ConfigError(
+                f"exceeds data.{names[1]}={most}", key=f"data.{names[0]}", found=least
+            )
     if train.steps is not None and cfg.optim.warmup_steps > train.steps:
         raise ConfigError(
-            f"optim.warmup_steps={cfg.optim.warmup_steps} is above train.steps={train.steps}: the "
-            f"learning rate would never be reached; {WARMUP_REMEDY}"
+            f"exceeds train.steps={train.steps}: the learning rate would never be reached",
+            key="optim.warmup_steps",
+            found=cfg.optim.warmup_steps,
+            remedy=WARMUP_REMEDY,
         )
     if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
-        raise ConfigError(f"log.profile_steps={profile}: give [first, last), e.g. [10,12]")
+        raise ConfigError(
+            key="log.profile_steps", found=profile, allowed="[first, last), such as [10,12]"
+        )
     if cfg.checkpoint.best is not None:
         _check_best(cfg.checkpoint.best, cfg)
     if cfg.checkpoint.push is not None and not cfg.checkpoint.export:
         raise ConfigError(
-            f"checkpoint.push={cfg.checkpoint.push} uploads the export, and "
-            "checkpoint.export=false writes none; change one of them"
+            "uploads the export, and checkpoint.export=false writes none",
+            key="checkpoint.push",
+            found=cfg.checkpoint.push,
+            remedy="change one of them",
         )
 
 
@@ -192,8 +228,10 @@ def _check_best(best: str, cfg: Config) -> None:
     measured["ranking"] = cfg.eval.candidates is not None
     name, _, score = best.rpartition("/")
     if not name or not measured.get(score):
+        scores = ", ".join(score for score, is_on in measured.items() if is_on)
         raise ConfigError(
-            f"checkpoint.best={best!r}: give SET/SCORE with a score that is measured: "
-            f"{', '.join(score for score, is_on in measured.items() if is_on)}; exact_match needs "
-            "eval.generate=true, ranking needs eval.candidates"
+            key="checkpoint.best",
+            found=best,
+            allowed=f"SET/SCORE with a score that is measured: {scores}; exact_match needs "
+            "eval.generate=true, ranking needs eval.candidates",
         )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import ConfigError, show_value
 
 _MOST_VALUES = 10_000
 MOST_DEPTH = 32
@@ -48,7 +48,9 @@ class YamlText:
             mark = getattr(error, "problem_mark", None)
             where = self.name if mark is None else f"{self.name}, line {mark.line + 1}"
             said = getattr(error, "problem", None) or str(error).splitlines()[0]
-            raise ConfigError(f"{where}: not YAML: {said}; correct the file") from error
+            raise ConfigError(
+                f"is not YAML: {said}", place=where, remedy="correct the file"
+            ) from error
         except RecursionError as error:
             raise self._too_deep() from error
 
@@ -61,7 +63,10 @@ class YamlText:
                 raise self.error(key_node, "a key must be plain text")
             if key in seen:
                 raise self.error(
-                    key_node, f"{key!r} stands in line {seen[key]} already; remove one of them"
+                    key_node,
+                    f"is set in line {seen[key]} already",
+                    key=show_value(key),
+                    remedy="remove one of them",
                 )
             seen[key] = line
             yield key_node, value
@@ -72,8 +77,9 @@ class YamlText:
         self.left -= 1
         if self.left < 0:
             raise ConfigError(
-                f"{self.name}: more than {_MOST_VALUES} values, counting each alias; this is no "
-                "configuration"
+                f"has more than {_MOST_VALUES} values, counting each alias, so it is no "
+                "configuration",
+                place=self.name,
             )
         if depth > MOST_DEPTH:
             raise self._too_deep()
@@ -84,9 +90,10 @@ class YamlText:
             return [self.value(each, as_text, depth + 1) for each in node.value]
         return self._scalar(node, as_text)
 
-    def error(self, node: Any, said: str) -> ConfigError:
-        """An error that names the file and the line."""
-        return ConfigError(f"{self.name}, line {node.start_mark.line + 1}: {said}")
+    def error(self, node: Any, problem: str = "", **fields: Any) -> ConfigError:
+        """Make an error with the file and the line as its place."""
+        place = f"{self.name}, line {node.start_mark.line + 1}"
+        return ConfigError(problem, place=place, **fields)
 
     def _scalar(self, node: Any, as_text: bool) -> Any:
         kind = node.tag.removeprefix(_TAG)
@@ -94,8 +101,9 @@ class YamlText:
         if "${" in text:
             raise self.error(
                 node,
-                f"{text[:80]!r}: ${{...}} is not replaced in a file; write the value, or give the "
-                "key on the command line, where the shell replaces it",
+                f"{text[:80]!r}: ${{...}} is not replaced in a file",
+                remedy="write the value, or give the key on the command line, where the shell "
+                "replaces it",
             )
         if kind == "null":
             return None
@@ -112,11 +120,10 @@ class YamlText:
             pass
         raise self.error(
             node,
-            f"{text[:80]!r} with the tag {node.tag.replace(_TAG, '!!')} is not read; write text, "
-            "a number, true, false, null, a list or a mapping",
+            f"{text[:80]!r} with the tag {node.tag.replace(_TAG, '!!')} is not read",
+            remedy="write text, a number, true, false, null, a list or a mapping",
         )
 
     def _too_deep(self) -> ConfigError:
-        return ConfigError(
-            f"{self.name}: nested deeper than {MOST_DEPTH} levels; this is no configuration"
-        )
+        problem = f"is nested deeper than {MOST_DEPTH} levels, so it is no configuration"
+        return ConfigError(problem, place=self.name)

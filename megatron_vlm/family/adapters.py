@@ -86,8 +86,10 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
         if not matching:
             _check_no_router(tensors, target)
             raise ConfigError(
-                f"lora.targets: {target!r} is none of {', '.join(GROUPS)}, nor does it match a "
-                f"linear layer of the model; names are such as {_samples(linears)}"
+                "matches no linear layer of the model",
+                key="lora.targets",
+                found=target,
+                remedy=f"give {', '.join(GROUPS)}, or names such as {_samples(linears)}",
             )
         found |= matching
     return [each for each in linears if each in found]
@@ -102,10 +104,12 @@ def _check_no_router(tensors: Sequence[TensorSpec], target: str) -> None:
     for tensor in tensors:
         if tensor.name.endswith(_ROUTER) and _matches(tensor, target):
             raise ConfigError(
-                f"lora.targets: {target!r} means the router {module_of(tensor)}, and routers have "
-                "no adapters here: in transformers they are no linear layers, and PEFT leaves them "
-                "as they are unless target_parameters names them; leave it out: mlp means the "
-                "experts themselves"
+                f"means the router {module_of(tensor)}, and routers have no adapters here: in "
+                "transformers they are no linear layers, and PEFT leaves them as they are unless "
+                "target_parameters names them",
+                key="lora.targets",
+                found=target,
+                remedy="leave it out: mlp means the experts themselves",
             )
 
 
@@ -128,16 +132,20 @@ def check_parts(
 ) -> None:
     """Refuse adapters in a part that is trained whole, or that is to stay as it is."""
     for tensor in chosen:
-        where = f"lora.targets has {module_of(tensor)} of the part {tensor.part.switch}, "
-        if tensor.part.switch in trained:
+        part = tensor.part.switch
+        has = f"has {module_of(tensor)} of the part {part}"
+        if part in trained:
             raise ConfigError(
-                f"{where}which lora.train trains whole: adapters there would only repeat it; "
-                "remove one of them"
+                f"{has}, which lora.train trains whole: adapters there would only repeat it",
+                key="lora.targets",
+                remedy="remove one of them",
             )
-        if tensor.part.switch in frozen:
+        if part in frozen:
             raise ConfigError(
-                f"{where}which model.freeze_{tensor.part.switch}=true keeps as it is; set it to "
-                "false: with lora.rank set, the weights stay as they are anyway"
+                f"keeps the part {part} as it is, and lora.targets {has}",
+                key=f"model.freeze_{part}",
+                found=True,
+                remedy="set it to false: with lora.rank set, the weights stay as they are anyway",
             )
 
 

@@ -61,12 +61,18 @@ def no_config_json(folder: str | Path) -> ConfigError:
     """The refusal of a folder that is no checkpoint."""
     if os.path.lexists(Path(folder) / "adapter_config.json"):
         return ConfigError(
-            f"model.path={str(folder)!r} has an adapter and no model; to continue from it, give "
-            "its base model as model.path and this folder as lora.path"
+            "has an adapter and no model",
+            key="model.path",
+            found=str(folder),
+            remedy="to continue from it, give its base model as model.path and this folder as "
+            "lora.path",
         )
     return ConfigError(
-        f"model.path={str(folder)!r} has no config.json; give the folder of a Qwen3-VL "
-        "checkpoint, or the name of one on the Hub, such as Qwen/Qwen3-VL-2B-Instruct"
+        "has no config.json",
+        key="model.path",
+        found=str(folder),
+        remedy="give the folder of a Qwen3-VL checkpoint, or the name of one on the Hub, such as "
+        "Qwen/Qwen3-VL-2B-Instruct",
     )
 
 
@@ -74,8 +80,11 @@ def check_model_type(model_type: Any, path: str | Path) -> None:
     """Refuse the models of other families."""
     if not isinstance(model_type, str) or model_type not in _FIELDS:
         raise ConfigError(
-            f"model.path={path}: its config.json says model_type={model_type!r}; this "
-            "version trains Qwen3-VL (model_type='qwen3_vl') and Qwen3-VL-MoE ('qwen3_vl_moe')"
+            f"has model_type={model_type!r} in its config.json",
+            key="model.path",
+            found=str(path),
+            remedy="give a Qwen3-VL (model_type='qwen3_vl') or a Qwen3-VL-MoE ('qwen3_vl_moe'), "
+            "which this version trains",
         )
 
 

@@ -5,6 +5,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
@@ -74,9 +75,11 @@ class ModelFields:
 def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
     """The refusal of a config.json with these problems."""
     return ConfigError(
-        f"the config.json of {folder} describes another model than this version "
-        "trains:\n  " + "\n  ".join(problems) + "\ngive a checkpoint of the released kind, or "
-        "remove a field that you know to change nothing"
+        "describes another model than this version trains:\n  "
+        + "\n  ".join(problems)
+        + "\ngive a checkpoint of the released kind, or remove a field that you know to change "
+        "nothing",
+        place=str(Path(folder) / "config.json"),
     )
 
 

@@ -41,9 +41,10 @@ class NewTokens:
         text = config.text_config
         if self.first > text.vocab_size:
             raise ConfigError(
-                f"data.add_tokens: the tokenizer has {self.first} tokens already, and the "
-                f"vocab_size in config.json is {text.vocab_size}; give a checkpoint whose files "
-                "belong together"
+                f": the tokenizer has {self.first} tokens already, and the vocab_size in "
+                f"config.json is {text.vocab_size}",
+                key="data.add_tokens",
+                allowed="a checkpoint whose files belong together",
             )
         text.vocab_size = self.vocab(text.vocab_size)
 
@@ -78,8 +79,10 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
     file = folder_of(model) / _TOKENIZER
     if what_is_at(file) == "nothing":
         raise ConfigError(
-            f"data.add_tokens: {file.parent} has no {_TOKENIZER}; load its tokenizer in "
-            "transformers and save it with save_pretrained, which writes one"
+            f": {file.parent} has no {_TOKENIZER}",
+            key="data.add_tokens",
+            remedy="load its tokenizer in transformers and save it with save_pretrained, which "
+            "writes one",
         )
     outside = Outside(str(file), ConfigError, "data.add_tokens needs the checkpoint's own file")
     text = outside.text(MOST_BYTES)
@@ -91,20 +94,27 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
         encoded = tokenizer.encode(name, add_special_tokens=False)
         if tokenizer.token_to_id(name) is not None or len(encoded) == 1:
             raise ConfigError(
-                f"data.add_tokens: {name!r} is a token of {file} already; leave it out"
+                f"is a token of {file} already",
+                key="data.add_tokens",
+                found=name,
+                remedy="leave it out",
             )
         if (inside := next((token for token in special if token in name), None)) is not None:
             raise ConfigError(
-                f"data.add_tokens: {name!r} contains the special token {inside}, which would be "
-                "read as part of the new one; give another name"
+                f"contains the special token {inside}, which would be read as part of the new one",
+                key="data.add_tokens",
+                found=name,
+                allowed="another name",
             )
     first = max(tokenizer.get_vocab().values()) + 1
     _add(tokenizer, names)
     ids = [tokenizer.token_to_id(name) for name in names]
     if ids != list(range(first, first + len(names))):
         raise ConfigError(
-            f"data.add_tokens: the ids in {file} have gaps: {first - 1} is the highest, and "
-            f"{names[0]!r} would get {ids[0]}; give a tokenizer whose ids follow each other"
+            f": the ids in {file} have gaps: {first - 1} is the highest, and {names[0]!r} would "
+            f"get {ids[0]}",
+            key="data.add_tokens",
+            allowed="a tokenizer whose ids follow each other",
         )
     return NewTokens(tuple(names), first)
 

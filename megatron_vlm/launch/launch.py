@@ -17,7 +17,12 @@ _RAY_ROOM = 36  # bytes of TMPDIR: what Ray adds for its sockets takes 71, and L
 def check_ray() -> None:
     """Refuse launch.backend=ray where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("launch.backend=ray needs Ray: pip install 'megatron_vlm[ray]'")
+        raise ConfigError(
+            "needs Ray",
+            key="launch.backend",
+            found="ray",
+            remedy="run pip install 'megatron_vlm[ray]'",
+        )
 
 
 def ray_address(cfg: Config) -> str:

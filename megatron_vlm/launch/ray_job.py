@@ -141,8 +141,11 @@ def world_size(cfg: Config, room: int, restart: int) -> int:
         count = room // least * least
     if count < least or count % least:
         raise ConfigError(
-            f"{count or room} ranks in this Ray cluster, which has room for {room}: "
-            f"parallel.tp x parallel.pp = {least} must divide them; add nodes or lower one of them"
+            f"is not a multiple of parallel.tp x parallel.pp = {least}, in a Ray cluster that has "
+            f"room for {room} ranks",
+            key="launch.processes",
+            found=count or room,
+            remedy="add nodes or lower one of them",
         )
     return count
 

@@ -13,20 +13,23 @@ from megatron_vlm.planner.shapes import Mix
 _MOST_GPUS = 512
 
 
-def advice(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate) -> str:
-    """One message: what the leanest layout needs, and which changes would fit."""
+def advice(
+    cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate
+) -> tuple[str, str]:
+    """Explain what the leanest layout needs, and which changes would fit: problem and remedy."""
     parts = max(leanest.memory, key=lambda stage: stage.total)
     usable = USABLE * cluster.memory
     there = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} of {_gib(cluster.memory)}"
     remedies = list(_remedies(cfg, sizes, mix, cluster))
-    return (
-        f"model.path={cfg.model.path} does not fit on {there}: the leanest layout, "
+    problem = (
+        f"does not fit on {there}: the leanest layout, "
         f"{_degrees(leanest)} with model.recompute={leanest.cfg.model.recompute}, needs "
         f"{_gib(leanest.need)} on its fullest rank, and {_gib(usable)} can be used (weights "
         f"{_gib(parts.weights)}, gradients {_gib(parts.gradients)}, optimizer "
-        f"{_gib(parts.optimizer)}, activations {_gib(parts.activations + parts.working)}); "
-        + ("what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit")
+        f"{_gib(parts.optimizer)}, activations {_gib(parts.activations + parts.working)})"
     )
+    fits = "what fits: " + "; ".join(remedies) if remedies else "no single change makes it fit"
+    return problem, fits
 
 
 def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:

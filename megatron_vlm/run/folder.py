@@ -70,7 +70,10 @@ def held_folder(cfg: Config) -> Iterator[Claim]:
             write_text(folder / "config.yaml", to_yaml(cfg))
         except OSError as error:
             raise ConfigError(
-                f"run={cfg.run} cannot be written: {error.strerror}; give another folder"
+                f"cannot be written: {error.strerror}",
+                key="run",
+                found=cfg.run,
+                allowed="another folder",
             ) from error
         yield claim
 
@@ -88,8 +91,10 @@ def _check_free(folder: Path) -> None:
     taken = [name for name in (*_OURS, MARK) if (folder / name).exists()]
     if taken and _run_mark(folder) is None:
         raise ConfigError(
-            f"run={folder} is not the folder of a run, and {taken[0]} is in it, which a run "
-            "would write over; give another folder"
+            f"is not the folder of a run, and has {taken[0]}, which a run would overwrite",
+            key="run",
+            found=str(folder),
+            allowed="another folder",
         )
 
 
@@ -105,8 +110,10 @@ def _check_ways(cfg: Config) -> None:
         path = folder / name
         if (found := _found_at(path)) not in ("nothing", wanted):
             raise ConfigError(
-                f"run={folder}: {path} is {found}, and the run would write {wanted} there: move it "
-                "somewhere else, or give another folder"
+                f": {path} is {found}, and the run would write {wanted} there",
+                key="run",
+                found=str(folder),
+                remedy="move it somewhere else, or give another folder",
             )
 
 
@@ -143,8 +150,10 @@ def _lock(folder: Path) -> Iterator[None]:
             if time.monotonic() > until:
                 file.seek(0)
                 raise ConfigError(
-                    f"run={folder} is being written by another job ({file.read()}): wait for it, "
-                    "stop it, or give another folder"
+                    f"is being written by another job ({file.read()})",
+                    key="run",
+                    found=str(folder),
+                    remedy="wait for it, stop it, or give another folder",
                 )
             time.sleep(0.1)
         file.truncate(0)

@@ -85,11 +85,13 @@ class Guard:
             return None
         self.total += 1
         self.in_a_row += 1
-        what = f"step {step}: loss {loss}, gradient norm {norm}: not applied"
+        what = f"loss {loss}, gradient norm {norm}: not applied"
         train = self.cfg.train
         if train.on_nonfinite == "stop" or self.in_a_row > train.max_nonfinite:
             raise TrainError(
-                f"{what}; {self.in_a_row} in a row (train.on_nonfinite={train.on_nonfinite}, "
-                f"train.max_nonfinite={train.max_nonfinite}); lower optim.lr, or look at the data"
+                f"{what}, {self.in_a_row} in a row (train.on_nonfinite={train.on_nonfinite}, "
+                f"train.max_nonfinite={train.max_nonfinite})",
+                place=f"step {step}",
+                remedy="lower optim.lr, or look at the data",
             )
-        return f"{what} ({self.total} so far)"
+        return f"step {step}: {what} ({self.total} so far)"

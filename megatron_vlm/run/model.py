@@ -20,9 +20,11 @@ def with_model(cfg: Config, weights: bool = True) -> Config:
             path = str(before)
             if name.revision and pin(cfg.model.path) != path:
                 raise ConfigError(
-                    f"model.path={name} is another commit now than {before.commit}, with which "
-                    f"run={cfg.run} began; give model.path={name.repo} to go on with that one, or "
-                    "another run=FOLDER"
+                    f"is another commit now than {before.commit}, with which run={cfg.run} began",
+                    key="model.path",
+                    found=str(name),
+                    remedy=f"give model.path={name.repo} to go on with that one, or another "
+                    "run=FOLDER",
                 )
     return replace(cfg, model=replace(cfg.model, path=pin(path, weights)))
 

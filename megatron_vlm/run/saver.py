@@ -56,10 +56,12 @@ class Saver:
         changed = progress.data.changed_rows(self.data)
         if moved := progress.data.changed_order(self.data):
             raise CheckpointError(
-                f"{origin} was trained on other data, or with other rules for it "
+                "was trained on other data, or with other rules for it "
                 f"({'; '.join([*moved, *changed])}): its place in the order of samples means "
-                "nothing here; give the same data.*, or start a new run from its weights: "
-                f"megatron-vlm export {origin} DIR, model.path=DIR"
+                "nothing here",
+                place=str(origin),
+                remedy="give the same data.*, or start a new run from its weights: "
+                f"megatron-vlm export {origin} DIR, model.path=DIR",
             )
         self.best_step, self.saved_step = progress.best_step, progress.step
         if dist.get_rank() == 0:
@@ -82,8 +84,10 @@ class Saver:
         """A new run beside the checkpoints of an earlier one is likely to be a mistake."""
         if any(self.folder.glob("step-*")):
             raise CheckpointError(
-                f"{self.folder} has checkpoints of an earlier run, and checkpoint.resume=never "
-                "starts a new one: give another run=FOLDER, or checkpoint.resume=auto to resume"
+                f"starts a new run, and {self.folder} has checkpoints of an earlier one",
+                key="checkpoint.resume",
+                found="never",
+                remedy="give another run=FOLDER, or checkpoint.resume=auto to resume",
             )
 
     def save(self, progress: Progress) -> None:

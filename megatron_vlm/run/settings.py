@@ -70,9 +70,9 @@ def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None
     ]
     if found:
         raise ConfigError(
-            f"run is not given, and {folder} holds a run with other settings "
-            f"({'; '.join(found)}): give run=FOLDER for a new one, or run={folder} to go on with "
-            "that one"
+            f"is not set, and {folder} holds a run with other settings ({'; '.join(found)})",
+            key="run",
+            remedy=f"give run=FOLDER for a new one, or run={folder} to go on with that one",
         )
 
 

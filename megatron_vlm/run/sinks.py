@@ -21,7 +21,10 @@ def check_installed(cfg: Config) -> None:
     for key, wanted in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
         if wanted and importlib.util.find_spec(key) is None:
             raise ConfigError(
-                f"log.{key}={wanted} needs the package {key}: pip install 'megatron_vlm[log]'"
+                f"needs the package {key}",
+                key=f"log.{key}",
+                found=wanted,
+                remedy="run pip install 'megatron_vlm[log]'",
             )
 
 
@@ -48,8 +51,10 @@ class WholeFile:
             yield
         except OSError as error:
             raise TrainError(
-                f"{self.path} cannot be written: {error.strerror}; free space there, or give "
-                "another run=FOLDER; started again, the run resumes from its last checkpoint"
+                f"cannot be written: {error.strerror}",
+                place=str(self.path),
+                remedy="free space there, or give another run=FOLDER; started again, the run "
+                "resumes from its last checkpoint",
             ) from error
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from megatron_vlm.display.tables import plain_table
 from megatron_vlm.display.text import visible
 from megatron_vlm.early import check_model
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.family import read_sizes
 from megatron_vlm.hub import folder_of, pin
 from megatron_vlm.tools import machine
@@ -61,8 +61,9 @@ def run_doctor(model: str | None = None) -> int:
     key, _, path = (model or "").partition("=")
     if model is not None and (key != "model.path" or not path):
         raise ConfigError(
-            f"doctor {model}: it takes model.path=PATH and nothing else; what a run would do with "
-            "other keys, megatron-vlm train --dry-run says"
+            f": {show_value(model)} is not model.path=PATH, the only argument",
+            place="doctor",
+            remedy="for other keys, see what a run would do: megatron-vlm train --dry-run",
         )
     console = Console(highlight=False)
     with console.status("importing the installed packages, starting two processes"):

@@ -33,7 +33,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
     try:
         path.write_text(document(title, css, body, scripts), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot be written: {error.strerror}", place=str(path)) from error
     return path
 
 
@@ -41,9 +41,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path; as many parts as it takes to tell the runs apart."""
     paths = [real_path(folder) for folder in folders]
     if len(set(paths)) < len(paths):
-        raise ConfigError(
-            f"{len(paths)} runs were given, {len(set(paths))} of them different; give each run once"
-        )
+        problem = f"{len(paths)} runs were given, {len(set(paths))} of them different"
+        raise ConfigError(problem, place="report", remedy="give each run once")
     parts = 1
     while len({path.parts[-parts:] for path in paths}) < len(paths):
         parts += 1

@@ -109,7 +109,7 @@ class Asking:
             prompt = compare(where, row, await self.sampler.inspect(row), tables)
             answers = await self.sampler.sample(row, drawn, [seed]) if prompt.ids else [None]
         except DataError as error:
-            raise DataError(f"{where}: {error}") from error
+            raise DataError(**error.within(where).fields()) from error
         self.worker.watchdog.busy()
         return AnsweredPrompt(prompt, answers[0])
 

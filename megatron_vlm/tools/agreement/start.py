@@ -55,16 +55,20 @@ class AgreeSettings:
         """Refuses numbers that cannot be."""
         if args.engine is None:
             raise ConfigError(
-                "--engine is not given: it names the python of an environment that has vLLM; "
-                "`make vllm-env` builds one for the CPU, with .venv-vllm/bin/python"
+                "is not set",
+                key="--engine",
+                remedy="give the python of an environment that has vLLM; `make vllm-env` builds "
+                "one for the CPU, with .venv-vllm/bin/python",
             )
         for name, value in (("samples", args.samples), ("max-tokens", args.max_tokens)):
             if value < 1:
-                raise ConfigError(f"--{name} {value}: give at least 1")
+                raise ConfigError(key=f"--{name}", found=value, allowed="at least 1")
         if not 0 <= args.temperature < math.inf:
-            raise ConfigError(f"--temperature {args.temperature}: give a finite number, 0 or more")
+            raise ConfigError(
+                key="--temperature", found=args.temperature, allowed="a finite number, 0 or more"
+            )
         if args.bound is not None and not 0 < args.bound < math.inf:
-            raise ConfigError(f"--bound {args.bound}: give a finite number above 0")
+            raise ConfigError(key="--bound", found=args.bound, allowed="a finite number above 0")
         names = ("engine", "devices", "samples", "max_tokens", "temperature", "bound", "html")
         return AgreeSettings(**{name: getattr(args, name) for name in names})
 
@@ -82,21 +86,31 @@ def located(
     to load; none for a Hugging Face folder."""
     cfg, checkpoint = locate(where, overrides, file, needs="model.path")
     if not prompts_of(cfg):
-        raise ConfigError("neither data.eval nor data.train is set; give prompts: data.eval=FILE")
+        raise ConfigError(
+            "is not set, and neither is data.train",
+            key="data.eval",
+            remedy="give prompts: data.eval=FILE",
+        )
     if any(spec.streaming for spec in prompts_of(cfg)):
         raise ConfigError(
-            "the data streams, and prompts are taken from all of it; give a file with some of its "
-            "records: data.eval=FILE"
+            "is a stream, and prompts are taken from the whole of the data",
+            key="data.eval" if cfg.data.eval else "data.train",
+            remedy="give a file with some of its records: data.eval=FILE",
         )
     if cfg.lora.rank:
         raise ConfigError(
-            f"lora.rank={cfg.lora.rank}: the engine is given whole weights, without adapters; "
-            "write them merged, megatron-vlm export RUN DIR --as merged, and give that folder"
+            ": the engine gets whole weights, without adapters",
+            key="lora.rank",
+            found=cfg.lora.rank,
+            remedy="write them merged, megatron-vlm export RUN DIR --as merged, and give that "
+            "folder",
         )
     if cfg.data.add_tokens:
         raise ConfigError(
-            f"data.add_tokens={list(cfg.data.add_tokens)}: the engine begins with the model's own "
-            "vocabulary; write a folder with megatron-vlm export RUN DIR, and give that one"
+            ": the engine begins with the model's own vocabulary",
+            key="data.add_tokens",
+            found=cfg.data.add_tokens,
+            remedy="write a folder with megatron-vlm export RUN DIR, and give that one",
         )
     return cfg, checkpoint
 

@@ -27,12 +27,15 @@ def run_inspect(
 ) -> None:
     """Print what the model will see of data.train, and write it as a page where `html` names one:
     the first `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
-    if samples < 0 or ranks < 1:
-        raise ConfigError(f"--samples {samples} --ranks {ranks}: give at least 0 and at least 1")
+    if samples < 0:
+        raise ConfigError(key="--samples", found=samples, allowed="at least 0")
+    if ranks < 1:
+        raise ConfigError(key="--ranks", found=ranks, allowed="at least 1")
     if any(spec.streaming for spec in cfg.data.train):
         raise ConfigError(
-            "data.train streams, and a stream has no sizes to count; give a file with its first "
-            "records, or turn streaming off"
+            "is a stream, which has no sizes to count",
+            key="data.train",
+            remedy="give a file with its first records, or turn streaming off",
         )
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
@@ -41,7 +44,9 @@ def run_inspect(
         assert isinstance(data, DataSet)
         count = sum(map(len, data.indexes))
         if sample is not None and not 0 <= sample < count:
-            raise ConfigError(f"--sample {sample}: there are {count} samples, 0 to {count - 1}")
+            problem = f": there are {count} samples"
+            allowed = f"0 to {count - 1}"
+            raise ConfigError(problem, key="--sample", found=sample, allowed=allowed)
         numbers = range(min(samples, count)) if sample is None else [sample]
         inspection = collect(cfg, data, numbers, ranks, pictures=html is not None)
     console = Console(highlight=False)

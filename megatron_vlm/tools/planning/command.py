@@ -32,17 +32,25 @@ def run_plan(
     one. ConfigError where nothing fits, with what would."""
     cluster = _cluster(gpus, memory, name, efficiency)
     if not cfg.lora.rank and not any(learns(cfg, part) for part in SWITCHES):
-        raise ConfigError("model.freeze_*: everything is frozen, and nothing is left to plan for")
+        raise ConfigError(
+            ": everything is frozen, and nothing is left to plan for",
+            key="model.freeze_language",
+            found=True,
+        )
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     mix = mix_of(cfg, sizes)
     found = search(cfg, sizes, mix, cluster)
     if found.leanest is not None:
-        raise ConfigError(advice(cfg, sizes, mix, cluster, found.leanest))
+        problem, remedy = advice(cfg, sizes, mix, cluster, found.leanest)
+        raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
     if not found.fitting:
         raise ConfigError(
-            f"--gpus {gpus}: no layout has at most train.global_batch_size="
-            f"{cfg.train.global_batch_size} replicas; raise that key, or give fewer GPUs"
+            f": no layout has at most train.global_batch_size={cfg.train.global_batch_size} "
+            "replicas",
+            key="--gpus",
+            found=gpus,
+            remedy="raise that key, or give fewer GPUs",
         )
     best = [polished(each, sizes, mix, cluster) for each in found.fitting[:_POLISHED]]
     ranked = sorted([*best, *found.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
@@ -60,13 +68,20 @@ def run_plan(
 
 def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:
     if not 1 <= gpus <= 4096:
-        raise ConfigError(f"--gpus {gpus}: give 1 to 4096")
+        raise ConfigError(key="--gpus", found=gpus, allowed=range(1, 4097))
     if not 0 < efficiency <= 1:
-        raise ConfigError(f"--efficiency {efficiency}: give a fraction of the peak, above 0 to 1")
+        raise ConfigError(
+            key="--efficiency",
+            found=efficiency,
+            allowed="a fraction of the peak, above 0 to 1",
+        )
     if (peak := peak_of(name)) is None:
         raise ConfigError(
-            f"--gpu {name}: its peak is not known; choose from {', '.join(PEAK_FLOPS_BF16)}, and "
-            "scale it with --efficiency"
+            ": its peak is not known",
+            key="--gpu",
+            found=name,
+            allowed=tuple(PEAK_FLOPS_BF16),
+            remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
         )
     return Cluster(gpus, _bytes(memory), gpu(name, peak, efficiency))
 
@@ -75,5 +90,7 @@ def _bytes(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|)", text.strip(), re.IGNORECASE)
     size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
     if not 2**30 <= size <= 2**40:
-        raise ConfigError(f"--memory {text}: give the memory of one GPU, such as 80GiB")
+        raise ConfigError(
+            key="--memory", found=text, allowed="the memory of one GPU, such as 80GiB"
+        )
     return size
