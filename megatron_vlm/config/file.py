@@ -42,19 +42,25 @@ class ConfigFile:
             with open(require_file(home_path(path)), "rb") as file:
                 content = file.read(MOST_BYTES + 1)
             if len(content) > MOST_BYTES:
-                problem = f"has more than {MOST_BYTES} bytes, so it is no configuration"
-                raise ConfigError(problem, key="--config", found=path)
+                raise ConfigError(
+                    f"has more than {MOST_BYTES} bytes, so it is no configuration",
+                    key="--config",
+                    found=path,
+                )
             return ConfigFile.parse(content.decode("utf-8-sig"), path)
         except DataError as error:
             raise ConfigError(f": {error}", key="--config") from error
         except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 text, at byte {error.start}"
             raise ConfigError(
-                problem, key="--config", found=path, remedy="save it as UTF-8"
+                f"is not UTF-8 text, at byte {error.start}",
+                key="--config",
+                found=path,
+                remedy="save it as UTF-8",
             ) from error
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-            raise ConfigError(problem, key="--config", found=path) from error
+            raise ConfigError(
+                f"cannot be read: {error.strerror}", key="--config", found=path
+            ) from error
 
     @staticmethod
     def parse(text: str, name: str) -> "ConfigFile":

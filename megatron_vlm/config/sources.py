@@ -51,8 +51,7 @@ def _parse_source(entry: Any, key: str) -> SourceSpec:
     known = [item.name for item in fields(SourceSpec)]
     valid = isinstance(given, dict) and isinstance(given.get("path"), str)
     if not valid or set(given) - set(known):
-        problem = f"is not a path or an object of {', '.join(known)}"
-        raise ConfigError(problem, key=key, found=entry)
+        raise ConfigError(f"is not a path or an object of {', '.join(known)}", key=key, found=entry)
     spec = SourceSpec(**given)
     # A weight stays an int where it was one: the fingerprint of the data, by which a run resumes,
     # spells it out.

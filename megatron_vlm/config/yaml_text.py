@@ -125,5 +125,6 @@ class YamlText:
         )
 
     def _too_deep(self) -> ConfigError:
-        problem = f"is nested deeper than {MOST_DEPTH} levels, so it is no configuration"
-        return ConfigError(problem, place=self.name)
+        return ConfigError(
+            f"is nested deeper than {MOST_DEPTH} levels, so it is no configuration", place=self.name
+        )

@@ -41,8 +41,11 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """The last part of each path; as many parts as it takes to tell the runs apart."""
     paths = [real_path(folder) for folder in folders]
     if len(set(paths)) < len(paths):
-        problem = f"{len(paths)} runs were given, {len(set(paths))} of them different"
-        raise ConfigError(problem, place="report", remedy="give each run once")
+        raise ConfigError(
+            f"{len(paths)} runs were given, {len(set(paths))} of them different",
+            place="report",
+            remedy="give each run once",
+        )
     parts = 1
     while len({path.parts[-parts:] for path in paths}) < len(paths):
         parts += 1
