@@ -148,10 +148,10 @@ def test_where_nothing_fits_it_says_what_would(eight, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpus", "0"], "--gpus 0: give 1 to 4096"),
-        (["--memory", "lots"], "--memory lots: give the memory of one GPU, such as 80GiB"),
-        (["--gpu", "H12"], "--gpu H12: its peak is not known; choose from GB200, "),
-        (["--efficiency", "60"], "--efficiency 60.0: give a fraction of the peak, above 0 to 1"),
+        (["--gpus", "0"], "--gpus=0; give from 1 to 4096"),
+        (["--memory", "lots"], "--memory=lots; give the memory of one GPU, such as 80GiB"),
+        (["--gpu", "H12"], "--gpu=H12: its peak is not known; choose from GB200, "),
+        (["--efficiency", "60"], "--efficiency=60.0; give a fraction of the peak, above 0 to 1"),
         (["--gpus", "7"], "train.global_batch_size=4"),
         (["parallel.cp=2"], "parallel.cp=2"),
     ],

@@ -207,9 +207,9 @@ def best(checkpoint: Path) -> dict:
         ("run/export/thesis.txt", "export is not empty"),
         ("run/export.partial/thesis.txt", "export.partial is in the way"),
         ("run/checkpoints/step-00000003.partial/thesis.txt", "00003.partial is in the way"),
-        ("run/config.yaml", "is not the folder of a run, and config.yaml is in it"),
-        ("run/samples.jsonl", "is not the folder of a run, and samples.jsonl is in it"),
-        ("run/predictions/eval.jsonl", "is not the folder of a run, and predictions is in it"),
+        ("run/config.yaml", "/run is not the folder of a run, and has config.yaml"),
+        ("run/samples.jsonl", "/run is not the folder of a run, and has samples.jsonl"),
+        ("run/predictions/eval.jsonl", "/run is not the folder of a run, and has predictions"),
     ],
 )
 def test_what_is_in_the_way_is_refused_before_the_first_step(theirs, words, folder):
@@ -276,7 +276,7 @@ def test_what_others_put_into_a_run_stays(folder):
     assert edited.read_text().endswith(" ")
     # Neither an export nor a checkpoint is the folder of a run, though each has a mark.
     said = folder.train(3, f"run={folder.step(9)}", status=2)
-    assert "is not the folder of a run" in said and "config.yaml is in it" in said
+    assert f"run={folder.step(9)} is not the folder of a run, and has config.yaml" in said
 
 
 def test_one_job_at_a_time(folder):

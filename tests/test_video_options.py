@@ -28,6 +28,7 @@ from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import hf_processor, say
+from tests.error_fields import raises
 from tests.videos import (
     PAD,
     SETTINGS,
@@ -420,15 +421,16 @@ def test_what_is_ignored_has_no_effect(tiny, folder):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "name", "found", "words"),
     [
-        ({"video_min_frames": 9, "video_max_frames": 8}, "video_min_frames=9 is above data.vid"),
-        ({"video_min_frames": 769}, "video_min_frames=769 is above data.video_max_frames=768"),
-        ({"video_max_pixels": 1000}, "video_min_pixels=1024 is above data.video_max_pixels=1000"),
-        ({"video_fps": 0}, "data.video_fps=0: give more than 0"),
-        ({"video_max_frames": 1}, "data.video_max_frames=1: give at least 2"),
+        ({"video_min_frames": 9, "video_max_frames": 8}, "video_min_frames", 9, "max_frames=8"),
+        ({"video_min_frames": 769}, "video_min_frames", 769, "data.video_max_frames=768"),
+        ({"video_max_pixels": 1000}, "video_min_pixels", 1024, "data.video_max_pixels=1000"),
+        ({"video_fps": 0}, "video_fps", 0, "more than 0"),
+        ({"video_max_frames": 1}, "video_max_frames", 1, "at least 2"),
     ],
 )
-def test_keys_that_are_refused(keys, message, tiny):
-    with pytest.raises(ConfigError, match=message):
+def test_keys_that_are_refused(keys, name, found, words, tiny):
+    with raises(ConfigError, key=f"data.{name}", found=found) as caught:
         RowMaker(tiny(), **keys)
+    assert words in str(caught.value)
