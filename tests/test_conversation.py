@@ -24,6 +24,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.sizes import Part
 from megatron_vlm.step.decode import generate
 from tests.chats import data_uri, hf_encode, hf_processor, picture
+from tests.error_fields import raises
 from tests.videos import END, PAD, START, Oracle, make_video
 
 NEW_TOKENS = 9
@@ -260,11 +261,11 @@ def test_folders(tmp_path, tiny):
     assert find_model(tiny()) == (tiny(), None)
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"run has no export .*: megatron-vlm export .*run DIR"):
+    with raises(ConfigError, place=str(run), remedy_has=f"megatron-vlm export {run} DIR"):
         find_model(str(run))
     (run / "export").symlink_to(tiny())
     assert find_model(str(run)) == (str(run / "export"), None)
-    with pytest.raises(ConfigError, match=r"model\.path='nowhere' has no config\.json"):
+    with raises(ConfigError, key="model.path", found="nowhere", problem_has="config.json"):
         find_model("nowhere")
 
 
@@ -272,9 +273,9 @@ def test_folders(tmp_path, tiny):
     ("words", "message"),
     [
         (["--image", "no.png"], "no file no.png"),
-        (["--max-new-tokens", "0"], "--max-new-tokens 0: give at least 1"),
-        (["--temperature", "nan"], "--temperature nan: give a finite number, 0 or more"),
-        (["--seed", "-1"], "--seed -1: give at least 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0; give at least 1"),
+        (["--temperature", "nan"], "--temperature=nan; give a finite number, 0 or more"),
+        (["--seed", "-1"], "--seed=-1; give at least 0"),
     ],
 )
 def test_arguments_are_checked_before_the_model_is_loaded(words, message, tiny, capfd):
@@ -286,7 +287,7 @@ def test_bytes_that_are_no_text_are_a_mistake_of_one_line(monkeypatch):
     piped = io.BytesIO(b"one\n\xff\xfe two\nthr\xc3\xa9e")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
     assert typed() == "one\n"
-    with pytest.raises(DataError, match="what was typed is not utf-8 text, at byte 0"):
+    with raises(DataError, place="stdin", problem_has="byte 0"):
         typed()
     assert typed() == "thr\u00e9e"
     with pytest.raises(EOFError):

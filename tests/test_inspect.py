@@ -490,13 +490,13 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"sample": 14}, ConfigError, "--sample 14: there are 14 samples, 0 to 13"),
-        ({"ranks": 0}, ConfigError, "--ranks 0"),
-        ({"samples": -1}, ConfigError, "--samples -1"),
+        ({"sample": 14}, ConfigError, "--sample=14: there are 14 samples; give 0 to 13"),
+        ({"ranks": 0}, ConfigError, "--ranks=0"),
+        ({"samples": -1}, ConfigError, "--samples=-1"),
         ({"html": "/no/such/folder/x.html"}, ConfigError, "cannot be written: No such file"),
         ({"more": ["data.max_tokens=3"]}, DataError, "data.train has no sample left: 15 "),
         ({"more": ["train.global_batch_size=0"]}, ConfigError, "train.global_batch_size=0"),
-        ({"train": "{path: x.jsonl, streaming: true}"}, ConfigError, "data.train streams"),
+        ({"train": "{path: x.jsonl, streaming: true}"}, ConfigError, "data.train is a stream"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(options, error, words, overrides):

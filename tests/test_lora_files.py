@@ -386,4 +386,4 @@ def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny,
     out = capfd.readouterr().out
     assert re.search(r"head +lora +trainable", out) and out.count(short(trained)) == 2, out
     assert main([*words, "lora.targets=[q_prj]"]) == 2
-    assert "lora.targets: 'q_prj' is none of attention" in capfd.readouterr().err
+    assert "lora.targets=q_prj matches no linear layer" in capfd.readouterr().err

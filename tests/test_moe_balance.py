@@ -37,6 +37,7 @@ from megatron_vlm.step import arrival, backward, expert_load, router_losses
 from megatron_vlm.step.pipeline import Stage
 from megatron_vlm.worker import MegatronWorker, StepMetrics
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
+from tests.error_fields import raises
 from tests.reference import Reference, inputs_of, load_reference
 from tests.runs import Case, Outcome, call, loss_and_grads, my_rows
 from tests.test_moe import EXPERTS, UNEVEN, with_fillers
@@ -325,7 +326,7 @@ def test_a_dense_model_has_no_router(key, tiny):
         check_run(cfg)
     with pytest.raises(ConfigError, match=said):
         check_config(cfg, read_sizes(tiny()), ParallelDims.create(cfg.parallel, 1, 4))
-    with pytest.raises(ConfigError, match=f"model.{key}=-1.0: give a finite number, 0 or more"):
+    with raises(ConfigError, key=f"model.{key}", found=-1, allowed="a finite number, 0 or more"):
         load_config([f"model.path={tiny()}", f"model.{key}=-1"])
 
 

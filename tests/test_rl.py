@@ -302,13 +302,13 @@ def test_a_reward_that_fails_may_have_a_value(pool, folder, model):
 
 
 REFUSED = {
-    "rl.reward=null": "rl.reward and rl.environment: neither is set",
-    f"rl.environment={TASKS}:Looks": "both are set",
+    "rl.reward=null": "rl.reward is not set, and neither is rl.environment",
+    f"rl.environment={TASKS}:Looks": "rl.reward is set, and so is rl.environment",
     "rl.samples=1": "rl.samples=1",
     "rl.temperature=0": "rl.temperature=0",
-    "rl.sampler=vllm": "needs rl.engine",
+    "rl.sampler=vllm": "rl.engine is not set, and rl.sampler=vllm",
     "rl.off_policy_steps=1": "give rl.sampler=vllm",
-    "rl.updates=4": "rl.updates=4 is above train.global_batch_size=3",
+    "rl.updates=4": "rl.updates=4 exceeds train.global_batch_size=3",
     "rl.engine=/usr/bin/python3": "starts no engine",
     "rl.los=ppo": "rl.loss",
     "rl.reward=rewards.py": "rl.reward",

@@ -709,21 +709,24 @@ def test_forms_for_the_engine_are_made_once(life):
 
 
 REFUSALS = {
-    "serve.engine is not set": (["serve.sampler=vllm"], "serve.sampler=vllm needs serve.engine"),
+    "serve.engine is not set": (
+        ["serve.sampler=vllm"],
+        "serve.engine is not set",
+    ),
     "no engine": (["serve.engine=/usr/bin/python3"], "serve.sampler=own starts no engine"),
     "gpus": (["serve.engine_gpus=[1]"], "serve.sampler=own starts no engine"),
     "options": (["serve.engine_options={a:1}"], "serve.sampler=own starts no engine"),
-    "no dict": (["serve.engine_options=3"], "give {NAME: VALUE}"),
+    "no dict": (["serve.engine_options=3"], "serve.engine_options=3; give {NAME: VALUE}"),
     "new tokens": (
         ["serve.sampler=vllm", "serve.engine=python", 'data.add_tokens=["<a>"]'],
-        "an engine begins with model.path, which lacks them",
+        "serve.sampler=vllm starts an engine from model.path, which lacks the tokens",
     ),
     "ranks": (
         ["serve.sampler=vllm", "serve.engine=python", "serve.max_rank=513"],
-        "serve.max_rank=513: vLLM takes adapters of rank 512 at most",
+        "serve.max_rank=513 exceeds",
     ),
-    "length": (["serve.engine_max_len=0"], "serve.engine_max_len=0: give"),
-    "sampler": (["serve.sampler=sglang"], "is not one of own, vllm"),
+    "length": (["serve.engine_max_len=0"], "serve.engine_max_len=0; give"),
+    "sampler": (["serve.sampler=sglang"], "serve.sampler=sglang; give own or vllm"),
 }
 
 

@@ -23,6 +23,7 @@ from megatron_vlm.run.lines import StepLine
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
 from megatron_vlm.run.sinks import check_installed
+from tests.error_fields import raises
 
 FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
 
@@ -116,9 +117,9 @@ def test_what_is_not_installed_is_named(log, monkeypatch):
     cfg = Config(log=LogConfig(**log))
     check_installed(cfg)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"needs the package .* pip install 'megatron_vlm\[log\]'"
-    ):
+    [(name, value)] = log.items()
+    remedy = "pip install 'megatron_vlm[log]'"
+    with raises(ConfigError, key=f"log.{name}", found=value, remedy_has=remedy):
         check_installed(cfg)
     check_installed(Config())
 

@@ -374,10 +374,10 @@ def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.train=nowhere.jsonl", "no file or folder nowhere.jsonl"),
-        ("model.path=nowhere", "model.path='nowhere' has no config.json"),
+        ("data.train=nowhere.jsonl", "data.train=nowhere.jsonl: "),
+        ("model.path=nowhere", "model.path=nowhere has no config.json"),
         ("parallel.sequence_parallel=true", "parallel.sequence_parallel=True"),
-        ("optim.lrr=1", "'optim.lrr' is not a configuration key; did you mean 'optim.lr'"),
+        ("optim.lrr=1", "optim.lrr is not a configuration key; did you mean 'optim.lr'"),
     ],
 )
 def test_mistakes_end_in_one_sentence(override, words, whole, tiny, pool):
