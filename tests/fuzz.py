@@ -446,7 +446,7 @@ def candidates(folder: Path) -> Attempt:
         try:
             found = read_candidates(str(folder / "names.txt"))
         except MegatronVLMError as error:
-            if "eval.candidates has " in str(error):
+            if error.key == "eval.candidates":
                 return "too few"
             raise
         assert len(set(found)) == len(found) > 1 and all(name.strip() for name in found)

@@ -75,11 +75,10 @@ class ModelFields:
 def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
     """The refusal of a config.json with these problems."""
     return ConfigError(
-        "describes another model than this version trains:\n  "
-        + "\n  ".join(problems)
-        + "\ngive a checkpoint of the released kind, or remove a field that you know to change "
-        "nothing",
+        "describes another model than this version trains:\n  " + "\n  ".join(problems),
         place=str(Path(folder) / "config.json"),
+        remedy="give a checkpoint of the released kind, or remove a field that you know to change "
+        "nothing",
     )
 
 
