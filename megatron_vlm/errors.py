@@ -12,6 +12,7 @@ NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda _: "NOT_GIVEN"})()
 _BARE = re.compile(r"[\w./:+@~%,=\-\[\]]+", re.ASCII)  # text that needs no quotes
 _QUOTED = reprlib.Repr()
 _QUOTED.maxstring = _QUOTED.maxother = 200
+_QUOTED.maxlevel = 2
 
 
 class MegatronVLMError(ValueError):
@@ -108,7 +109,8 @@ def show_value(value: Any) -> str:
     if isinstance(value, str):
         is_bare = len(value) <= 200 and _BARE.fullmatch(value)
         return value if is_bare else _QUOTED.repr(value)
-    if isinstance(value, list | tuple) and len(value) <= 20:
+    is_short = isinstance(value, list | tuple) and len(value) <= 20
+    if is_short and not any(isinstance(each, list | tuple) for each in value):
         return f"[{','.join(map(show_value, value))}]"
     return _QUOTED.repr(value)
 
