@@ -32,7 +32,9 @@ def serve(args: argparse.Namespace) -> int:
 
     for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
         if importlib.util.find_spec(name.partition(".")[0]) is None:
-            raise ConfigError(f"serve needs {name}: pip install 'megatron_vlm[serve]'")
+            raise ConfigError(
+                f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
+            )
     file, arguments = configured(args)
     cfg = load_config(args.overrides, file)
     check_serve(cfg)

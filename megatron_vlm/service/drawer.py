@@ -28,7 +28,7 @@ from megatron_vlm.sampling.engines import Engines
 from megatron_vlm.sampling.sampler import Adapter
 from megatron_vlm.service.admission import Admission
 from megatron_vlm.service.drawing import SampleAsk, written
-from megatron_vlm.service.failures import failure_of
+from megatron_vlm.service.failures import ended_session, failure_of
 from megatron_vlm.service.journal.journal import Journal
 from megatron_vlm.service.journal.values import (
     SAMPLE,
@@ -108,8 +108,7 @@ class Drawer:
             self.news.clear()
             for call, wanted in await asyncio.to_thread(self._look):
                 if wanted is None:
-                    text = "sampling_session_id: the session has ended"
-                    self._finish(call, Failure(text, "user"))
+                    self._finish(call, ended_session())
                 else:
                     self.admission.wait(call, wanted)
             self._begin()

@@ -100,12 +100,15 @@ def read_ask(
     room = bounds.longest - length
     if room < 1:
         raise RequestError(
-            f"prompt: {length} tokens, and {bounds.whose} takes {bounds.longest} with the answer"
+            f"has {length} tokens, and {bounds.whose} takes {bounds.longest} with the answer",
+            key="prompt",
         )
     if 0 < params.temperature < bounds.least_temperature:
         raise RequestError(
-            f"sampling_params.temperature: {params.temperature}, and {bounds.whose} draws with "
-            f"{bounds.least_temperature} at least; give 0, which takes the likeliest, or more"
+            f": {bounds.whose} draws with at least {bounds.least_temperature}",
+            key="sampling_params.temperature",
+            found=params.temperature,
+            allowed="0, which takes the most likely token, or more",
         )
     ids, texts = stops.of(params.stop)
     settings = SamplingSettings(
@@ -120,7 +123,11 @@ def read_ask(
     # A request may have been accepted before a restart with another vocabulary.
     forms.check_top_k(form, reader.tokens.vocab)
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
-        raise RequestError("prompt_logprobs_last_n needs prompt_logprobs")
+        raise RequestError(
+            "needs prompt_logprobs",
+            key="prompt_logprobs_last_n",
+            found=form.prompt_logprobs_last_n,
+        )
     asked = form.target_prompt_logprobs
     return SampleAsk(
         prompt,

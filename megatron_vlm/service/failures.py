@@ -31,6 +31,12 @@ class CallFailedError(WorkerError):
 REFUSALS = (*USERS, CallFailedError)
 
 
+def ended_session() -> Failure:
+    """The failure of a sample whose session is no longer there."""
+    error = RequestError(": the session has ended", key="sampling_session_id")
+    return failure_of(error)
+
+
 def failure_of(error: Exception) -> Failure:
     """As the journal has it."""
     if isinstance(error, ValidationError):

@@ -33,10 +33,12 @@ def check_fits(
     if needed > memory:
         largest = max(batch.padded_tokens for batch in batches)
         raise RequestError(
-            f"data: a rank would need {needed / _GIB:.1f} GiB for micro-batches of up to {largest} "
-            f"tokens ({together} datums, as long as the longest of them), and its device has "
-            f"{memory / _GIB:.1f} GiB; send shorter datums, or have the service started with a "
-            "smaller train.micro_batch_size, or model.recompute=full"
+            f"needs {needed / _GIB:.1f} GiB on a rank for micro-batches of up to {largest} tokens "
+            f"({together} datums, as long as the longest of them), and its device has "
+            f"{memory / _GIB:.1f} GiB",
+            key="data",
+            remedy="send shorter datums, or have the service started with a smaller "
+            "train.micro_batch_size, or model.recompute=full",
         )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_vlm.service.wire.values import RequestError
+from megatron_vlm.errors import show_choices
+from megatron_vlm.service.wire.values import RequestError, entry
 
 # Inputs by the names that clients and our losses give them.
 _SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
@@ -35,6 +36,7 @@ FORMS = {
 }
 OPTIONAL = {"weights": 1.0}  # inputs that may be missing, and what they are then
 _LARGEST = float(np.finfo(np.float32).max)
+_CONFIG = "loss_fn_config"
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
@@ -42,8 +44,12 @@ def form_of(name: str) -> LossForm:
     """The loss of this name; RequestError where there is none."""
     if name not in FORMS:
         raise RequestError(
-            f"loss_fn: {name!r} is not supported; there are {', '.join(FORMS)}, and a loss of your "
-            "own is computed by the client (forward_backward_custom)"
+            "is not supported",
+            key="loss_fn",
+            found=name,
+            allowed=tuple(FORMS),
+            remedy=f"give {show_choices(tuple(FORMS))}, or compute a loss of your own in the "
+            "client (forward_backward_custom)",
         )
     return FORMS[name]
 
@@ -55,15 +61,18 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     if form.clips is not None:
         known |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
     for key, value in given.items():
+        called = entry(_CONFIG, key)
         if key not in known:
             raise RequestError(
-                f"loss_fn_config: {key!r} is not an option of {name}; "
-                + (f"there are {', '.join(known)}" if known else "it has none")
+                f"is not an option of {name}" + ("" if known else ", which has none"),
+                key=called,
+                allowed=tuple(known) or None,
+                remedy="" if known else "leave it out",
             )
         if isinstance(value, str):
-            raise RequestError(f"loss_fn_config: {key}={value!r} is a text; give a number")
+            raise RequestError("is text", key=called, found=value, allowed="a number")
         if not math.isfinite(value) and key != _HIGH:
-            raise RequestError(f"loss_fn_config: {key}={value}; give a finite number")
+            raise RequestError(key=called, found=value, allowed="a finite number")
         known[key] = value
     if form.clips is None:
         return known
@@ -71,7 +80,9 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     low, high = known.pop(_LOW), min(known.pop(_HIGH), _LARGEST)
     if not 0 <= low < 1 < high:
         raise RequestError(
-            f"loss_fn_config: {_LOW}={low}, {_HIGH}={high}: the ratio is clipped to what is "
-            "between them; give at least 0 and below 1, and above 1"
+            f"with {_HIGH}={high}: the ratio is clipped to what is between them",
+            key=entry(_CONFIG, _LOW),
+            found=low,
+            allowed=f"{_LOW} from 0 to below 1, and {_HIGH} above 1",
         )
     return known | {"clip_low": 1 - low, "clip_high": high - 1}

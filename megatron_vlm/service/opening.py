@@ -81,9 +81,9 @@ def limits_of(given: Mapping[str, Any]) -> RequestLimits:
     known = {each.name: type(getattr(usual, each.name)) for each in fields(usual)}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"serve.limits: {name!r} is none; there are {', '.join(known)}")
+            raise ConfigError("is not a limit", key=f"serve.limits.{name}", allowed=tuple(known))
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"serve.limits: {name}={value!r}; give a number above 0")
+            raise ConfigError(key=f"serve.limits.{name}", found=value, allowed="a number above 0")
     return replace(usual, **{name: known[name](value) for name, value in given.items()})
 
 

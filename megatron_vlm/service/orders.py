@@ -115,7 +115,9 @@ class ModelOrders:
                 return False
             self.lead.tell(order, contents)
         except Exception as error:
-            raise BrokenError(f"the other ranks cannot be told what to do: {error}") from error
+            raise BrokenError(
+                f"the other ranks cannot receive this call: {error}", place=order["do"]
+            ) from error
         return True
 
     # -- the others
@@ -149,20 +151,21 @@ class ModelOrders:
         except Exception as error:
             trouble = Trouble.of(error)
         # The error is gone by now, and with its traceback whatever was computed with.
-        raise self._after(trouble)
+        raise self._after(order["do"], trouble)
 
-    def _after(self, trouble: Trouble) -> Exception:
+    def _after(self, call: str, trouble: Trouble) -> Exception:
         base = self.models.base
         together = self.lead.alone or (
             not trouble.in_collective and failed_alike(f"failed/{self.performed}", base.grid)
         )
         if not together:
-            return BrokenError(f"not all ranks have met this error: {trouble.told}")
+            text = f"not all ranks have met this error: {trouble.told}"
+            return BrokenError(text, place=call)
         try:
             base.platform.wait()
             base.platform.release()
         except Exception as error:
-            return BrokenError(f"the device does nothing any longer: {error}")
+            return BrokenError(f"the device no longer does anything: {error}", place=call)
         return CallFailedError(trouble.told)
 
 

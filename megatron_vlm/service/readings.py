@@ -111,7 +111,9 @@ class Readings:
 
         def room(pixels: int) -> None:
             if pixels and sum(list(self.pixels.values())) + pixels > self.most_pixels:
-                raise NoRoomError("its pictures are read when its turn has come")
+                raise NoRoomError(
+                    "its pictures are read when its turn has come", place=call.request_id
+                )
             if pixels:
                 self.pixels[call.request_id] = pixels
 

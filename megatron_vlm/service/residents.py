@@ -83,13 +83,17 @@ class Residents:
     def _check(self, form: ModelForm) -> None:
         if form.rank > self.serve.max_rank:
             raise ConfigError(
-                f"lora_config.rank={form.rank}, and this service has serve.max_rank="
-                f"{self.serve.max_rank}; give at most that"
+                f": this service has serve.max_rank={self.serve.max_rank}",
+                key="lora_config.rank",
+                found=form.rank,
+                allowed="at most that",
             )
         if not form.rank and not self.serve.full_models:
             raise ConfigError(
-                "lora_config.rank=0 trains all weights, and this service has serve.full_models=0; "
-                "give a rank above 0"
+                "trains all weights, and this service has serve.full_models=0",
+                key="lora_config.rank",
+                found=0,
+                allowed="a rank above 0",
             )
 
     def model(self, id: str) -> Resident:

@@ -20,7 +20,14 @@ from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.family.sizes import ModelSizes
 from megatron_vlm.service.losses import OPTIONAL, LossForm
-from megatron_vlm.service.wire.values import Chunk, Datum, Picture, RequestError, Text
+from megatron_vlm.service.wire.values import (
+    Chunk,
+    Datum,
+    Picture,
+    RequestError,
+    Text,
+    entry,
+)
 
 MOST_PIXELS = 2**30  # of the pictures of a request
 SEQUENCES = "sequences"  # the value that says which datum a token belongs to
@@ -63,8 +70,10 @@ class RowReader:
             pixels += self._measured(chunks, where)
             if pixels > self.most_pixels:
                 raise RequestError(
-                    f"{where}: with its pictures the request has {pixels} pixels, and limit pixels "
-                    f"is {self.most_pixels}; send fewer or smaller ones in a request"
+                    f": with its pictures the request has {pixels} pixels, and limit pixels is "
+                    f"{self.most_pixels}",
+                    key=where,
+                    remedy="send fewer or smaller ones in a request",
                 )
         if self.room is not None:
             self.room(pixels)
@@ -81,17 +90,20 @@ class RowReader:
             height, width = self._size(chunk, at)
             count = math.prod(self.settings.grid(height, width)) // self.tokens.merge**2
             if chunk.expected_tokens not in (None, count):
-                raise RequestError(
-                    f"{at}: Expected {chunk.expected_tokens} tokens, got {count} from image; "
-                    "count them with the image processor of the checkpoint, on the picture as "
-                    "it is sent"
+                raise RequestError(  # in the words that clients know
+                    f": Expected {chunk.expected_tokens} tokens, got {count} from image",
+                    key=at,
+                    remedy="count them with the image processor of the checkpoint, on the picture "
+                    "as it is sent",
                 )
             tokens += count
             pixels += max(height * width, math.prod(self.settings.resized(height, width)))
         if tokens > self.longest:
             raise RequestError(
-                f"{where}: {tokens} tokens with those of its pictures, and the model takes "
-                f"{self.longest}; shorten it"
+                f"has {tokens} tokens with those of its pictures, and the model takes "
+                f"{self.longest}",
+                key=where,
+                remedy="shorten it",
             )
         return pixels
 
@@ -116,8 +128,10 @@ class RowReader:
         """Height and width, by its header."""
         if picture.size is not None:
             raise RequestError(
-                f"{where}: override_dimensions is not supported; resize the picture before it is "
-                "sent"
+                "is not supported",
+                key=f"{where}.override_dimensions",
+                found=list(picture.size),
+                remedy="resize the picture before it is sent",
             )
         return image_size(Image(picture.data), self.policy, where)
 
@@ -140,8 +154,9 @@ class RowReader:
                 given = np.full(datum.inputs["target_tokens"].shape, OPTIONAL[theirs])
             else:
                 raise RequestError(
-                    f"{where}.loss_fn_inputs: {theirs!r} is missing; the loss reads "
-                    f"{', '.join(('target_tokens', *form.inputs))}"
+                    "is missing",
+                    key=entry(f"{where}.loss_fn_inputs", theirs),
+                    remedy=f"give all that the loss reads: {_read_by(form)}",
                 )
             values[ours] = _per_place(given, theirs, length, where).float()
         _check_inputs(datum.inputs, form, where)
@@ -154,18 +169,23 @@ def _per_place(given: np.ndarray, name: str, length: int, where: str) -> Tensor:
     """[S, J] of [S] or [S, J]."""
     if len(given) != length:
         raise RequestError(
-            f'{where}.loss_fn_inputs["{name}"] has {len(given)} entries, and model_input '
-            f"{length} tokens; give one for each, also for those of pictures"
+            f"has {len(given)} entries, and model_input has {length} tokens",
+            key=entry(f"{where}.loss_fn_inputs", name),
+            allowed="one for each, also for those of pictures",
         )
     return torch.from_numpy(given.reshape(length, -1))
 
 
 def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) -> None:
     """Refuse inputs that another loss would read: somebody expects them to count."""
-    known = ("target_tokens", *form.inputs)
     for name in inputs:
-        if name not in known:
+        if name not in ("target_tokens", *form.inputs):
             raise RequestError(
-                f"{where}.loss_fn_inputs: {name!r} is not read by this loss, which reads "
-                f"{', '.join(known)}; leave it out"
+                f"is not read by this loss, which reads {_read_by(form)}",
+                key=entry(f"{where}.loss_fn_inputs", name),
+                remedy="leave it out",
             )
+
+
+def _read_by(form: LossForm) -> str:
+    return ", ".join(("target_tokens", *form.inputs))

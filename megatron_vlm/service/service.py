@@ -18,7 +18,7 @@ from megatron_vlm.distributed.process import say
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.drawer import Drawer
 from megatron_vlm.service.drawing import SampleAsk, at_temperature, complete
-from megatron_vlm.service.failures import REFUSALS, bare, failure_of
+from megatron_vlm.service.failures import REFUSALS, bare, ended_session, failure_of
 from megatron_vlm.service.full_disk import FullDisk
 from megatron_vlm.service.grouping import GATHER_S, Grouping
 from megatron_vlm.service.journal.journal import Journal
@@ -38,7 +38,6 @@ from megatron_vlm.service.residents import Resident, Residents
 from megatron_vlm.service.sample_turns import SampleTurns
 from megatron_vlm.service.training import ModelCalls
 from megatron_vlm.service.turns import PER_SWAP, Turns
-from megatron_vlm.service.wire.values import RequestError
 
 TIDY_S = 15.0
 AHEAD = 4  # calls of a model that are read while others are done
@@ -260,8 +259,7 @@ class Service:
         for call in together:
             sampler, weights = self.journal.sampler(call.owner), self.sample_turns.weights_of(call)
             if weights is None and sampler is None:
-                error = RequestError("sampling_session_id: the session has ended")
-                finished.append(Finished(call.request_id, failure_of(error)))
+                finished.append(Finished(call.request_id, ended_session()))
             else:
                 weights = weights or self.residents.weights(cast(SamplingSession, sampler))
                 named.append((call, weights))

@@ -16,6 +16,7 @@ from megatron_vlm.checkpoint.export import export_checkpoint
 from megatron_vlm.config.lora import Exported
 from megatron_vlm.distributed.agree import Stopped
 from megatron_vlm.distributed.beside import beside
+from megatron_vlm.errors import show_value
 from megatron_vlm.group.member import BrokenError
 from megatron_vlm.service.batches import Batch, figures_of, metrics_of
 from megatron_vlm.service.fits import check_fits
@@ -64,8 +65,10 @@ class ModelCalls:
         targets = tuple(part for flag, part in _PARTS.items() if getattr(lora, flag))
         if lora.rank and not targets:
             raise RequestError(
-                f"lora_config: rank={lora.rank}, and {', '.join(_PARTS)} are all false, so that "
-                "nothing would learn; set one of them"
+                f": {', '.join(_PARTS)} are all false, so that nothing would learn",
+                key="lora_config.rank",
+                found=lora.rank,
+                remedy="set one of them",
             )
         seed = call.seed if lora.seed is None else lora.seed
         made = ModelForm(lora.rank, seed % 2**31, targets if lora.rank else ())
@@ -92,7 +95,9 @@ class ModelCalls:
     def _stored(self, path: str) -> tuple[ModelForm, Path]:
         found = self.journal.checkpoint(path)
         if found is None:
-            raise RequestError(f"path: {path} is not there any more; it was deleted or expired")
+            raise RequestError(
+                ": the checkpoint was deleted or has expired", key="path", found=path
+            )
         return ModelForm.of(found.facts["form"]), found.folder
 
     def load_weights(self, call: Call, body: bytes) -> Done:
@@ -101,9 +106,10 @@ class ModelCalls:
         resident = self.residents.model(call.owner)
         if made.rank != resident.form.rank or made.targets != resident.form.targets:
             raise RequestError(
-                f"path: {form.path} is of a model with rank {made.rank} of {made.targets}, and "
-                f"this one has rank {resident.form.rank} of {resident.form.targets}; load it as a "
-                "new model"
+                f"has adapters of {_adapters(made)}, and this model has {_adapters(resident.form)}",
+                key="path",
+                found=form.path,
+                remedy="load it as a new model",
             )
         with self._whole(resident):
             self.orders.load(resident.id, str(folder), form.optimizer)
@@ -229,7 +235,12 @@ class ModelCalls:
         form = forms.SaveWeights.model_validate_json(body)
         path = tinker_path(call.owner, "training", form.path)
         if not form.overwrite and self.journal.checkpoint(path) is not None:
-            raise RequestError(f"path: {path} is there; give another name, or overwrite=True")
+            raise RequestError(
+                f": {path} exists",
+                key="path",
+                found=form.path,
+                allowed="another name, or overwrite=True",
+            )
         resident = self.residents.model(call.owner)
         folder, made = self._written(resident, "training", form, moments=True)
         resident.saved, resident.unsaved_s = resident.applied, 0.0
@@ -249,7 +260,11 @@ class ModelCalls:
             return answer, Changes(checkpoints=(made,))
         model = self.journal.model(call.owner)
         if form.sampling_session_seq_id is None or model is None:
-            raise RequestError("give path, a name, or sampling_session_seq_id for a session")
+            raise RequestError(
+                "is missing",
+                key="path",
+                allowed="a name, or sampling_session_seq_id for a session",
+            )
         folder = self.residents.new_folder("weights")
         self.orders.save(resident.id, str(folder), False)
         self.residents.fresh[str(folder)] = resident.id, resident.version
@@ -302,6 +317,10 @@ class ModelCalls:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return out
+
+
+def _adapters(form: ModelForm) -> str:
+    return f"rank {form.rank} on {show_value(form.targets)}"
 
 
 def _json(answer: Mapping[str, Any]) -> Outcome:

@@ -184,9 +184,10 @@ def complaints(error: ValidationError) -> str:
     found = []
     for one in error.errors(include_url=False, include_context=False)[:5]:
         where = ".".join(str(part) for part in one["loc"]) or "the body"
-        # A validator of ours names the field itself.
-        what = one["msg"].removeprefix("Value error, ").removeprefix(f"{where}: ")
-        found.append(f"{where}: {what}{_given(one['input'])}")
+        what = one["msg"].removeprefix("Value error, ")
+        # One of our errors names the field and its value itself.
+        is_ours = what.startswith(f"{where}=")
+        found.append(what if is_ours else f"{where}: {what}{_given(one['input'])}")
     return "; ".join(found)
 
 

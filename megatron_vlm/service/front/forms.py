@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, field_validator
 
-from megatron_vlm.errors import DataError
 from megatron_vlm.service.journal.values import checked_name
 from megatron_vlm.service.wire.values import RequestError
 
@@ -171,10 +170,7 @@ class Named(OrderedForm):
     @field_validator("path")
     @classmethod
     def _name(cls, value: str) -> str:
-        try:
-            return checked_name(value)
-        except DataError as error:
-            raise ValueError(str(error)) from error
+        return checked_name(value)
 
 
 class SaveWeights(Named):
@@ -215,10 +211,7 @@ class SaveWeightsForSampler(OrderedForm):
     @field_validator("path")
     @classmethod
     def _name(cls, value: str | None) -> str | None:
-        try:
-            return None if value is None else checked_name(value)
-        except DataError as error:
-            raise ValueError(str(error)) from error
+        return None if value is None else checked_name(value)
 
 
 class CreateSamplingSession(JsonForm):
@@ -296,5 +289,8 @@ def check_top_k(form: SampleForm, tokens: int) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if (count := getattr(form, name)) > tokens:
             raise RequestError(
-                f"{name} is {count}, and the model has {tokens} tokens; give at most that"
+                f"exceeds the {tokens} tokens of the model",
+                key=name,
+                found=count,
+                allowed=range(tokens + 1),
             )

@@ -18,6 +18,7 @@ from megatron_vlm.service.front.refusals import Refused
 
 _log = logging.getLogger(__name__)
 LOCAL = "local"  # who everybody is where no keys are asked for
+_MAKE = "make it with megatron-vlm serve-key NAME FILE"
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64}) +([0-9a-f]{64})")
 
 
@@ -42,8 +43,10 @@ class ApiKeys:
                     self._stamp = stamp
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(
-                    f"serve.keys={self._path}: cannot be read ({error}); make it with megatron-vlm "
-                    "serve-key NAME FILE"
+                    f"cannot be read ({error})",
+                    key="serve.keys",
+                    found=str(self._path),
+                    remedy=_MAKE,
                 ) from error
             return self._names
 
@@ -61,7 +64,9 @@ def add_key(name: str, path: Path) -> str:
     """Make a key for `name`, whose former one ends. Returned once and written only as a digest."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) or name == LOCAL:
         raise ConfigError(
-            f"name {name!r}: give 1 to 64 letters, digits, '.', '_' or '-', other than {LOCAL}"
+            key="NAME",
+            found=name,
+            allowed=f"1 to 64 letters, digits, '.', '_' or '-', other than {LOCAL}",
         )
     known = _read(path.read_text(encoding="utf-8"), path) if path.exists() else {}
     key = "tml-" + secrets.token_urlsafe(32)
@@ -77,7 +82,10 @@ def add_key(name: str, path: Path) -> str:
         new.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); give a file in a folder of yours"
+            f"cannot be written ({error.strerror})",
+            key="FILE",
+            found=str(path),
+            allowed="a file in a folder of yours",
         ) from error
     return key
 
@@ -121,8 +129,9 @@ def _read(text: str, path: Path) -> dict[str, bytes]:
         match = _LINE.fullmatch(line.strip())
         if match is None or match[1] in found or match[1] == LOCAL:
             raise ConfigError(
-                f"{path}, line {number}: expected NAME SHA256, each name once and none {LOCAL!r}; "
-                "make it with megatron-vlm serve-key NAME FILE"
+                f"must be NAME SHA256, with each name once and none of them {LOCAL}",
+                place=f"{path} line {number}",
+                remedy=_MAKE,
             )
         found[match[1]] = bytes.fromhex(match[2])
     return found

@@ -47,7 +47,7 @@ class RequestLimits:
 def check_data(data: tuple[Datum, ...], limits: RequestLimits) -> None:
     """Refuse a forward_backward that is too large, naming the datum."""
     if len(data) > limits.data:
-        raise RequestError(f"data: {len(data)} datums, and limit data is {limits.data}")
+        raise RequestError(f"has {len(data)} datums, and limit data is {limits.data}", key="data")
     for i, datum in enumerate(data):
         pictures = sum(isinstance(chunk, Picture) for chunk in datum.chunks)
         tokens = sum(len(c.tokens) for c in datum.chunks if not isinstance(c, Picture))
@@ -64,4 +64,4 @@ def check_chunks(
         ("tokens", tokens, limits.tokens),
     ):
         if found > most:
-            raise RequestError(f"{where}: {found} {name}, and limit {name} is {most}")
+            raise RequestError(f"has {found} {name}, and limit {name} is {most}", key=where)

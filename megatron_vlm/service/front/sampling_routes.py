@@ -158,10 +158,13 @@ def _check(form: forms.SampleForm, limits: RequestLimits) -> None:
         ("sampling_params.max_tokens", params.max_tokens or 0, limits.max_tokens, "max_tokens"),
         ("topk_prompt_logprobs", form.topk_prompt_logprobs, limits.top_k, "top_k"),
         ("topk_sample_logprobs", form.topk_sample_logprobs, limits.top_k, "top_k"),
-        ("the length of sampling_params.stop", len(stop), limits.stop, "stop"),
     ):
         if found > most:
-            raise RequestError(f"{name} is {found}, and limit {limit} is {most}")
+            raise RequestError(f": limit {limit} is {most}", key=name, found=found)
+    if len(stop) > limits.stop:
+        raise RequestError(
+            f"has {len(stop)} entries, and limit stop is {limits.stop}", key="sampling_params.stop"
+        )
     chunks = form.prompt.chunks
     pictures = [chunk for chunk in chunks if chunk.get("type") != "encoded_text"]
     tokens = sum(_length(chunk) for chunk in chunks)

@@ -24,8 +24,11 @@ class FrontServer:
         self._desk: FrontDesk = app.state.desk
         if self._desk.keys is None and not _is_loopback(host):
             raise ConfigError(
-                f"serve.host={host}: without keys everybody who reaches it may do everything; set "
-                "serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve on 127.0.0.1"
+                ": without keys everybody who reaches it may do everything",
+                key="serve.host",
+                found=host,
+                remedy="set serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve "
+                "on 127.0.0.1",
             )
         self._host, self._port = host, port
         limits = self._desk.limits
@@ -57,7 +60,9 @@ class FrontServer:
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
-                raise ConfigError(f"serve.port={self._port}: the server could not be started")
+                raise ConfigError(
+                    ": the server could not be started", key="serve.port", found=self._port
+                )
             started.wait(0.01)
         return self._socket.getsockname()[1]
 
@@ -85,8 +90,10 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         made.close()
         raise ConfigError(
-            f"serve.host={host} serve.port={port}: {error.strerror}; give another, or 0 for a port "
-            "that is free"
+            f"cannot be used with serve.host={host} ({error.strerror})",
+            key="serve.port",
+            found=port,
+            allowed="another, or 0 for a port that is free",
         ) from error
     return made
 

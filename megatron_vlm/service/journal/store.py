@@ -31,7 +31,9 @@ class Store:
         except sqlite3.DatabaseError as error:
             os.close(self._held)
             raise ConfigError(
-                f"{self.run / FILE} cannot be used: {error}; restore it, or give another run folder"
+                f"cannot be used: {error}",
+                place=str(self.run / FILE),
+                remedy="restore it, or give another run folder",
             ) from error
         except BaseException:
             os.close(self._held)
@@ -108,8 +110,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
     elif version != VERSION:
         raise ConfigError(
-            f"{path} has version {version}, and this program reads version {VERSION}: start it "
-            "with the program that wrote it, or give another run folder"
+            f"has version {version}, and this program reads version {VERSION}",
+            place=str(path),
+            remedy="start it with the program that wrote it, or give another run folder",
         )
 
 
@@ -122,6 +125,9 @@ def _held(run: Path) -> int:
     except OSError as error:
         os.close(handle)
         raise ConfigError(
-            f"{run}: another server uses this run folder; stop it, or give another folder"
+            ": another server uses this folder",
+            key="run",
+            found=str(run),
+            remedy="stop it, or give another folder",
         ) from error
     return handle

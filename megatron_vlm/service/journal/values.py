@@ -302,7 +302,8 @@ def checked_name(name: str) -> str:
     """A name that is one part of a path, here and in a tinker path."""
     if not _NAME.fullmatch(name):
         raise DataError(
-            f"path: the name {name[:140]!r} must be 1 to 128 letters, digits, '.', '_' or '-' and "
-            "not begin with '.' or '-'"
+            key="path",
+            found=name,
+            allowed="1 to 128 letters, digits, '.', '_' or '-', not beginning with '.' or '-'",
         )
     return name

@@ -10,6 +10,7 @@ MOST_WINDOW = 2**23
 MOST_FRAMES = 1000
 # Unpacked at once: four bytes may stand for a block of 128 KiB, so these for 8 MiB at most.
 _STEP = 256
+_PLACE = "the packed body"
 
 
 def unpacked(body: bytes, most: int) -> bytes:
@@ -22,26 +23,33 @@ def unpacked(body: bytes, most: int) -> bytes:
         frame = decompressor.decompressobj()
         frames += 1
         if frames > MOST_FRAMES:
-            raise _refused(f"more than {MOST_FRAMES} zstd frames; pack it into one frame")
+            raise RequestError(
+                f"has more than {MOST_FRAMES} zstd frames",
+                place=_PLACE,
+                remedy="pack it into one frame",
+            )
         while not frame.eof:
             piece = body[at : at + _STEP]
             if not piece:
-                raise _refused(f"cut off after {len(body)} bytes; send the whole zstd frame")
+                raise RequestError(
+                    f"is cut off after {len(body)} bytes",
+                    place=_PLACE,
+                    remedy="send the whole zstd frame",
+                )
             try:
                 found += frame.decompress(piece)
             except zstandard.ZstdError as error:
-                raise _refused(
-                    f"at byte {at} no zstd frame that can be unpacked ({error}); pack it with a "
-                    f"window of at most {MOST_WINDOW} bytes, or send it as it is"
+                raise RequestError(
+                    f"has no zstd frame at byte {at} that can be unpacked ({error})",
+                    place=_PLACE,
+                    remedy=f"pack it with a window of at most {MOST_WINDOW} bytes, or send it as "
+                    "it is",
                 ) from error
             if len(found) > most:
-                raise _refused(
-                    f"{len(body)} bytes that unpack to more than the limit of {most}; send fewer "
-                    "datums in a request"
+                raise RequestError(
+                    f"has {len(body)} bytes that unpack to more than the limit of {most}",
+                    place=_PLACE,
+                    remedy="send fewer datums in a request",
                 )
             at += len(piece) - len(frame.unused_data)
     return bytes(found)
-
-
-def _refused(reason: str) -> RequestError:
-    return RequestError(f"the packed body: {reason}")

@@ -122,8 +122,9 @@ def _check_fields(name: str, body: bytes) -> None:
                 count += after - start  # repeated numbers, packed
             if count > MOST_FIELDS:
                 raise RequestError(
-                    f"the body of {len(body)} bytes has more than {MOST_FIELDS} fields, which is "
-                    "the limit; send fewer datums in a request, or longer chunks"
+                    f"has more than {MOST_FIELDS} fields in {len(body)} bytes",
+                    place="the body",
+                    remedy="send fewer datums in a request, or longer chunks",
                 )
             at = after
 
@@ -160,6 +161,8 @@ def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
 
 def _no_protobuf(reason: str) -> RequestError:
     return RequestError(
-        f"the body is no protobuf message: {reason}; send what SerializeToString makes, whole, and "
-        "say Content-Encoding: zstd where it is packed"
+        f"is not a protobuf message: {reason}",
+        place="the body",
+        remedy="send all that SerializeToString returns, and set Content-Encoding: zstd if it is "
+        "packed",
     )

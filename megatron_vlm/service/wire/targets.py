@@ -41,13 +41,19 @@ def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
     """Of a prompt of so many tokens; what is wrong is said by field."""
     crow, column = said.get("sparse_crow_indices"), said.get("sparse_col_indices")
     if (crow is None) != (column is None):
-        raise RequestError(f"{WHERE}: give both sparse_crow_indices and sparse_col_indices")
+        raise RequestError(
+            "has only one of sparse_crow_indices and sparse_col_indices",
+            key=WHERE,
+            remedy="give both",
+        )
     data = _numbers(said, "data")
     shape = tuple(_numbers(said, "shape").tolist())
     if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1:
         raise RequestError(
-            f"{WHERE}: shape {list(shape)}, and the prompt has {length} tokens; give "
-            f"[{length - 1}, K]"
+            f": the prompt has {length} tokens",
+            key=f"{WHERE}.shape",
+            found=list(shape),
+            allowed=f"[{length - 1}, K]",
         )
     if crow is not None:
         crow, column_C = _numbers(said, "sparse_crow_indices"), _numbers(said, "sparse_col_indices")
@@ -55,7 +61,10 @@ def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
         return PromptTargets(_compact(data, crow), shape, crow, column_C)
     if len(data) != shape[0] * shape[1]:
         raise RequestError(
-            f"{WHERE}: {len(data)} values and shape {list(shape)}; give as many as the shape has"
+            f"holds {shape[0] * shape[1]} values, and data has {len(data)}",
+            key=f"{WHERE}.shape",
+            found=list(shape),
+            remedy="give as many as the shape holds",
         )
     return PromptTargets(data.reshape(shape), shape)
 
@@ -65,10 +74,16 @@ def _numbers(said: Mapping[str, Any], name: str) -> np.ndarray:
         found = np.array(said[name])
         whole = np.array(found, dtype=np.int64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"{WHERE}.{name}: give whole numbers") from error
+        raise _no_numbers(said, name) from error
     if whole.ndim != 1 or (whole != found).any():
-        raise RequestError(f"{WHERE}.{name}: give a list of whole numbers")
+        raise _no_numbers(said, name)
     return whole
+
+
+def _no_numbers(said: Mapping[str, Any], name: str) -> RequestError:
+    return RequestError(
+        key=f"{WHERE}.{name}", found=said.get(name), allowed="a list of whole numbers"
+    )
 
 
 def _compact(data_C: np.ndarray, crow: np.ndarray) -> np.ndarray:
@@ -76,8 +91,9 @@ def _compact(data_C: np.ndarray, crow: np.ndarray) -> np.ndarray:
     most = max(int(counts.max(initial=0)), 1)
     if most * len(counts) > MOST_CELLS:
         raise RequestError(
-            f"{WHERE}: up to {most} tokens at one of {len(counts)} places; send prompts with many "
-            "tokens at a place by themselves"
+            f"has up to {most} tokens at one of {len(counts)} places",
+            key=WHERE,
+            remedy="send prompts with many tokens at a place by themselves",
         )
     ids_RJ = np.full((len(counts), most), NOTHING)
     ids_RJ[_listed(crow, most)] = data_C

@@ -25,8 +25,9 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
     sparse, dense = tensor.HasField("sparse_csr"), tensor.HasField("dense")
     if sparse == dense:
         raise RequestError(
-            f"{where} has {'both dense values and sparse_csr' if sparse else 'no values'}; give "
-            "either dense or sparse_csr"
+            "has both dense values and sparse_csr" if sparse else "has no values",
+            key=where,
+            allowed="either dense or sparse_csr",
         )
     shape = _shape(tensor, where)
     if sparse:
@@ -36,8 +37,10 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
         return values  # the shape may be left out where there is one dimension
     if math.prod(shape) != len(values):
         raise RequestError(
-            f"{where}: {len(values)} values and shape {shape}, which holds {math.prod(shape)}; "
-            "give as many as the shape has"
+            f"holds {math.prod(shape)} values, and there are {len(values)}",
+            key=f"{where}.shape",
+            found=shape,
+            remedy="give as many as the shape holds",
         )
     return values.reshape(shape)
 
@@ -57,14 +60,18 @@ def place(flags: np.ndarray) -> str:
 def _shape(tensor: Any, where: str) -> list[int]:
     if len(tensor.shape) > 2:
         raise RequestError(
-            f"{where}.shape has {len(tensor.shape)} dimensions and at most 2 are taken; give one "
-            "value for each target"
+            f"has {len(tensor.shape)} dimensions, and the maximum is 2",
+            key=f"{where}.shape",
+            found=list(tensor.shape),
+            allowed="one value for each target",
         )
     for dimension in tensor.shape:
         if not 0 <= dimension <= _MOST_DIMENSION:
             raise RequestError(
-                f"{where}.shape is {list(tensor.shape)}, and each dimension must be from 0 to "
-                f"{_MOST_DIMENSION}; give the sizes of the array"
+                f": each dimension must be from 0 to {_MOST_DIMENSION}",
+                key=f"{where}.shape",
+                found=list(tensor.shape),
+                allowed="the sizes of the array",
             )
     return list(tensor.shape)
 
@@ -72,20 +79,21 @@ def _shape(tensor: Any, where: str) -> list[int]:
 def _numbers(data: bytes, dtype: int, where: str) -> np.ndarray:
     if dtype not in _DTYPES:
         known = ", ".join(f"{number} ({name})" for number, (name, _) in _DTYPES.items())
-        raise RequestError(f"{where}.dtype is {dtype}, which is none of {known}; give one of them")
+        raise RequestError(key=f"{where}.dtype", found=dtype, allowed=f"one of {known}")
     name, layout = _DTYPES[dtype]
-    values = _array(data, layout, f"{where}, of {name}")
+    values = _array(data, layout, name, where)
     if name == "bfloat16":  # the upper half of a float32
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return values.astype(np.float32 if name == "float32" else np.int64)
 
 
-def _array(data: bytes, layout: str, where: str) -> np.ndarray:
+def _array(data: bytes, layout: str, name: str, where: str) -> np.ndarray:
     size = np.dtype(layout).itemsize
     if len(data) % size:
         raise RequestError(
-            f"{where}: {len(data)} bytes, which are no multiple of the {size} of a value; send "
-            "whole values"
+            f"has {len(data)} bytes, which is not a multiple of the {size} of {name}",
+            key=where,
+            remedy="send whole values",
         )
     return np.frombuffer(data, layout)
 
@@ -94,13 +102,15 @@ def _made_dense(tensor: Any, shape: Sequence[int], where: str) -> np.ndarray:
     csr = tensor.sparse_csr
     if len(shape) != 2:
         raise RequestError(
-            f"{where} is sparse_csr with shape {shape}, and sparse tensors have 2 dimensions; give "
-            "both"
+            ": sparse_csr has 2 dimensions",
+            key=f"{where}.shape",
+            found=list(shape),
+            remedy="give both",
         )
     rows, columns = shape
     values = _numbers(csr.values, tensor.dtype, f"{where}.sparse_csr.values")
-    crow = _array(csr.crow_indices, "<i8", f"{where}.sparse_csr.crow_indices")
-    column = _array(csr.col_indices, "<i8", f"{where}.sparse_csr.col_indices")
+    crow = _array(csr.crow_indices, "<i8", "int64", f"{where}.sparse_csr.crow_indices")
+    column = _array(csr.col_indices, "<i8", "int64", f"{where}.sparse_csr.col_indices")
     row = check_csr(crow, column, len(values), (rows, columns), f"{where}.sparse_csr.")
     found = np.zeros((rows, columns), values.dtype)
     found[row, column] = values
@@ -126,37 +136,49 @@ def check_csr(
 def _check_rows(crow: np.ndarray, rows: int, values: int, where: str) -> None:
     if len(crow) != rows + 1:
         raise RequestError(
-            f"{where}: {len(crow)} numbers for {rows} rows; give one more than there are rows"
+            f"has {len(crow)} numbers for {rows} rows",
+            key=where,
+            allowed="one more than there are rows",
         )
     if crow[0] != 0 or crow[-1] != values:
         raise RequestError(
-            f"{where} goes from {crow[0]} to {crow[-1]}, and there are {values} values; let it "
-            f"begin with 0 and end with {values}"
+            f"goes from {crow[0]} to {crow[-1]}, and there are {values} values",
+            key=where,
+            remedy=f"begin with 0 and end with {values}",
         )
     # Not by differences, which may be beyond int64.
     falls = crow[1:] < crow[:-1]
     if falls.any():
         at = int(np.argmax(falls))
         raise RequestError(
-            f"{where} falls from {crow[at]} to {crow[at + 1]} at [{at + 1}]; let it never fall"
+            f"comes after {crow[at]}",
+            key=f"{where}[{at + 1}]",
+            found=int(crow[at + 1]),
+            allowed="numbers that never fall",
         )
 
 
 def _check_columns(column: np.ndarray, row: np.ndarray, columns: int, where: str) -> None:
     if len(column) != len(row):
         raise RequestError(
-            f"{where}: {len(column)} numbers for {len(row)} values; give one for each value"
+            f"has {len(column)} numbers for {len(row)} values",
+            key=where,
+            allowed="one for each value",
         )
     outside = (column < 0) | (column >= columns)
     if outside.any():
         raise RequestError(
-            f"{where}{place(outside)} is {column[outside][0]}, and there are {columns} columns; "
-            f"give columns from 0 to {columns - 1}"
+            f": there are {columns} columns",
+            key=f"{where}{place(outside)}",
+            found=int(column[outside][0]),
+            allowed=f"columns from 0 to {columns - 1}",
         )
     unsorted = (row[1:] == row[:-1]) & (column[1:] <= column[:-1])
     if unsorted.any():
         at = int(np.argmax(unsorted))
         raise RequestError(
-            f"{where}[{at + 1}] is {column[at + 1]} after {column[at]}, in row {row[at]}; "
-            "let the columns of a row rise"
+            f"comes after {column[at]} in row {row[at]}",
+            key=f"{where}[{at + 1}]",
+            found=int(column[at + 1]),
+            allowed="the columns of a row in rising order",
         )

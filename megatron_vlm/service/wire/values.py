@@ -1,5 +1,6 @@
 """What the client asks for and what it is answered, whatever bytes it travels as."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,10 +11,17 @@ from megatron_vlm.errors import MegatronVLMError
 
 MOST_TOKEN = 2**31 - 1  # tokens travel as int32
 NO_TOKEN, NO_LOG_PROB = 0, -99999.0  # of an absent entry of a TopK
+_LONGEST_NAME = 80  # that a message repeats
 
 
 class RequestError(MegatronVLMError):
     """A request that cannot be done: a mistake of the client. Names the field."""
+
+
+def entry(field: str, name: str) -> str:
+    """Name an entry of a map as messages write it, such as `loss_fn_config["beta"]`."""
+    short = name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "..."
+    return f"{field}[{json.dumps(short)}]"
 
 
 @dataclass(frozen=True, eq=False)
