@@ -26,6 +26,7 @@ from megatron_vlm.service.wire.requests import MOST_DENSE, read_forward_backward
 from megatron_vlm.service.wire.schema import MOST_FIELDS, message, parsed
 from megatron_vlm.service.wire.targets import read_prompt_targets
 from megatron_vlm.service.wire.values import Picture, RequestError, Sampled, Samples, Text, TopK
+from tests.error_fields import raises
 from tests.mutation import mutate_bytes, mutate_json
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
@@ -169,253 +170,371 @@ def several(*changes: Callable[[Any], object]) -> Callable[[Any], None]:
     return lambda request: [change(request) for change in changes]
 
 
-REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "no model": (lambda r: r.ClearField("model_id"), "model_id is empty; give what create_model"),
-    "no number": (lambda r: r.ClearField("seq_id"), "seq_id is 0, and requests are counted from 1"),
-    "negative number": (lambda r: setattr(r, "seq_id", -3), "seq_id is -3"),
-    "no loss": (lambda r: r.ClearField("loss_fn"), "loss_fn is empty; give the name"),
-    "no data": (lambda r: r.ClearField("data"), "data has 0 datums; give 1 or more"),
+REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any]]] = {
+    "no model": (
+        lambda r: r.ClearField("model_id"),
+        dict(key="model_id", allowed_has="create_model"),
+    ),
+    "no number": (lambda r: r.ClearField("seq_id"), dict(key="seq_id", found=0)),
+    "negative number": (lambda r: setattr(r, "seq_id", -3), dict(key="seq_id", found=-3)),
+    "no loss": (lambda r: r.ClearField("loss_fn"), dict(key="loss_fn")),
+    "no data": (lambda r: r.ClearField("data"), dict(key="data", problem_has=0)),
     "no chunks": (
         lambda r: r.data[0].ClearField("model_input"),
-        "data[0].model_input: 0 chunks, and no token or picture in them; give",
+        dict(key="data[0].model_input", problem_has="0 chunks"),
     ),
     "no tokens": (
         lambda r: setattr(r.data[0].model_input[0].encoded_text, "tokens", b""),
-        "data[0].model_input: 1 chunks, and no token",
+        dict(key="data[0].model_input", problem_has="1 chunks"),
     ),
     "an empty chunk": (
         lambda r: r.data[1].model_input.add(),
-        "data[1].model_input[2] is nothing; make it one of encoded_text and image",
+        dict(key="data[1].model_input[2]", found=[], allowed=("encoded_text", "image")),
     ),
     "two chunks in one": (
         lambda r: setattr(r.data[1].model_input[0].image, "format", "png"),
-        "data[1].model_input[0] is encoded_text and image; make it one of",
+        dict(key="data[1].model_input[0]", found=["encoded_text", "image"]),
     ),
     "audio": (
         lambda r: setattr(r.data[1].model_input.add().dmel, "dmel", b"abc"),
-        "data[1].model_input[2] is audio (dmel), and this model hears nothing; give encoded_text",
+        dict(key="data[1].model_input[2]", problem_has="audio (dmel)"),
     ),
     "half a token": (
         lambda r: setattr(r.data[0].model_input[0].encoded_text, "tokens", b"12345"),
-        "data[0].model_input[0].encoded_text.tokens: 5 bytes, which are no multiple of the 4",
+        dict(key="data[0].model_input[0].encoded_text.tokens", problem_has="5 bytes"),
     ),
     "a negative token": (
         lambda r: setattr(
             r.data[0].model_input[0].encoded_text, "tokens", b"\0\0\0\0" + b"\xff" * 4
         ),
-        "data[0].model_input[0].encoded_text.tokens[1] is -1; give whole numbers from 0 to 2147483",
+        dict(key="data[0].model_input[0].encoded_text.tokens[1]", found=-1, allowed_has=2**31 - 1),
     ),
-    "no file": (image(data=b""), "data[1].model_input[1].image.data has 0 bytes; give the image"),
-    "gif": (image(format="gif"), "image.format is 'gif', which is none of png and jpeg; give"),
+    "no file": (
+        image(data=b""),
+        dict(key="data[1].model_input[1].image.data", problem_has="0 bytes"),
+    ),
+    "gif": (
+        image(format="gif"),
+        dict(key="data[1].model_input[1].image.format", found="gif", allowed=("png", "jpeg")),
+    ),
     "another format": (
         image(format="jpeg"),
-        "data[1].model_input[1].image.format is jpeg, and its data begins as png; give the format",
+        dict(key="data[1].model_input[1].image.format", found="jpeg", problem_has="png"),
     ),
     "no picture": (
         image(data=b"RIFF1234WEBP"),
-        "image.format is png, and its data begins as b'RIFF1234'; give the format that",
+        dict(key="data[1].model_input[1].image.format", found="png", problem_has="b'RIFF1234'"),
     ),
-    "no format": (image(format=""), "image.format is '', which is none of png and jpeg"),
+    "no format": (
+        image(format=""),
+        dict(key="data[1].model_input[1].image.format", found="", allowed=("png", "jpeg")),
+    ),
     "negative count": (
         image(expected_tokens=-4),
-        "image.expected_tokens is -4, and a picture takes",
+        dict(key="data[1].model_input[1].image.expected_tokens", found=-4),
     ),
     "count of 0": (
         image(expected_tokens=0),
-        "image.expected_tokens is 0, and a picture takes from 1",
+        dict(key="data[1].model_input[1].image.expected_tokens", found=0),
     ),
     "no width": (
         lambda r: setattr(r.data[1].model_input[1].image.override_dimensions, "width", 0),
-        "image.override_dimensions.width is 0, and sides are from 1 to 65536; leave",
+        dict(
+            key="data[1].model_input[1].image.override_dimensions.width", found=0, problem_has=65536
+        ),
     ),
     "a long side": (
         lambda r: setattr(r.data[1].model_input[1].image.override_dimensions, "height", 65537),
-        "image.override_dimensions.height is 65537",
+        dict(key="data[1].model_input[1].image.override_dimensions.height", found=65537),
     ),
     "no targets": (
         lambda r: r.data[1].loss_fn_inputs.pop(0),
-        'data[1].loss_fn_inputs["target_tokens"] is missing; give the token',
+        dict(key='data[1].loss_fn_inputs["target_tokens"]', problem_has="missing"),
     ),
-    "targets as floats": (targets([1, 2, 3], FLOAT32), '"target_tokens"] is float32; give int64'),
-    "no target": (targets([]), 'data[0].loss_fn_inputs["target_tokens"] has shape [0]; give 1'),
-    "a negative target": (targets([1, -100, 2]), '"target_tokens"][1] is -100; give tokens from 0'),
-    "a large target": (targets([1, 2, 2**31]), '"target_tokens"][2] is 2147483648; give tokens'),
+    "targets as floats": (
+        targets([1, 2, 3], FLOAT32),
+        dict(key='data[0].loss_fn_inputs["target_tokens"].dtype', found="float32"),
+    ),
+    "no target": (
+        targets([]),
+        dict(key='data[0].loss_fn_inputs["target_tokens"].shape', found=[0]),
+    ),
+    "a negative target": (
+        targets([1, -100, 2]),
+        dict(key='data[0].loss_fn_inputs["target_tokens"][1]', found=-100),
+    ),
+    "a large target": (
+        targets([1, 2, 2**31]),
+        dict(key='data[0].loss_fn_inputs["target_tokens"][2]', found=2**31),
+    ),
     "fewer weights": (
         weights([1, 2]),
-        'data[0].loss_fn_inputs["weights"] has shape [2] and target_tokens [3]; give one value for',
+        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[2], problem_has=[3]),
     ),
     "weights of another shape": (
         weights([[1], [2], [3]]),
-        "has shape [3, 1] and target_tokens [3]",
+        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[3, 1], problem_has=[3]),
     ),
     "fewer advantages": (
         lambda r: tensor(named(r.data[0], "advantages"), [1.0]),
-        'loss_fn_inputs["advantages"] has shape [1] and target_tokens [3]',
+        dict(key='data[0].loss_fn_inputs["advantages"].shape', found=[1], problem_has=[3]),
     ),
     "more log-probs": (
         lambda r: tensor(named(r.data[0], "logprobs"), [1.0] * 4),
-        'loss_fn_inputs["logprobs"] has shape [4] and target_tokens [3]',
+        dict(key='data[0].loss_fn_inputs["logprobs"].shape', found=[4], problem_has=[3]),
     ),
     "no mask": (
         lambda r: tensor(named(r.data[0], "sequence_ratio_mask"), []),
-        'loss_fn_inputs["sequence_ratio_mask"] has shape [0] and target_tokens [3]',
+        dict(key='data[0].loss_fn_inputs["sequence_ratio_mask"].shape', found=[0], problem_has=[3]),
     ),
     "nan": (
         weights([1, np.nan, np.inf]),
-        'data[0].loss_fn_inputs["weights"][1] is nan; give finite numbers, 0 where',
+        dict(key='data[0].loss_fn_inputs["weights"][1]', found_has="nan"),
     ),
     "inf": (
         lambda r: tensor(named(r.data[0], "advantages"), [1, 2, -np.inf]),
-        'data[0].loss_fn_inputs["advantages"][2] is -inf; give finite',
+        dict(key='data[0].loss_fn_inputs["advantages"][2]', found_has="-inf"),
     ),
     "nan of two dimensions": (
         csr([1, np.nan, 1], [0, 2, 2, 3], [0, 1, 0]),
-        'data[1].loss_fn_inputs["weights"][0, 1] is nan',
+        dict(key='data[1].loss_fn_inputs["weights"][0, 1]', found_has="nan"),
     ),
     "values and shape": (
         weights([1, 2, 3], [8]),
-        'loss_fn_inputs["weights"]: 3 values and shape [8], which holds 8; give as many',
+        dict(
+            key='data[0].loss_fn_inputs["weights"].shape',
+            found=[8],
+            problem_has="8 values, and there are 3",
+        ),
     ),
     "a shape beyond int64": (
         weights([1, 2, 3], [2**31 - 1, 2**31 - 1]),
-        "3 values and shape [2147483647, 2147483647], which holds 4611686014132420609",
+        dict(
+            key='data[0].loss_fn_inputs["weights"].shape',
+            found=[2**31 - 1, 2**31 - 1],
+            problem_has=4611686014132420609,
+        ),
     ),
-    "a product of 0": (weights([], [0, 2**62]), f'weights"].shape is [0, {2**62}], and each dim'),
-    "a product that wraps": (weights([], [2**32, 2**32]), "shape is [4294967296, 4294967296], and"),
+    "a product of 0": (
+        weights([], [0, 2**62]),
+        dict(
+            key='data[0].loss_fn_inputs["weights"].shape',
+            found=[0, 2**62],
+            problem_has=2**31 - 1,
+        ),
+    ),
+    "a product that wraps": (
+        weights([], [2**32, 2**32]),
+        dict(
+            key='data[0].loss_fn_inputs["weights"].shape',
+            found=[2**32, 2**32],
+            problem_has=2**31 - 1,
+        ),
+    ),
     "negative shape": (
         weights([1, 2, 3], [-3]),
-        '"weights"].shape is [-3], and each dimension must',
+        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[-3]),
     ),
-    "two negatives": (weights([1, 2, 3], [-1, -3]), '"weights"].shape is [-1, -3], and each'),
-    "many dimensions": (weights([1, 2, 3], [3, 1, 1]), "shape has 3 dimensions and at most 2"),
+    "two negatives": (
+        weights([1, 2, 3], [-1, -3]),
+        dict(key='data[0].loss_fn_inputs["weights"].shape', found=[-1, -3]),
+    ),
+    "many dimensions": (
+        weights([1, 2, 3], [3, 1, 1]),
+        dict(
+            key='data[0].loss_fn_inputs["weights"].shape',
+            found=[3, 1, 1],
+            problem_has="3 dimensions",
+        ),
+    ),
     "half a value": (
         lambda r: setattr(named(r.data[0], "weights"), "dense", b"1234567"),
-        '"weights"], of float32: 7 bytes, which are no multiple of the 4 of a value; send whole',
+        dict(key='data[0].loss_fn_inputs["weights"]', problem_has="7 bytes"),
     ),
     "no dtype": (
         lambda r: setattr(named(r.data[0], "weights"), "dtype", 0),
-        '"weights"].dtype is 0, which is none of 1 (float32), 2 (int64), 3 (int32), 4 (bfloat16)',
+        dict(
+            key='data[0].loss_fn_inputs["weights"].dtype',
+            found=0,
+            allowed_has="1 (float32), 2 (int64), 3 (int32), 4 (bfloat16)",
+        ),
     ),
     "another dtype": (
         lambda r: setattr(named(r.data[0], "weights"), "dtype", -5),
-        '"weights"].dtype is -5, which is none of',
+        dict(key='data[0].loss_fn_inputs["weights"].dtype', found=-5),
     ),
     "neither": (
         lambda r: named(r.data[0], "weights").ClearField("dense"),
-        '"weights"] has no values; give either dense or sparse_csr',
+        dict(key='data[0].loss_fn_inputs["weights"]', problem_has="no values"),
     ),
     "both": (
         lambda r: setattr(named(r.data[1], "weights"), "dense", b"1234"),
-        '"weights"] has both dense values and sparse_csr; give either',
+        dict(key='data[1].loss_fn_inputs["weights"]', problem_has="both"),
     ),
     "one dimension, sparse": (
         csr([1], [0, 1], [0], [1]),
-        "is sparse_csr with shape [1], and sparse",
+        dict(key='data[1].loss_fn_inputs["weights"].shape', found=[1], problem_has="sparse_csr"),
     ),
     "crow of another length": (
         csr([1], [0, 1], [0]),
-        "sparse_csr.crow_indices: 2 numbers for 3 rows; give one more than there are rows",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices',
+            problem_has="2 numbers for 3 rows",
+        ),
     ),
     "crow that falls": (
         csr([1, 1, 1], [0, 3, 2, 3], [0, 1, 0]),
-        "sparse_csr.crow_indices falls from 3 to 2 at [2]; let it never fall",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices[2]',
+            found=2,
+            problem_has=3,
+        ),
     ),
-    "crow beyond int64": (csr([1], [0, 2**63 - 1, -(2**63), 1], [0]), "crow_indices falls from 9"),
+    "crow beyond int64": (
+        csr([1], [0, 2**63 - 1, -(2**63), 1], [0]),
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices[2]',
+            found=-(2**63),
+            problem_has=2**63 - 1,
+        ),
+    ),
     "crow that begins late": (
         csr([1], [1, 1, 1, 1], [0]),
-        "crow_indices goes from 1 to 1, and there",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices',
+            problem_has="from 1 to 1",
+        ),
     ),
     "crow that ends early": (
         csr([1, 2], [0, 1, 1, 1], [0, 1]),
-        "goes from 0 to 1, and there are 2",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.crow_indices',
+            problem_has="from 0 to 1, and there are 2",
+        ),
     ),
     "columns of another length": (
         csr([1, 1], [0, 1, 1, 2], [0]),
-        "sparse_csr.col_indices: 1 numbers for 2 values; give one for each value",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices',
+            problem_has="1 numbers for 2 values",
+        ),
     ),
     "a column outside": (
         csr([1, 1], [0, 1, 1, 2], [0, 2]),
-        "sparse_csr.col_indices[1] is 2, and there are 2 columns; give columns from 0 to 1",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices[1]',
+            found=2,
+            allowed_has="0 to 1",
+        ),
     ),
-    "a negative column": (csr([1], [0, 1, 1, 1], [-1]), "col_indices[0] is -1, and there are 2"),
+    "a negative column": (
+        csr([1], [0, 1, 1, 1], [-1]),
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices[0]',
+            found=-1,
+            problem_has="2 columns",
+        ),
+    ),
     "a column twice": (
         csr([1, 1], [0, 2, 2, 2], [1, 1]),
-        "sparse_csr.col_indices[1] is 1 after 1, in row 0; let the columns of a row rise",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].sparse_csr.col_indices[1]',
+            found=1,
+            problem_has="1 in row 0",
+        ),
     ),
     "too large once dense": (
         csr([], [0], [], [2**13, 2**14]),
-        'data[1].loss_fn_inputs["weights"] is sparse_csr with shape [8192, 16384]: with it, the '
-        f"sparse tensors of this request have {2**27} entries, above {MOST_DENSE}; send fewer",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].shape',
+            found=[8192, 16384],
+            problem_has=f"{2**27} entries, above {MOST_DENSE}",
+        ),
     ),
     "too large together": (
         several(
             lambda r: sparse(named(r.data[0], "advantages"), [], [0], [], [2**13, 2**12]),
             csr([], [0], [], [2**13, 2**12 + 1]),
         ),
-        f"have {2**26 + 2**13} entries, above {MOST_DENSE}",
+        dict(
+            key='data[1].loss_fn_inputs["weights"].shape',
+            found=[8192, 4097],
+            problem_has=2**26 + 2**13,
+        ),
     ),
     "an input twice": (
         lambda r: tensor(r.data[0].loss_fn_inputs.add(key="weights").value, [1.0] * 3),
-        'data[0].loss_fn_inputs["weights"] stands there 2 times; give it once',
+        dict(key='data[0].loss_fn_inputs["weights"]', problem_has="2 times"),
     ),
     "a long name": (
         lambda r: r.data[0].loss_fn_inputs.add(key="\n" * 2000),
-        'loss_fn_inputs["' + "\\n" * 80 + '..."] has no values',
+        dict(key='data[0].loss_fn_inputs["' + "\\n" * 80 + '..."]', problem_has="no values"),
     ),
     "an option of nothing": (
         lambda r: r.loss_fn_config_v2.add(key="x"),
-        'loss_fn_config_v2["x"] is nothing; give either a number or a text',
+        dict(key='loss_fn_config_v2["x"]', problem_has="neither"),
     ),
     "an option of both": (
         lambda r: setattr(r.loss_fn_config_v2[0].value, "text", "a"),
-        'loss_fn_config_v2["clip_low"] is both a number and a text',
+        dict(key='loss_fn_config_v2["clip_low"]', problem_has="both"),
     ),
     "an option twice": (
         lambda r: setattr(r.loss_fn_config_v2.add(key="kind").value, "number", 1),
-        'loss_fn_config_v2["kind"] stands there 2 times',
+        dict(key='loss_fn_config_v2["kind"]', problem_has="2 times"),
     ),
     "an option that is nan": (
         lambda r: setattr(r.loss_fn_config_v2[0].value, "number", np.nan),
-        'loss_fn_config_v2["clip_low"] is nan; give a number',
+        dict(key='loss_fn_config_v2["clip_low"]', found_has="nan"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
-    change, text = REFUSED[name]
+    change, fields = REFUSED[name]
     body = changed(change)
-    with pytest.raises(RequestError) as refused:
+    with raises(RequestError, **fields) as refused:
         read_forward_backward(body)
-    assert text in str(refused.value)
     assert len(str(refused.value)) < 500
 
 
 NO_PROTOBUF = {
-    "a group": (b"\x0b\x0c", "byte 0 begins a field of the wire type 3"),
-    "a cut number": (b"\x10\x80", "the number at byte 1 is cut off at 2"),
-    "a long number": (b"\x10" + b"\xff" * 12, "the number at byte 1 has more than 10 bytes"),
-    "a cut field": (b"\x0a\x05abc", "the field at byte 0 ends at 7, and what it is in at 5"),
+    "a group": (
+        b"\x0b\x0c",
+        dict(place="the body", problem_has="byte 0 begins a field of the wire type 3"),
+    ),
+    "a cut number": (b"\x10\x80", dict(place="the body", problem_has="byte 1 is cut off at 2")),
+    "a long number": (
+        b"\x10" + b"\xff" * 12,
+        dict(place="the body", problem_has="byte 1 has more than 10 bytes"),
+    ),
+    "a cut field": (
+        b"\x0a\x05abc",
+        dict(place="the body", problem_has="byte 0 ends at 7, and what it is in at 5"),
+    ),
     "a cut field within": (
         b"\x1a\x02\x0a\x05",
-        "the field at byte 2 ends at 9, and what it is in at 4",
+        dict(place="the body", problem_has="byte 2 ends at 9, and what it is in at 4"),
     ),
-    "a cut fixed field": (b"\x99\x06123", "the field at byte 0 ends at 10"),
+    "a cut fixed field": (b"\x99\x06123", dict(place="the body", problem_has="byte 0 ends at 10")),
     "text that is none": (
         b"\x0a\x02\xff\xff",
-        "the body as ForwardBackwardRequest: is not readable",
+        {},
     ),
-    "zstd": (zstandard.compress(bytes(100)), "say Content-Encoding: zstd where it is packed"),
-    "JSON": (b'{"model_id": "x"}', "the body is no protobuf message"),
+    "zstd": (
+        zstandard.compress(bytes(100)),
+        dict(place="the body", remedy_has="Content-Encoding: zstd"),
+    ),
+    "JSON": (b'{"model_id": "x"}', dict(place="the body", problem_has="not a protobuf message")),
 }
 
 
 @pytest.mark.parametrize("name", NO_PROTOBUF)
 def test_bytes_that_are_no_protobuf(name):
-    body, text = NO_PROTOBUF[name]
-    with pytest.raises(RequestError) as refused:
+    body, fields = NO_PROTOBUF[name]
+    with raises(RequestError, **fields) as refused:
         read_forward_backward(body)
-    assert text in str(refused.value)
+    assert str(refused.value).startswith("the body")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +550,7 @@ def test_bytes_that_are_no_protobuf(name):
 )
 def test_many_fields_in_few_bytes(body):
     begun = time.monotonic()
-    with pytest.raises(RequestError, match=rf"has more than {MOST_FIELDS} fields, .* send fewer"):
+    with raises(RequestError, place="the body", problem_has=f"{MOST_FIELDS} fields"):
         read_forward_backward(body)
     assert time.monotonic() - begun < 10  # 0.5 s on an idle machine
 
@@ -514,62 +633,79 @@ def of_image(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED_PROMPTS = {
-    "a list": ([1, 2], "prompt is [1, 2]; give an object with a list, chunks"),
-    "no list": ({"chunks": {}}, "prompt is {'chunks': {}}; give"),
-    "empty": ({"chunks": []}, "prompt.chunks: 0 chunks, and no token or picture in them"),
-    "no tokens": (of_text([]), "prompt.chunks: 1 chunks, and no token"),
-    "a number": ({"chunks": [5]}, "prompt.chunks[0] is 5, whose type is none of encoded_text and"),
+    "a list": ([1, 2], dict(key="prompt", found=[1, 2])),
+    "no list": ({"chunks": {}}, dict(key="prompt", found={"chunks": {}})),
+    "empty": ({"chunks": []}, dict(key="prompt.chunks", problem_has="0 chunks")),
+    "no tokens": (of_text([]), dict(key="prompt.chunks", problem_has="1 chunks")),
+    "a number": (
+        {"chunks": [5]},
+        dict(key="prompt.chunks[0]", found=5, allowed=("encoded_text", "image")),
+    ),
     "no type": (
         {"chunks": [{"tokens": [1]}]},
-        "prompt.chunks[0] is {'tokens': [1]}, whose type is",
+        dict(key="prompt.chunks[0]", found={"tokens": [1]}),
     ),
     "a pointer": (
         {"chunks": [{"type": "image_asset_pointer", "location": "file:///etc/passwd"}]},
-        "prompt.chunks[0] is an image_asset_pointer, and nothing is fetched here; send the image",
+        dict(key="prompt.chunks[0]", problem_has="image_asset_pointer"),
     ),
-    "audio": ({"chunks": [{"type": "dmel", "dmel": ""}]}, "prompt.chunks[0] is audio (dmel), and"),
-    "text": (of_text("abc"), "prompt.chunks[0].tokens is 'abc'; give a list of tokens"),
-    "a fraction": (of_text([1, 2.0]), "prompt.chunks[0].tokens[1] is 2.0; give whole numbers from"),
-    "true": (of_text([True]), "prompt.chunks[0].tokens[0] is True; give whole"),
+    "audio": (
+        {"chunks": [{"type": "dmel", "dmel": ""}]},
+        dict(key="prompt.chunks[0]", problem_has="audio (dmel)"),
+    ),
+    "text": (of_text("abc"), dict(key="prompt.chunks[0].tokens", found="abc")),
+    "a fraction": (of_text([1, 2.0]), dict(key="prompt.chunks[0].tokens[1]", found=2.0)),
+    "true": (of_text([True]), dict(key="prompt.chunks[0].tokens[0]", found=True)),
     "negative": (
         of_text([0, -1]),
-        "prompt.chunks[0].tokens[1] is -1; give whole numbers from 0 to",
+        dict(key="prompt.chunks[0].tokens[1]", found=-1),
     ),
-    "large": (of_text([2**31]), "prompt.chunks[0].tokens[0] is 2147483648; give whole"),
-    "no base64": (of_image(data="A&=="), "prompt.chunks[0].data is no base64 ("),
-    "no letter of base64": (of_image(data="AA*AA"), "prompt.chunks[0].data is no base64 ("),
-    "no ASCII": (of_image(data="ää"), "prompt.chunks[0].data is no base64 ("),
-    "no text": (of_image(data=5), "prompt.chunks[0].data is 5; give the image file in base64"),
-    "no data": (of_image(data=""), "prompt.chunks[0].data has 0 bytes; give"),
-    "gif": (of_image(format="gif"), "prompt.chunks[0].format is 'gif', which is none of png and"),
-    "a text as a picture": (of_image(), "prompt.chunks[0].format is png, and its data begins as"),
-    "a list of formats": (of_image(format=["png"]), "prompt.chunks[0].format is ['png'], which"),
+    "large": (of_text([2**31]), dict(key="prompt.chunks[0].tokens[0]", found=2**31)),
+    "no base64": (of_image(data="A&=="), dict(key="prompt.chunks[0].data", problem_has="base64")),
+    "no letter of base64": (
+        of_image(data="AA*AA"),
+        dict(key="prompt.chunks[0].data", problem_has="base64"),
+    ),
+    "no ASCII": (of_image(data="ää"), dict(key="prompt.chunks[0].data", problem_has="base64")),
+    "no text": (of_image(data=5), dict(key="prompt.chunks[0].data", found=5)),
+    "no data": (of_image(data=""), dict(key="prompt.chunks[0].data", problem_has="0 bytes")),
+    "gif": (
+        of_image(format="gif"),
+        dict(key="prompt.chunks[0].format", found="gif", allowed=("png", "jpeg")),
+    ),
+    "a text as a picture": (of_image(), dict(key="prompt.chunks[0].format", found="png")),
+    "a list of formats": (
+        of_image(format=["png"]),
+        dict(key="prompt.chunks[0].format", found=["png"]),
+    ),
     "a count of text": (
         of_image(expected_tokens="4"),
-        "prompt.chunks[0].expected_tokens is '4'; give",
+        dict(key="prompt.chunks[0].expected_tokens", found="4"),
     ),
     "negative count": (
         of_image(expected_tokens=-1),
-        "prompt.chunks[0].expected_tokens is -1, and a",
+        dict(key="prompt.chunks[0].expected_tokens", found=-1),
     ),
     "a long count": (
         of_image(expected_tokens=10**4000),
-        "prompt.chunks[0].expected_tokens is 1000",
+        dict(key="prompt.chunks[0].expected_tokens", found=10**4000),
     ),
     "no sides": (
         of_image(override_dimensions=5),
-        "override_dimensions.width is None; give a whole",
+        dict(key="prompt.chunks[0].override_dimensions.width", found=None),
     ),
-    "one side": (of_image(override_dimensions={"width": 3}), "override_dimensions.height is None"),
+    "one side": (
+        of_image(override_dimensions={"width": 3}),
+        dict(key="prompt.chunks[0].override_dimensions.height", found=None),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_PROMPTS)
 def test_refused_prompts(name):
-    value, text = REFUSED_PROMPTS[name]
-    with pytest.raises(RequestError) as refused:
+    value, fields = REFUSED_PROMPTS[name]
+    with raises(RequestError, **fields) as refused:
         read_prompt(value, "prompt")
-    assert text in str(refused.value)
     assert len(str(refused.value)) < 500
 
 
@@ -673,35 +809,54 @@ def test_chosen_tokens_are_read():
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("said", "field", "fields"),
     [
-        (DENSE | {"shape": [2, 3]}, "shape [2, 3], and the prompt has 4 tokens; give [3, K]"),
-        (DENSE | {"shape": [3]}, "shape [3], and the prompt"),
-        (DENSE | {"shape": [3, 0]}, "shape [3, 0], and the prompt"),
-        (DENSE | {"data": [1, 2]}, "2 values and shape [3, 2]; give as many as the shape has"),
-        (DENSE | {"data": [1.5] * 6}, ".data: give a list of whole numbers"),
-        (DENSE | {"data": "many"}, ".data: give whole numbers"),
-        (DENSE | {"data": [2**70] * 6}, ".data: give whole numbers"),
-        ({"data": [1]}, ".shape: give whole numbers"),
-        (DENSE | {"sparse_col_indices": [1]}, "give both sparse_crow_indices and"),
-        (SPARSE | {"sparse_crow_indices": [0, 1, 3]}, "sparse_crow_indices: 3 numbers for 3 rows"),
-        (SPARSE | {"sparse_crow_indices": [0, 3, 1, 3]}, "falls from 3 to 1 at [2]"),
-        (SPARSE | {"sparse_col_indices": [9, 0, 1]}, "sparse_col_indices[0] is 9, and there are 9"),
-        (SPARSE | {"sparse_col_indices": [8, 1, 1]}, "is 1 after 1, in row 1; let the columns"),
-        (SPARSE | {"sparse_col_indices": [[8, 0, 1]]}, "give a list of whole numbers"),
+        (DENSE | {"shape": [2, 3]}, ".shape", dict(found=[2, 3], allowed="[3, K]")),
+        (DENSE | {"shape": [3]}, ".shape", dict(found=[3], problem_has="4 tokens")),
+        (DENSE | {"shape": [3, 0]}, ".shape", dict(found=[3, 0], problem_has="4 tokens")),
+        (DENSE | {"data": [1, 2]}, ".shape", dict(found=[3, 2], problem_has="6 values")),
+        (DENSE | {"data": [1.5] * 6}, ".data", dict(found=[1.5] * 6)),
+        (DENSE | {"data": "many"}, ".data", dict(found="many")),
+        (DENSE | {"data": [2**70] * 6}, ".data", dict(found=[2**70] * 6)),
+        ({"data": [1]}, ".shape", dict(found=None)),
+        (DENSE | {"sparse_col_indices": [1]}, "", dict(problem_has="sparse_crow_indices and")),
+        (
+            SPARSE | {"sparse_crow_indices": [0, 1, 3]},
+            ".sparse_crow_indices",
+            dict(problem_has="3 numbers for 3 rows"),
+        ),
+        (
+            SPARSE | {"sparse_crow_indices": [0, 3, 1, 3]},
+            ".sparse_crow_indices[2]",
+            dict(found=1, problem_has=3),
+        ),
+        (
+            SPARSE | {"sparse_col_indices": [9, 0, 1]},
+            ".sparse_col_indices[0]",
+            dict(found=9, problem_has="9 columns"),
+        ),
+        (
+            SPARSE | {"sparse_col_indices": [8, 1, 1]},
+            ".sparse_col_indices[2]",
+            dict(found=1, problem_has="1 in row 1"),
+        ),
+        (
+            SPARSE | {"sparse_col_indices": [[8, 0, 1]]},
+            ".sparse_col_indices",
+            dict(found=[[8, 0, 1]]),
+        ),
     ],
 )
-def test_chosen_tokens_that_are_refused(said, message):
-    with pytest.raises(RequestError) as caught:
+def test_chosen_tokens_that_are_refused(said, field, fields):
+    with raises(RequestError, key=f"target_prompt_logprobs{field}", **fields):
         read_prompt_targets(said, 4)
-    assert message in str(caught.value) and "target_prompt_logprobs" in str(caught.value)
 
 
 def test_chosen_tokens_cannot_fill_the_memory():
     count = 2**14
     crow = [0] + [count] * count  # all of them at the first of many places
     said = {"data": [1] * count, "shape": [count, count], "sparse_crow_indices": crow}
-    with pytest.raises(RequestError, match="up to 16384 tokens at one of 16384 places"):
+    with raises(RequestError, key="target_prompt_logprobs", problem_has="16384 places"):
         read_prompt_targets(said | {"sparse_col_indices": list(range(count))}, count + 1)
 
 
@@ -757,34 +912,35 @@ def test_packed_bodies(name):
     body, content = PACKED[name]
     assert unpacked(body, len(content)) == content
     if content:
-        with pytest.raises(
-            RequestError, match=f"unpack to more than the limit of {len(content) - 1}"
-        ):
+        limit = f"limit of {len(content) - 1}"
+        with raises(RequestError, place="the packed body", problem_has=limit):
             unpacked(body, len(content) - 1)
 
 
 REFUSED_PACKED = {
-    "empty": (b"", "cut off after 0 bytes; send the whole zstd frame"),
-    "no zstd": (CONTENT[:100], "at byte 0 no zstd frame that can be unpacked ("),
-    "cut": (packed()[:-1], "cut off after "),
-    "cut within the header": (packed()[:5], "cut off after 5 bytes"),
-    "the second cut": (packed() + packed()[:30], "cut off after "),
-    "garbage behind": (packed() + b"garbage", " no zstd frame that can be unpacked ("),
-    "a changed checksum": (packed(write_checksum=True)[:-1] + b"\x55", "no zstd frame that can"),
-    "frames of nothing": (packed(b"") * (MOST_FRAMES + 1), f"more than {MOST_FRAMES} zstd frames"),
+    "empty": (b"", dict(problem_has="0 bytes")),
+    "no zstd": (CONTENT[:100], dict(problem_has="byte 0")),
+    "cut": (packed()[:-1], dict(remedy_has="whole")),
+    "cut within the header": (packed()[:5], dict(problem_has="5 bytes")),
+    "the second cut": (packed() + packed()[:30], dict(remedy_has="whole")),
+    "garbage behind": (packed() + b"garbage", dict(problem_has="no zstd frame")),
+    "a changed checksum": (
+        packed(write_checksum=True)[:-1] + b"\x55",
+        dict(problem_has="no zstd frame"),
+    ),
+    "frames of nothing": (packed(b"") * (MOST_FRAMES + 1), dict(problem_has=MOST_FRAMES)),
     "a wide window": (
         in_pieces(compression_params=zstandard.ZstdCompressionParameters(window_log=24)),
-        f"pack it with a window of at most {MOST_WINDOW} bytes",
+        dict(remedy_has=MOST_WINDOW),
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_PACKED)
 def test_refused_packed_bodies(name):
-    body, text = REFUSED_PACKED[name]
-    with pytest.raises(RequestError) as refused:
+    body, fields = REFUSED_PACKED[name]
+    with raises(RequestError, place="the packed body", **fields):
         unpacked(body, 2**24)
-    assert text in str(refused.value)
 
 
 BOMB = """
