@@ -36,6 +36,7 @@ from megatron_vlm.service.journal.values import (
     Saved,
     tinker_path,
 )
+from tests.error_fields import raises
 from tests.stand_in_calls import opened
 
 DONE = Outcome(b"{}")
@@ -456,7 +457,7 @@ def test_nothing_outside_the_run_is_removed(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".a", "-a", "a b", "a\n", "a" * 129, "\u00e9"])
 def test_names_are_one_part_of_a_path(name):
-    with pytest.raises(DataError, match="the name"):
+    with raises(DataError, key="path", found=name):
         tinker_path("m", "training", name)
 
 
@@ -584,7 +585,7 @@ def test_clients_of_a_sampling_session_have_numbers(tmp_path):
 
 
 def test_one_server_at_a_time(tmp_path):
-    with opened(tmp_path), pytest.raises(ConfigError, match="another server uses"):
+    with opened(tmp_path), raises(ConfigError, key="run", found=str(tmp_path)):
         Journal(tmp_path)
     with opened(tmp_path) as journal:
         assert journal.models() == []
@@ -596,12 +597,14 @@ def test_a_journal_of_another_version_or_no_journal_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "journal.sqlite") as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(ConfigError, match="version 99, and this program reads version 1"):
+    file = str(tmp_path / "journal.sqlite")
+    said = "version 99, and this program reads version 1"
+    with raises(ConfigError, place=file, problem_has=said):
         Journal(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "journal.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with raises(ConfigError, place=str(other / "journal.sqlite"), remedy_has="restore"):
         Journal(other)
 
 

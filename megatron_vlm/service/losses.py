@@ -78,11 +78,15 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
         return known
     # Above what fp32 holds no ratio is clipped, as without a bound.
     low, high = known.pop(_LOW), min(known.pop(_HIGH), _LARGEST)
-    if not 0 <= low < 1 < high:
-        raise RequestError(
-            f"with {_HIGH}={high}: the ratio is clipped to what is between them",
-            key=entry(_CONFIG, _LOW),
-            found=low,
-            allowed=f"{_LOW} from 0 to below 1, and {_HIGH} above 1",
-        )
+    for key, value, fits, allowed in (
+        (_LOW, low, 0 <= low < 1, "a number from 0 to below 1"),
+        (_HIGH, high, high > 1, "a number above 1"),
+    ):
+        if not fits:
+            raise RequestError(
+                f": the ratio is clipped from {low} to {high}",
+                key=entry(_CONFIG, key),
+                found=value,
+                allowed=allowed,
+            )
     return known | {"clip_low": 1 - low, "clip_high": high - 1}
