@@ -12,6 +12,10 @@ def check_base(folder: Path, state: Field, digest: str, path: str) -> None:
     saved = state.get("lora")
     if saved is not None and saved["base"].string() != digest:
         raise CheckpointError(
-            f"{folder} has adapters that were trained beside other weights than those in {path}; "
-            "give the model that they were trained with: as model.path, or to export with --model"
+            ": the adapters were trained beside other weights than these",
+            place=str(folder),
+            key="model.path",
+            found=path,
+            remedy="give the model that they were trained with: as model.path, or to export with "
+            "--model",
         )

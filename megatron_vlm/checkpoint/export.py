@@ -56,7 +56,11 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
     if not cfg.lora.rank:
         if kind is not None:
             raise ConfigError(
-                f"{folder} has no adapters, only whole weights; leave out --as {kind}"
+                ": the checkpoint has no adapters, only whole weights",
+                place=str(folder),
+                key="--as",
+                found=kind,
+                remedy=f"leave out --as {kind}",
             )
         tensors = _tensors(reader, table, source)
         write_folder(source, exported(table), tensors, out, mark=mark, done=done)

@@ -59,8 +59,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
         sync(path.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written: {error.strerror}, after {size:,} bytes; free space there "
-            "or give another folder. No earlier checkpoint was touched"
+            f"cannot be written: {error.strerror}, after {size:,} bytes",
+            place=str(path),
+            remedy="free space there or give another folder. No earlier checkpoint was touched",
         ) from error
     return FileRecord(path.name, size, hasher.hexdigest())
 
@@ -75,10 +76,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read complete.json; CheckpointError where there is none, or it has changed."""
     path = folder / COMPLETE
     if not os.path.lexists(path):
-        raise CheckpointError(f"{path} cannot be read: the checkpoint was never completed")
+        raise CheckpointError("cannot be read: the checkpoint was never completed", place=str(path))
     file = Outside(str(path), CheckpointError, "use another checkpoint")
     text = file.content()
-    changed = CheckpointError(f"{path} has changed since it was written; use another checkpoint")
+    changed = CheckpointError(
+        "has changed since it was written", place=str(path), remedy="use another checkpoint"
+    )
     try:
         manifest = _parse(Field(file.parsed(text), "", file))
     except CheckpointError as error:
@@ -96,12 +99,15 @@ def check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
             size = path.stat().st_size
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be found: {error.strerror}; all nodes must share the folder, and "
-                "a checkpoint must be copied whole"
+                f"cannot be found: {error.strerror}",
+                place=str(path),
+                remedy="all nodes must share the folder, and a checkpoint must be copied whole",
             ) from error
         if size != record.size:
             raise CheckpointError(
-                f"{path} has {size:,} bytes instead of {record.size:,}; use another checkpoint"
+                f"has {size:,} bytes instead of {record.size:,}",
+                place=str(path),
+                remedy="use another checkpoint",
             )
 
 
@@ -119,8 +125,10 @@ def verify(folder: Path, share: slice = slice(None)) -> Manifest:
         ):
             if digest != record.blake2b:
                 raise CheckpointError(
-                    f"{folder / record.name} has changed since it was written: its digest is "
-                    f"{digest[:16]}..., and was {record.blake2b[:16]}...; use another checkpoint"
+                    "has changed since it was written: its digest is "
+                    f"{digest[:16]}..., and was {record.blake2b[:16]}...",
+                    place=str(folder / record.name),
+                    remedy="use another checkpoint",
                 )
     return manifest
 
@@ -176,5 +184,5 @@ def _digest(path: Path) -> str:
         return digest_of(path)
     except (OSError, DataError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {reason(error)}; use another checkpoint"
+            f"cannot be read: {reason(error)}", place=str(path), remedy="use another checkpoint"
         ) from error

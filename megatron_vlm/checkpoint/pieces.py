@@ -160,12 +160,14 @@ def make_index(
         places = {tuple(piece[1:]) for piece in entry["pieces"]}
         covered, size = sum(rows * cols for _, _, rows, cols in places), math.prod(entry["shape"])
         if covered != size or len(places) != len(entry["pieces"]):
-            faults.append(f"of {key}, the ranks wrote {covered} values out of {size}")
+            faults.append(f"the ranks wrote {covered} out of {size} values of {key}")
     if faults:
         raise CheckpointError(
             f"{len(held)} ranks wrote only a part of the model: {len(faults)} of {len(shapes)} "
-            f"tensors are incomplete, the first: {faults[0]}; start as many processes as the "
-            "layout needs"
+            f"tensors are incomplete, the first: {faults[0]}",
+            place="checkpoint",
+            found=faults,
+            remedy="start as many processes as the layout needs",
         )
     return index
 
@@ -194,12 +196,17 @@ class PieceReader:
                 faults[key] = f"is {found} in it, and {asked} in the model"
         for name in sorted({key.rpartition("/")[2] for key in self.index}):
             if name not in shapes:
-                faults[name] = "is in it and would not be loaded: what it has learnt would be lost"
+                faults[name] = (
+                    "is in it and would not be loaded, so what it has learnt would be lost"
+                )
         if faults:
-            lines = [f"{key} {fault}" for key, fault in list(faults.items())[:10]]
+            lines = "\n  ".join(f"{key} {fault}" for key, fault in list(faults.items())[:10])
             raise CheckpointError(
-                f"{self.folder} is not of this model, its model.freeze_* and lora.*: {len(faults)} "
-                f"tensors differ; {remedy}\n  " + "\n  ".join(lines)
+                "the checkpoint does not fit this model, its model.freeze_* and lora.*: "
+                f"{len(faults)} tensors differ",
+                place=str(self.folder),
+                found=faults,
+                remedy=f"{remedy}\n  {lines}",
             )
 
     def fill(self, piece: Piece) -> None:

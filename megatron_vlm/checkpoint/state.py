@@ -37,7 +37,7 @@ from megatron_vlm.config import to_yaml
 from megatron_vlm.config.lora import scale_of
 from megatron_vlm.distributed.agree import fail_together
 from megatron_vlm.distributed.messages import broadcast_json, gather_json
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.folders import begin, discard, partial_of
 from megatron_vlm.outside import Field
 from megatron_vlm.step.optimizer import set_lr
@@ -203,8 +203,12 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         state = outside_file(folder / "state.json").json()
         if (found := state["format"].value) not in _READABLE:
             raise CheckpointError(
-                f"{folder} has format {found}, and this version reads {_READABLE}; "
-                "load it with the version of megatron_vlm that wrote it"
+                f"cannot be read: this version reads {_READABLE}",
+                place=str(folder),
+                key="format",
+                found=found,
+                allowed=_READABLE,
+                remedy="load it with the version of megatron_vlm that wrote it",
             )
         added = state.get("add_tokens")  # older ones have none
         tokens = [] if added is None else [each.string() for each in added.items()]
@@ -235,9 +239,13 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
     asked = list(worker.cfg.data.add_tokens)
     if asked != saved:
         raise CheckpointError(
-            f"{folder} was trained with data.add_tokens={saved}, and now it is {asked}: the same "
-            "rows would be of other tokens; give the same ones in the same order, or add to its "
-            f"export: megatron-vlm export {folder} DIR, model.path=DIR"
+            f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
+            "other tokens",
+            place=str(folder),
+            key="data.add_tokens",
+            found=asked,
+            remedy="give the same ones in the same order, or add to its export: megatron-vlm "
+            f"export {folder} DIR, model.path=DIR",
         )
 
 
@@ -249,8 +257,12 @@ def _check_lora(worker: MegatronWorker, folder: Path, state: Field) -> None:
     check_base(folder, state, worker.base_digest, str(worker.source.path))
     if (found := saved["scale"].number()) != (asked := scale_of(worker.cfg.lora)):
         raise CheckpointError(
-            f"{folder} has adapters that are scaled by {found:g}, and lora.alpha, lora.rank and "
-            f"lora.rslora now make it {asked:g}; resume with those in its config.yaml"
+            f"with lora.rank and lora.rslora scales adapters by {asked:g}, and those of the "
+            f"checkpoint are scaled by {found:g}",
+            place=str(folder),
+            key="lora.alpha",
+            found=worker.cfg.lora.alpha,
+            remedy="resume with the values in its config.yaml",
         )
 
 

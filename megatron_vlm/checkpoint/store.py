@@ -124,8 +124,9 @@ def held_checkpoint(given: Path) -> Iterator[Path]:
                 yield found
                 return
         raise CheckpointError(
-            f"{given} is no complete checkpoint and no run that has one; give RUN or "
-            "RUN/checkpoints/step-..."
+            "is neither a complete checkpoint nor a run that has one",
+            place=str(given),
+            remedy="give RUN or RUN/checkpoints/step-...",
         )
 
 
@@ -205,7 +206,7 @@ def keep(
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise ConfigError(f"checkpoint.{name}={value} must be at least 1")
+            raise ConfigError(key=f"checkpoint.{name}", found=value, allowed="at least 1")
     mine = {*head.line, head.id}
     line = [
         (folder, manifest)
@@ -282,7 +283,9 @@ def _folders(run_folder: Path) -> list[Path]:
     if not run_folder.exists():
         return []
     if not run_folder.is_dir():
-        raise CheckpointError(f"{run_folder} is a file; give the folder that holds step-*")
+        raise CheckpointError(
+            "is a file", place=str(run_folder), remedy="give the folder that holds step-*"
+        )
     found = [path for path in run_folder.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: (_step_of(path), not _was_replaced(path), path.name))
 

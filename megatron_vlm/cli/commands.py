@@ -188,7 +188,7 @@ def _push(args: argparse.Namespace) -> None:
     """
     from megatron_vlm.hf.push import check_push, push
 
-    check_push(args.repo)
+    check_push(args.repo, "repo")
     print(visible(f"uploaded to {push(args.folder, args.repo)}"))
 
 

@@ -167,8 +167,10 @@ def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> l
 def _check_fits(lora: LoraConfig) -> None:
     if whole := [part for part in lora.train if part != "merger"]:
         raise CheckpointError(
-            f"lora.train has {whole[0]}, and PEFT's files have no place for its weights; write the "
-            "merged model: megatron-vlm export --as merged"
+            f"has {whole[0]}, and PEFT's files have no place for its weights",
+            key="lora.train",
+            found=lora.train,
+            remedy="write the merged model: megatron-vlm export --as merged",
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_vlm.config.lora import Exported, scale_of
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.errors import CheckpointError
+from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.family.adapters import PREFIX, is_of_experts, module_of
 from megatron_vlm.family.sizes import Part, TensorSpec
 from megatron_vlm.folders import read_mark
@@ -32,6 +32,7 @@ _OLDER = (
     ". Or PEFT before 0.19.1 wrote it, where A and B of experts are the other way round; merge it "
     "into its base model with that PEFT, and give the result as model.path"
 )
+_MERGE = "merge it into its base model with PEFT, and give that as model.path"
 # What PEFT can do and we cannot: the value of each that changes nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
@@ -66,17 +67,21 @@ class AdapterFolder:
         """`weights` are those that get an adapter."""
         self.folder = Path(folder)
         self.file = self.folder / WEIGHTS
+        self.place = f"lora.path={folder}"
         config = read_adapter_config(self.folder)
         differences = _differences(config, lora), _other_experts(config, weights, source)
-        for problem in (*_unknown(config), *chain(*differences)):
-            raise self._error(problem)
+        for error in (*_unknown(config), *chain(*differences)):
+            raise error.within(self.place)
         self._check_base(config, source)
         header = read_header(self.file)
         for name, tensor in header.items():
             if tensor["dtype"] not in FLOATS:
-                raise self._error(
-                    f"{name} is {tensor['dtype']}, and only {', '.join(FLOATS)} can be trained; "
-                    "give it in one of these"
+                raise CheckpointError(
+                    "cannot be trained",
+                    place=self.place,
+                    key=f"{name}.dtype",
+                    found=tensor["dtype"],
+                    allowed=tuple(FLOATS),
                 )
         self.shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
         whole = saved_whole(source.sizes.tensors, lora)
@@ -87,11 +92,8 @@ class AdapterFolder:
         if head is not None and (copied := _copied(head)) in self.shapes:
             self._check_copied(copied, source)
             del self.shapes[copied]
-        for problem in self._problems(expected):
-            raise self._error(problem)
-
-    def _error(self, problem: str) -> CheckpointError:
-        return CheckpointError(f"lora.path={self.folder}: {problem}")
+        for error in self._errors(expected, lora):
+            raise error.within(self.place)
 
     def _check_base(self, config: Field, source: HFCheckpoint) -> None:
         said = config.get("base_model_name_or_path")
@@ -99,14 +101,20 @@ class AdapterFolder:
         repos = [name.repo for name in names if name is not None]
         if len(set(repos)) == 2:
             raise CheckpointError(
-                f"lora.path={self.folder} was trained on {repos[0]}, and model.path is {repos[1]}; "
-                "give the same model"
+                f": the adapter was trained on {repos[0]}",
+                place=self.place,
+                key="model.path",
+                found=repos[1],
+                remedy="give the same model",
             )
         digest = (read_mark(self.folder) or {}).get("base")  # where a run exported it
         if digest not in (None, weights_digest(source)):
-            raise self._error(
-                f"it was trained beside other weights than those in {source.path}, which may have "
-                "been replaced; give the model that it was trained with"
+            raise CheckpointError(
+                ": the adapter was trained beside other weights, which may have been replaced",
+                place=self.place,
+                key="model.path",
+                found=str(source.path),
+                remedy="give the model that it was trained with",
             )
 
     def _check_copied(self, name: str, source: HFCheckpoint) -> None:
@@ -121,33 +129,42 @@ class AdapterFolder:
                 ours = source.read(source.stored_as(head.name), [rows])
                 same = same and torch.equal(ours.to(theirs.dtype), theirs)
         if not same:
-            raise self._error(
-                f"its {name} {list(shape)} is not the head of model.path={source.name}, "
-                f"{list(head.shape)}; give the model that it was trained on"
+            raise CheckpointError(
+                f"has another head {list(head.shape)} than the adapter's {name} {list(shape)}",
+                place=self.place,
+                key="model.path",
+                found=source.name,
+                remedy="give the model that the adapter was trained on",
             )
 
     def _border(self) -> AbstractContextManager[None]:
         outside = Outside(str(self.file), CheckpointError, "use another adapter")
         return outside.border("unreadable")
 
-    def _problems(self, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    def _errors(
+        self, expected: dict[str, tuple[int, ...]], lora: LoraConfig
+    ) -> Iterator[CheckpointError]:
         found = self.shapes
         lists = {
-            "lacks tensors that lora.targets and lora.train ask for": expected.keys() - found,
-            "has tensors that lora.targets and lora.train do not ask for": found.keys() - expected,
+            "need tensors that the adapter lacks": expected.keys() - found,
+            "do not need tensors that the adapter has": found.keys() - expected,
         }
         for what, names in lists.items():
             if names:
-                yield (
-                    f"it {what}, {len(names)} of them, such as "
-                    f"{', '.join(sorted(names)[:_SHOWN])}; give what it was trained with"
+                yield CheckpointError(
+                    f"and lora.train {what}, {len(names)} of them, such as "
+                    f"{', '.join(sorted(names)[:_SHOWN])}",
+                    key="lora.targets",
+                    found=lora.targets,
+                    remedy="give the values that it was trained with",
                 )
         for name, shape in expected.items():
             if found[name] != shape:
-                yield (
-                    f"{name} is {list(found[name])} in it, and {list(shape)} for this model: it "
-                    "was trained on another one; give that one as model.path"
-                    + ("" if is_of_linear(name) else _OLDER)
+                yield CheckpointError(
+                    f"is {list(shape)} in this model: the adapter was trained on another one",
+                    key=f"{name}.shape",
+                    found=found[name],
+                    remedy="give that one as model.path" + ("" if is_of_linear(name) else _OLDER),
                 )
 
     def read(self, name: str) -> Tensor | None:
@@ -159,9 +176,11 @@ class AdapterFolder:
         with self._border(), safe_open(self.file, framework="pt") as opened:
             found: Tensor = opened.get_tensor(stored)
         if not torch.isfinite(found.float()).all():
-            raise self._error(
-                f"{stored} has values that are NaN or infinite in fp32; every loss would be, too: "
-                "use another adapter"
+            raise CheckpointError(
+                "has values that are NaN or infinite in fp32: every loss would be, too",
+                place=self.place,
+                key=stored,
+                remedy="use another adapter",
             )
         return found if form is None else form.loaded(found)
 
@@ -172,8 +191,12 @@ def read_adapter_config(folder: Path) -> Field:
     config = file.json()
     if (kind := config["peft_type"].value) != "LORA":
         raise CheckpointError(
-            f"{folder / CONFIG}: peft_type is {kind!r}, and only LORA is trained here; merge it "
-            "into its base model with PEFT, and give that as model.path"
+            "is not supported: only LORA is trained here",
+            place=str(folder / CONFIG),
+            key="peft_type",
+            found=kind,
+            allowed=("LORA",),
+            remedy=_MERGE,
         )
     return config
 
@@ -189,8 +212,10 @@ def base_of(folder: Path) -> str:
     said = config.get("base_model_name_or_path")
     if said is None:
         raise CheckpointError(
-            f"{folder / CONFIG} names no base model; give it as model.path, and the adapter as "
-            "lora.path"
+            "is missing, so the base model is unknown",
+            place=str(folder / CONFIG),
+            key="base_model_name_or_path",
+            remedy="give the base model as model.path, and the adapter as lora.path",
         )
     revision = config.get("revision")
     if revision is not None and hub_name(said.string()) == HubName(said.string()):
@@ -228,14 +253,11 @@ def _copied(weight: TensorSpec) -> str:
     return f"{PREFIX}{module_of(weight)}{_BASE}"
 
 
-def _unknown(config: Field) -> Iterator[str]:
+def _unknown(config: Field) -> Iterator[CheckpointError]:
     for key, plain in _PLAIN.items():
         value = config.object().get(key)
         if value is not None and value.value not in plain:
-            yield (
-                f"its {key} is {value.value!r}, which is not supported; merge it into its base "
-                "model with PEFT, and give that as model.path"
-            )
+            yield CheckpointError("is not supported", key=key, found=value.value, remedy=_MERGE)
 
 
 def _target_parameters(config: Field) -> list[str]:
@@ -245,20 +267,21 @@ def _target_parameters(config: Field) -> list[str]:
 
 def _other_experts(
     config: Field, weights: Sequence[TensorSpec], source: HFCheckpoint
-) -> Iterator[str]:
+) -> Iterator[CheckpointError]:
     """Their tensors have the same names whichever weight of a layer's experts they belong to."""
     named = _target_parameters(config)
     theirs = {each.name for each in of_parameters(named, source.sizes.tensors)}
     ours = {each.name for each in weights if is_of_experts(each)}
     if theirs != ours:
-        yield (
-            f"its target_parameters are [{','.join(named)}], which are {len(theirs)} weights of "
-            f"experts, and lora.targets means {len(ours)}, not the same; give what it was trained "
-            "with"
+        yield CheckpointError(
+            f"are {len(theirs)} weights of experts, and lora.targets means {len(ours)} others",
+            key="target_parameters",
+            found=named,
+            remedy="give the lora.targets that the adapter was trained with",
         )
 
 
-def _differences(config: Field, lora: LoraConfig) -> Iterator[str]:
+def _differences(config: Field, lora: LoraConfig) -> Iterator[CheckpointError]:
     rslora = config.get("use_rslora")
     pairs = {
         "r": (config["r"].whole(1), "rank", lora.rank),
@@ -267,9 +290,11 @@ def _differences(config: Field, lora: LoraConfig) -> Iterator[str]:
     }
     for theirs, (found, ours, asked) in pairs.items():
         if found != asked:
-            yield (
-                f"its {theirs} is {found}, and lora.{ours}={asked}; set lora.{ours}="
-                f"{str(found).lower()}"
+            yield CheckpointError(
+                f"differs from the adapter's {theirs}, {show_value(found)}",
+                key=f"lora.{ours}",
+                found=asked,
+                remedy=f"set lora.{ours}={show_value(found)}",
             )
 
 

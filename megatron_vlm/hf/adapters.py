@@ -48,9 +48,12 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
     check_parts(chosen, cfg.lora.train, frozen)
     if cfg.lora.dropout and any(map(is_of_experts, chosen)):
         raise ConfigError(
-            f"lora.dropout={cfg.lora.dropout:g}, and lora.targets=[{','.join(cfg.lora.targets)}] "
-            "means experts: PEFT has no dropout there, since it adds their adapters to the weights "
-            "themselves; set lora.dropout=0, or leave the experts out: lora.targets=[attention]"
+            f"cannot be combined with lora.targets=[{','.join(cfg.lora.targets)}], which means "
+            "experts: PEFT has no dropout there, since it adds their adapters to the weights "
+            "themselves",
+            key="lora.dropout",
+            found=cfg.lora.dropout,
+            remedy="set lora.dropout=0, or leave the experts out: lora.targets=[attention]",
         )
     return chosen
 

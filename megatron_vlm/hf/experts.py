@@ -103,8 +103,10 @@ def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> Store
         return StoredExperts(Form.out_in)
     if square:
         raise CheckpointError(
-            f"{path}: {turned[0]} is stored as [experts, in, out], but {square[0]} "
-            f"{ours[square[0]]} is square, and transformers 5 would read it as [experts, out, in]; "
-            "store both as [experts, out, in]"
+            f"is stored as [experts, in, out], but {square[0]} {ours[square[0]]} is square, and "
+            "transformers 5 would read it as [experts, out, in]",
+            place=path,
+            key=turned[0],
+            remedy="store both as [experts, out, in]",
         )
     return StoredExperts(Form.in_out)

@@ -142,8 +142,10 @@ def check_finite(name: str, tensor: Tensor, out: str | Path) -> None:
     """Refuse to export what nobody can use."""
     if not torch.isfinite(tensor).all():
         raise CheckpointError(
-            f"{name} has values that are NaN or infinite, so {out} is not written; export an "
-            "earlier checkpoint"
+            "has values that are NaN or infinite, so nothing is written",
+            place=str(out),
+            key=name,
+            remedy="export an earlier checkpoint",
         )
 
 
@@ -170,7 +172,9 @@ def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
             raise
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{out} cannot be written: {reason}; free space there or give another folder"
+            f"cannot be written: {reason}",
+            place=str(out),
+            remedy="free space there or give another folder",
         ) from error
 
 

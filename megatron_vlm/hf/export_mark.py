@@ -77,20 +77,24 @@ def check_replaceable(folder: Path, run: str | None) -> None:
     mark was written last: what has not been touched since is as it was, and not read again."""
     if not os.path.lexists(folder):
         return
+    place = str(folder)
     if not folder.exists():
-        raise CheckpointError(f"{folder} is a link that leads nowhere; remove it")
+        raise CheckpointError("is a link that leads nowhere", place=place, remedy="remove it")
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file; choose a new folder for the export")
+        raise CheckpointError("is a file", place=place, remedy="choose a new folder for the export")
     if not _content(folder):
         return
     mark = read_mark(folder)
     if run is None or mark is None or mark["run"] != run:
-        raise CheckpointError(f"{folder} is not empty; choose a new folder for the export")
+        raise CheckpointError(
+            "is not empty", place=place, remedy="choose a new folder for the export"
+        )
     name = changed_file(folder, (folder / MARK).stat().st_ctime_ns)
     if name is not None:
         raise CheckpointError(
-            f"{folder} would be replaced by a new export, but this run did not write {name} as "
-            "it is there now: move it, or the folder, somewhere else"
+            f"would be replaced by a new export, but this run did not write {name} as it is now",
+            place=place,
+            remedy="move that file, or the folder, somewhere else",
         )
 
 

@@ -42,7 +42,9 @@ def check_tensors(source: HFCheckpoint) -> None:
             for kind, names in lists.items()
             if names
         )
-        raise CheckpointError(f"{source.path} does not fit its config.json\n{text}")
+        raise CheckpointError(
+            f"the tensors do not fit config.json\n{text}", place=str(source.path), found=lists
+        )
 
 
 def check_tied(source: HFCheckpoint) -> None:
@@ -56,9 +58,11 @@ def check_tied(source: HFCheckpoint) -> None:
         head, embedding = (source.read(name, rows) for name in (names.head, names.embedding))
         if not torch.equal(head.float(), embedding.float()):
             raise CheckpointError(
-                f"{source.path}: its config.json says tie_word_embeddings=true, but the stored "
-                f"{names.head} is not {names.embedding}; set tie_word_embeddings=false, or remove "
-                "the tensor"
+                f"in config.json, but the stored {names.head} is not {names.embedding}",
+                place=str(source.path),
+                key="tie_word_embeddings",
+                found=True,
+                remedy="set tie_word_embeddings=false, or remove the tensor",
             )
     source.close()
 
@@ -108,8 +112,10 @@ def load_hf(
             param.copy_(loaded)
         if not torch.isfinite(param).all():  # now that it has the type in which it is trained
             raise CheckpointError(
-                f"{source.path}: {' or '.join(entry.names)} has values that are NaN or infinite; "
-                "every loss would be, too: use another checkpoint"
+                "has values that are NaN or infinite: every loss would be, too",
+                place=str(source.path),
+                key=" or ".join(entry.names),
+                remedy="use another checkpoint",
             )
         busy()
     source.close()

@@ -14,23 +14,34 @@ _STALE = ["*.safetensors", "model.safetensors.index.json"]  # of another number 
 _WRITER = "give one that may write, as HF_TOKEN or with `hf auth login`"
 
 
-def check_push(repo: str) -> None:
-    """Refuse a name, a token or an account with which an upload would fail."""
+def check_push(repo: str, key: str = "checkpoint.push") -> None:
+    """Refuse a name, a token or an account with which an upload would fail. `key` is where the
+    user gave the name."""
     if not is_repo(repo):
-        raise ConfigError(f"{repo!r} is not the name of a model on the Hub; give ORG/NAME")
-    who = _asked(repo, lambda api: api.whoami())
+        raise ConfigError(
+            "is not the name of a model on the Hub", key=key, found=repo, allowed="ORG/NAME"
+        )
+    who = _asked(repo, key, lambda api: api.whoami())
     token = (who.get("auth") or {}).get("accessToken") or {}
     scopes = str((token.get("fineGrained") or {}).get("scoped"))
     role = token.get("role")
     if role == "read" or (role == "fineGrained" and "repo.write" not in scopes):
         name = token.get("displayName")
-        raise ConfigError(f"{repo} cannot be written: the token {name!r} may only read; {_WRITER}")
+        raise ConfigError(
+            f"cannot be written: the token {name!r} may only read",
+            key=key,
+            found=repo,
+            remedy=_WRITER,
+        )
     owners = [str(each.get("name")) for each in (who, *who.get("orgs", ()))]
     owner = repo.partition("/")[0]
     if owner not in owners:
         raise ConfigError(
-            f"{repo} cannot be written: the token is of {owners[0]}, and {owner} is not among "
-            f"{', '.join(owners)}; give another name or another token"
+            f"cannot be written: the token belongs to {owners[0]}, and {owner} is not among "
+            f"{', '.join(owners)}",
+            key=key,
+            found=repo,
+            remedy="give another name or another token",
         )
 
 
@@ -40,7 +51,9 @@ def push(folder: Path, repo: str) -> str:
     mark = read_export_mark(folder)
     if mark is None:
         raise ConfigError(
-            f"{folder} is not the whole export of a run: write one with megatron-vlm export"
+            "the folder is not the whole export of a run",
+            place=str(folder),
+            remedy="write one with megatron-vlm export",
         )
 
     def upload(api: Any) -> str:
@@ -51,7 +64,8 @@ def push(folder: Path, repo: str) -> str:
         )
         return str(done.commit_url)
 
-    return _asked(repo, upload, f"; {folder} is whole: try again with {command(folder, repo)}")
+    remedy = f"{folder} is whole: try again with {command(folder, repo)}"
+    return _asked(repo, "repo", upload, remedy)
 
 
 class Upload:
@@ -87,15 +101,16 @@ def command(folder: Path, repo: str) -> str:
     return f"megatron-vlm push {folder} {repo}"
 
 
-def _asked(repo: str, ask: Callable[[Any], Any], remedy: str = "") -> Any:
+def _asked(repo: str, key: str, ask: Callable[[Any], Any], remedy: str = "") -> Any:
     """What the Hub answers."""
     from huggingface_hub import HfApi
 
     try:
         return ask(HfApi())
     except Exception as error:  # of httpx, of huggingface_hub and of the file system
-        reason = _reason(error)
-        raise ConfigError(f"{repo} cannot be written: {reason}{remedy}") from error
+        raise ConfigError(
+            f"cannot be written: {_reason(error)}", key=key, found=repo, remedy=remedy
+        ) from error
 
 
 def _reason(error: BaseException) -> str:

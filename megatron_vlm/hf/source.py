@@ -146,16 +146,21 @@ def weight_files(folder: Path) -> list[Path]:
     in the order of their names. Any others are no part of the checkpoint."""
     if os.path.lexists(folder / "adapter_config.json"):
         raise CheckpointError(
-            f"{folder} has an adapter_config.json: an adapter is no whole model; to continue "
-            "from it, give its base model as model.path and the adapter as lora.path"
+            "the folder has an adapter_config.json, and an adapter is not a whole model",
+            place=str(folder),
+            remedy="to continue from it, give its base model as model.path and the adapter as "
+            "lora.path",
         )
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if not os.path.lexists(folder / INDEX):
         found = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
         raise CheckpointError(
-            f"{folder} has no {WEIGHTS} and no {INDEX}; it has {', '.join(found) or 'no weights'}; "
-            "give a folder as save_pretrained or `hf download` writes it"
+            f"the folder has no {WEIGHTS} and no {INDEX}, but "
+            f"{', '.join(found) or 'no weights at all'}",
+            place=str(folder),
+            found=found,
+            remedy="give a folder as save_pretrained or `hf download` writes it",
         )
     return [folder / name for name in sorted(set(_indexed(folder / INDEX)))]
 
@@ -166,15 +171,20 @@ def _indexed(index: Path) -> Iterator[str]:
         path = PurePosixPath(field.value) if isinstance(field.value, str) else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(
-                f"{index} names {reprlib.repr(field.value)}, which is not a file inside its "
-                "folder; download the checkpoint again, or move the file there and name it so"
+                "is not a file inside the folder of the index",
+                place=str(index),
+                key=field.name,
+                found=field.value,
+                remedy="download the checkpoint again, or move the file there and name it so",
             )
         file = index.parent / path
         with _outside(index).border(f"it names {reprlib.repr(field.value)}"):
             found = what_is_at(file)
         if found != "a file":
             instead = "missing" if found == "nothing" else found
-            raise CheckpointError(f"{file} is {instead}, but {index.name} names it")
+            raise CheckpointError(
+                f"the file is {instead}, but {index.name} names it", place=str(file)
+            )
         yield field.value
 
 
@@ -189,7 +199,9 @@ def read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(stream.read(8), "little")
         size = os.fstat(stream.fileno()).st_size
         if not 0 < length <= min(size - 8, _MOST_HEADER):
-            raise CheckpointError(f"{file}: header of {length} bytes in a file of {size}")
+            raise CheckpointError(
+                f"the header has {length} bytes in a file of {size}", place=str(file)
+            )
         text = stream.read(length)
     outside = _outside(f"{file}: its header is damaged")
     tensors = Field(outside.parsed(text), "", outside).object()
@@ -205,7 +217,8 @@ def read_header(file: Path) -> dict[str, Any]:
         end = max(end, offsets[1])
     if size < 8 + length + end:
         raise CheckpointError(
-            f"{file} is cut short: {size} bytes, its header asks for {8 + length + end}"
+            f"the file is cut short: it has {size} bytes, and its header needs {8 + length + end}",
+            place=str(file),
         )
     return {name: tensor.value for name, tensor in tensors.items()}
 

@@ -118,8 +118,9 @@ def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
         except torch._dynamo.exc.TorchDynamoException as error:
             said = next(iter(str(getattr(error, "inner_exception", error)).splitlines()), "")
             raise ConfigError(
-                f"model.compile: torch {torch.__version__} cannot compile {chain.__name__} here "
-                f"({said}); set model.compile=false, or repair the compiler"
+                f": torch {torch.__version__} cannot compile {chain.__name__} here ({said})",
+                key="model.compile",
+                remedy="set model.compile=false, or repair the compiler",
             ) from error
 
     return call
@@ -154,8 +155,11 @@ def compiles(asked: bool | None, platform: Platform) -> bool:
         lacking = lacking_compiler(platform)
     if asked and lacking:
         raise ConfigError(
-            f"model.compile=true: {lacking}; install it, or set model.compile=false: the same "
-            "numbers, with more passes over memory"
+            f": {lacking}",
+            key="model.compile",
+            found=True,
+            remedy="install it, or set model.compile=false, which gives the same numbers with more "
+            "passes over memory",
         )
     if asked is not None or not platform.is_cuda:
         return bool(asked)

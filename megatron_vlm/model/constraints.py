@@ -45,7 +45,7 @@ def check_supported(cfg: Config) -> None:
     """Refuse what cannot work with any checkpoint."""
     check_values(cfg)
     for key, value, reason, remedy in _refusals(cfg):
-        raise ConfigError(f"{key}={value}: {reason}; {remedy}")
+        raise ConfigError(f": {reason}", key=key, found=value, remedy=remedy)
 
 
 def check_layout(counts: Counts, dims: ParallelDims) -> None:
@@ -53,20 +53,35 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
     dims.check_divides(counts.heads, counts.kv_heads, counts.ffn)
     if (counts.deepstack or 0) > counts.layers:
         raise ConfigError(
-            f"the vision tower feeds {counts.deepstack} DeepStack layers, but the decoder has "
-            f"{counts.layers}; the checkpoint's config.json is not a Qwen3-VL one"
+            f"is less than the {counts.deepstack} DeepStack layers that the vision tower feeds",
+            place="config.json",
+            key="text_config.num_hidden_layers",
+            found=counts.layers,
+            remedy="give a checkpoint of Qwen3-VL, which this one is not",
         )
     if dims.ep > 1 and not counts.experts:
-        raise ConfigError(f"parallel.ep={dims.ep}: the model has no experts; set parallel.ep=1")
+        raise ConfigError(
+            ": the model has no experts",
+            key="parallel.ep",
+            found=dims.ep,
+            allowed=(1,),
+            remedy="set parallel.ep=1",
+        )
     if counts.experts and dims.tp > 1:
         raise ConfigError(
-            f"parallel.tp={dims.tp}, and the model has {counts.experts} experts: {_MOE_TP}; set "
-            "parallel.tp=1, and share out the weights by parallel.ep and parallel.pp"
+            f"with {counts.experts} experts cannot work: {_MOE_TP}",
+            key="parallel.tp",
+            found=dims.tp,
+            allowed=(1,),
+            remedy="set parallel.tp=1, and divide the weights by parallel.ep and parallel.pp",
         )
     if counts.experts % dims.ep:
         raise ConfigError(
-            f"parallel.ep={dims.ep} does not divide the model's num_experts={counts.experts}; set "
-            f"parallel.ep to a divisor of {counts.experts}"
+            f"does not divide the model's num_experts={counts.experts}",
+            key="parallel.ep",
+            found=dims.ep,
+            allowed=[ep for ep in range(1, counts.experts + 1) if not counts.experts % ep],
+            remedy=f"set parallel.ep to a divisor of {counts.experts}",
         )
 
 
@@ -75,8 +90,11 @@ def check_router_losses(cfg: Config, counts: Counts) -> None:
     for key in ("router_balance_loss", "router_z_loss"):
         if (coefficient := getattr(cfg.model, key)) and not counts.experts:
             raise ConfigError(
-                f"model.{key}={coefficient}: the model has no experts, so no router; set "
-                f"model.{key}=0"
+                ": the model has no experts, so it has no router",
+                key=f"model.{key}",
+                found=coefficient,
+                allowed=(0,),
+                remedy=f"set model.{key}=0",
             )
 
 
@@ -135,6 +153,8 @@ def check_built(config: "TransformerConfig", dims: ParallelDims) -> None:
     ):
         if wrong:
             raise ConfigError(
-                f"TransformerConfig.{key}={getattr(config, key)}: {reason}; something changed the "
-                "built model's TransformerConfig; undo that"
+                f": {reason}",
+                key=f"TransformerConfig.{key}",
+                found=getattr(config, key),
+                remedy="undo what changed the built model's TransformerConfig",
             )

@@ -71,8 +71,11 @@ def choose_kernel(asked: str, shape: AttentionShape, platform: Platform) -> str:
     if asked != "auto":
         if isinstance(seconds := _try(asked, shape, platform), str):
             raise ConfigError(
-                f"model.attention={asked}: torch {torch.__version__} cannot on "
-                f"{platform.name} in {shape.dtype} ({seconds}); set model.attention=auto"
+                f": torch {torch.__version__} cannot compute it on {platform.name} in "
+                f"{shape.dtype} ({seconds})",
+                key="model.attention",
+                found=asked,
+                remedy="set model.attention=auto",
             )
         return asked
     if not platform.is_cuda:

@@ -99,7 +99,12 @@ class Qwen3VLGPTModel(GPTModel):
         attention_mask [B, S] is taken, and refused where it says anything else.
         """
         if head.pop("packed_seq_params", None) is not None:
-            raise ConfigError("packed_seq_params: sequence packing is not supported; pass None")
+            raise ConfigError(
+                ": sequence packing is not supported",
+                key="packed_seq_params",
+                allowed=(None,),
+                remedy="pass None",
+            )
         routing: Routing | None = head.pop("routing", None)
         if attention_mask is not None:
             _check_right_padded(attention_mask)
@@ -254,11 +259,14 @@ def _split_stages(joined: Tensor, seq_len: int) -> tuple[Tensor, Tensor | None]:
 
 def _check_right_padded(mask_BS: Tensor) -> None:
     if mask_BS.dim() != 2:
-        raise DataError(f"attention_mask has shape {tuple(mask_BS.shape)}; give [rows, tokens]")
+        shape = tuple(mask_BS.shape)
+        raise DataError(key="attention_mask.shape", found=shape, allowed="[rows, tokens]")
     wrong_B = (mask_BS[:, 1:] > mask_BS[:, :-1]).any(dim=1)
     if wrong_B.any():
         row = int(wrong_B.nonzero()[0])
-        raise DataError(f"attention_mask: row {row} is not padded on the right; pad it there")
+        raise DataError(
+            "is not padded on the right", key=f"attention_mask[{row}]", remedy="pad it there"
+        )
 
 
 def _places(mask_BS: Tensor) -> Tensor:

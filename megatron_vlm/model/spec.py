@@ -87,9 +87,10 @@ def te_layer_spec() -> ModuleSpec:
         import transformer_engine  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "model.backend=te needs Transformer Engine, which does not import here "
-            f"({error}); pip install 'megatron_vlm[te]' on a CUDA machine, or set "
-            "model.backend=torch"
+            f"needs Transformer Engine, which does not import here ({error})",
+            key="model.backend",
+            found="te",
+            remedy="pip install 'megatron_vlm[te]' on a CUDA machine, or set model.backend=torch",
         ) from error
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,

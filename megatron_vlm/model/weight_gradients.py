@@ -34,8 +34,10 @@ def accumulates_fp32(asked: bool | None, dtype: torch.dtype, platform: Platform)
         failure = _failure(dtype, platform)
     if asked and failure:
         raise ConfigError(
-            f"model.fp32_weight_gradients=true: torch {torch.__version__} cannot add a product of "
-            f"{dtype} to fp32 here ({failure}); set it to null"
+            f": torch {torch.__version__} cannot add a product of {dtype} to fp32 here ({failure})",
+            key="model.fp32_weight_gradients",
+            found=True,
+            remedy="set it to null",
         )
     if platform.is_cuda and agree(int(failure is not None), platform.device):
         return False

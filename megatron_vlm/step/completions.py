@@ -28,21 +28,24 @@ class SamplingSettings:
     tempered: bool = False  # log-probs are those at this temperature, not at 1
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"sampling: max_tokens={self.max_tokens} must be at least 1")
-        if not (self.temperature == 0 or COLDEST <= self.temperature < math.inf):
-            raise ConfigError(
-                f"sampling: temperature={self.temperature} must be 0 (greedy), or {COLDEST:g} or "
-                "above"
-            )
-        if self.top_k < 0:
-            raise ConfigError(f"sampling: top_k={self.top_k} must be 0 (all tokens) or above")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"sampling: top_p={self.top_p} must be above 0 and at most 1")
+        temperature = self.temperature == 0 or COLDEST <= self.temperature < math.inf
+        for name, good, allowed in (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", temperature, f"0 (greedy), or {COLDEST:g} or above"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or above"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+        ):
+            if not good:
+                raise ConfigError(
+                    place="sampling", key=name, found=getattr(self, name), allowed=allowed
+                )
         if "" in self.stop_strings:
             raise ConfigError(
-                f"sampling: stop_strings={self.stop_strings} has an empty one, at which every "
-                "answer would end; leave it out"
+                "has an empty string, at which every answer would end",
+                place="sampling",
+                key="stop_strings",
+                found=self.stop_strings,
+                remedy="leave it out",
             )
 
     @property

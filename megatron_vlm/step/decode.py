@@ -37,9 +37,12 @@ def sample(
     """
     if settings.temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ConfigError(
-            f"sampling: temperature={settings.temperature} needs a seed for each of the "
-            f"{len(prompts)} prompts, and there are {'none' if seeds is None else len(seeds)}; "
-            "give seeds"
+            f"needs a seed for each of the {len(prompts)} prompts, but there are "
+            f"{'no' if seeds is None else len(seeds)} seeds",
+            place="sampling",
+            key="temperature",
+            found=settings.temperature,
+            remedy="give seeds",
         )
     decoder = Decoder(stage, batch_rows, texts, on_token, routing)
     asked = [
@@ -76,8 +79,9 @@ def candidate_log_probs(
     for place, candidate in enumerate(candidates):
         if not len(candidate):
             raise DataError(
-                f"candidate {place} of {len(candidates)} has 0 tokens, which would always rank "
-                "first; give at least one, such as the end of the turn"
+                "it has 0 tokens, so it would always rank first",
+                place=f"candidate {place} of {len(candidates)}",
+                remedy="give at least one, such as the end of the turn",
             )
     rows = [continued(prompt, candidate) for candidate in candidates]
     batches = cut_micro_batches(rows, batch_rows, stage.sizes.tokens)

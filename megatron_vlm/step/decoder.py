@@ -50,7 +50,9 @@ class Decoder:
         routing: bool = False,
     ):
         if batch_rows < 1:
-            raise ConfigError(f"sampling: batch_rows={batch_rows} must be at least 1")
+            raise ConfigError(
+                place="sampling", key="batch_rows", found=batch_rows, allowed="at least 1"
+            )
         self.stage, self.texts, self.on_token = stage, texts, on_token
         self.routing = routing
         self.lanes = [Lane(batch_rows, stage.device) for _ in range(stage.grid.pp.size)]
@@ -62,11 +64,14 @@ class Decoder:
     ) -> Prompt:
         """What can join: refused is refused here. Labels are ignored."""
         if n < 1:
-            raise ConfigError(f"sampling: n={n} must be at least 1")
+            raise ConfigError(place="sampling", key="n", found=n, allowed="at least 1")
         if settings.stop_strings and self.texts is None:
             raise ConfigError(
-                f"sampling: stop_strings={settings.stop_strings} are looked for in the text of an "
-                "answer; give texts, such as those that a tokenizer decodes"
+                "need the text of each answer",
+                place="sampling",
+                key="stop_strings",
+                found=settings.stop_strings,
+                remedy="give texts, such as those that a tokenizer decodes",
             )
         placed = place_row(_unlabelled(row), self.stage.sizes.tokens, f"prompt {number}")
         position = int(placed.tokens_S5[:, 2:].max()) + 1

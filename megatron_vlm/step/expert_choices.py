@@ -30,23 +30,28 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
         if given_TLK is None:
             continue
         if experts is None:
-            raise DataError("routing: the model has no experts; give none")
+            raise DataError(": the model has no experts", key="routing", remedy="give none")
         tokens = sum(batch.lengths)
         shape = (tokens, len(experts.layers), experts.top_k)
         if tuple(given_TLK.shape) != shape:
             raise DataError(
-                f"routing of micro-batch {place} is {tuple(given_TLK.shape)}, and the model takes "
-                f"{shape}: tokens, layers with experts, experts of a token"
+                "does not fit the model",
+                place=f"micro-batch {place}",
+                key="routing.shape",
+                found=tuple(given_TLK.shape),
+                allowed=f"{list(shape)}: tokens, layers with experts, experts per token",
             )
         ordered_TLK = given_TLK.sort(dim=-1).values
         ours = (ordered_TLK[..., 0] >= 0) & (ordered_TLK[..., -1] < experts.count)
         ours &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
         if (wrong := (~(ours | (ordered_TLK == -1).all(-1))).nonzero()).numel():
             token, layer = wrong[0].tolist()
+            number = sorted(experts.layers)[layer]
             raise DataError(
-                f"routing of micro-batch {place} sends its token {token} to "
-                f"{given_TLK[token, layer].tolist()} in layer {sorted(experts.layers)[layer]}; "
-                f"give different experts of 0 to {experts.count - 1}, or -1 for all of them"
+                place=f"micro-batch {place}: token {token} in layer {number}",
+                key="routing",
+                found=given_TLK[token, layer].tolist(),
+                allowed=f"different experts from 0 to {experts.count - 1}, or -1 for all of them",
             )
 
 

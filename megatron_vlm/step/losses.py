@@ -23,6 +23,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,17 +93,19 @@ class Objective:
         """From the name of a registered loss or from a function; options are checked."""
         if isinstance(loss, str):
             if loss not in _REGISTRY:
-                raise ConfigError(f"loss={loss!r} is not registered{_hint(loss, _REGISTRY)}")
+                raise _unknown(loss, _REGISTRY, "is not registered", key="loss", found=loss)
             loss = _REGISTRY[loss]
         parameters = inspect.signature(loss).parameters.values()
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         known = [*own, "kl_coef", "entropy_coef"]
         for name, value in options.items():
             if name not in known:
-                hint = _hint(name, known)
-                raise ConfigError(f"{name!r} is not an option of loss {loss.__name__}{hint}")
+                place = f"loss {loss.__name__}"
+                raise _unknown(name, known, "is not an option", place=place, key=name)
             if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"loss {loss.__name__}: {name}={value!r}; give a finite number")
+                raise ConfigError(
+                    place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
+                )
         made = Objective(
             loss,
             tuple(p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY)[
@@ -126,8 +129,10 @@ class Objective:
         """Refuse a second figure of places that have several targets: they would share it."""
         if self.also is not None and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
-                "entropy_coef: an entropy is that of a token, and rows have several targets at one "
-                "place; leave entropy_coef out, or give one target a place"
+                ": an entropy belongs to a token, but rows have several targets at one place",
+                key="entropy_coef",
+                found=self.entropy_coef,
+                remedy="leave entropy_coef out, or give one target per place",
             )
 
     @property
@@ -159,8 +164,10 @@ def check_divisor(divisor: float | None) -> None:
         return
     if not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
         raise ConfigError(
-            f"divisor={divisor!r}; give a finite number above 0, by which the summed loss is "
-            "divided, or None for the sum of the weights of the supervised tokens"
+            key="divisor",
+            found=divisor,
+            allowed="a finite number above 0, by which the summed loss is divided, or None for the "
+            "sum of the weights of the supervised tokens",
         )
 
 
@@ -209,6 +216,8 @@ def totals(
     return loss_sum, int(count), weight, reported
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def _unknown(name: str, known: Iterable[str], problem: str, **fields: Any) -> ConfigError:
+    """The error for a name that is not among the known ones, with the closest of them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+    remedy = f"did you mean {near[0]!r}?" if near else ""
+    return ConfigError(problem, allowed=tuple(known), remedy=remedy, **fields)

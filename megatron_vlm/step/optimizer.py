@@ -48,22 +48,27 @@ class AdamStep:
 
     def __post_init__(self) -> None:
         for name, good, wanted in (
-            ("beta1", 0 <= self.beta1 < 1, "at least 0 and below 1"),
-            ("beta2", 0 <= self.beta2 < 1, "at least 0 and below 1"),
+            ("beta1", 0 <= self.beta1 < 1, "of at least 0 and below 1"),
+            ("beta2", 0 <= self.beta2 < 1, "of at least 0 and below 1"),
             ("eps", 0 < self.eps < math.inf, "above 0"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0"),
-            ("clip_grad", 0 <= self.clip_grad < math.inf, "at least 0 (no clipping)"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "of at least 0"),
+            ("clip_grad", 0 <= self.clip_grad < math.inf, "of at least 0 (0: no clipping)"),
         ):
             if not good:
                 raise ConfigError(
-                    f"optim_step: {name}={getattr(self, name)}; give a finite number {wanted}"
+                    place="optim_step",
+                    key=name,
+                    found=getattr(self, name),
+                    allowed=f"a finite number {wanted}",
                 )
 
 
 def check_lr(lr: float | None) -> None:
     """Refuse a rate that would end in weights that are not finite."""
     if lr is not None and not 0 <= lr < math.inf:
-        raise ConfigError(f"optim_step: lr={lr}; give a finite number of at least 0")
+        raise ConfigError(
+            place="optim_step", key="lr", found=lr, allowed="a finite number of at least 0"
+        )
 
 
 def shards_optimizer(cfg: Config, grid: Grid) -> bool:

@@ -108,7 +108,7 @@ def dro(
     """Direct Reward Optimization (arXiv 2405.19107): REINFORCE on samples of any policy, held near
     that one by half of `beta` times the square of how far each log-prob has moved."""
     if beta < 0:
-        raise ConfigError(f"loss dro: beta={beta}; give 0 or above")
+        raise ConfigError(place="loss dro", key="beta", found=beta, allowed="0 or above")
     moved_N = log_probs_N - old_log_probs_N
     loss_N = 0.5 * beta * moved_N.square() - log_probs_N * advantages_N
     return loss_N, _drift(log_probs_N, old_log_probs_N)
@@ -122,11 +122,18 @@ def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
 
 
 def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
-    if not (0 < clip_low <= 1 and clip_high > 0):
-        raise ConfigError(
-            f"loss {name}: clip_low={clip_low}, clip_high={clip_high}; the ratio is clipped to "
-            "[1 - clip_low, 1 + clip_high]: give above 0, and at most 1 for clip_low"
-        )
+    for key, value, good, allowed in (
+        ("clip_low", clip_low, 0 < clip_low <= 1, "a number above 0 and at most 1"),
+        ("clip_high", clip_high, clip_high > 0, "a number above 0"),
+    ):
+        if not good:
+            raise ConfigError(
+                ": the ratio is clipped to [1 - clip_low, 1 + clip_high]",
+                place=f"loss {name}",
+                key=key,
+                found=value,
+                allowed=allowed,
+            )
 
 
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Losses:

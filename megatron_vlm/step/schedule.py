@@ -29,9 +29,11 @@ def announced(cfg: Config, samples: int | None) -> str:
     if warmup >= total:
         epochs = "" if train.steps is not None else f", train.epochs={train.epochs:g}"
         raise ConfigError(
-            f"optim.warmup_steps={warmup}, and there are {total} steps ({data}, "
-            f"train.global_batch_size={train.global_batch_size}{epochs}): the learning rate would "
-            f"never be reached; {WARMUP_REMEDY}"
+            f"leaves none of the {total} steps ({data}, train.global_batch_size="
+            f"{train.global_batch_size}{epochs}): the learning rate would never be reached",
+            key="optim.warmup_steps",
+            found=warmup,
+            remedy=WARMUP_REMEDY,
         )
     steps = f"{total:,} step{'s' * (total > 1)} of {train.global_batch_size:,}"
     return f"{data}, {steps}, {warmup:,} of them warm-up"
