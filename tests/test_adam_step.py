@@ -15,6 +15,7 @@ from megatron_vlm.hf.export import gather_tensors
 from megatron_vlm.step.optimizer import AdamStep
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
+from tests.error_fields import raises
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, my_rows, of_interest
 from tests.test_parity import layout
@@ -148,19 +149,20 @@ def test_a_step_without_gradients_is_asked_for(pool, tiny):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value"),
     [
-        ("beta1", 1.0, "beta1=1.0; give a finite number at least 0 and below 1"),
-        ("beta2", -0.1, "beta2=-0.1"),
-        ("eps", 0.0, "eps=0.0; give a finite number above 0"),
-        ("weight_decay", -1.0, "weight_decay=-1.0"),
-        ("weight_decay", float("inf"), "weight_decay=inf"),
-        ("clip_grad", float("nan"), "clip_grad=nan"),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", 0.0),
+        ("weight_decay", -1.0),
+        ("weight_decay", float("inf")),
+        ("clip_grad", float("nan")),
     ],
 )
-def test_settings_that_are_refused(name, value, said):
-    with pytest.raises(ConfigError, match=f"optim_step: {said}"):
+def test_settings_that_are_refused(name, value):
+    with raises(ConfigError, place="optim_step", key=name) as caught:
         replace(STEPS[0][1], **{name: value})
+    assert caught.value.found is value
 
 
 def test_rates_that_are_refused(pool, tiny):
@@ -175,8 +177,9 @@ def with_bad_rates(path: str) -> tuple[int, bool, float]:
     worker.forward_backward(rows)
     before, refused = worker.forward(rows), 0
     for rate in (float("nan"), float("inf"), -1e-3):
-        with pytest.raises(ConfigError, match=f"lr={rate}; give a finite number of at least 0"):
+        with raises(ConfigError, place="optim_step", key="lr") as caught:
             worker.optim_step(rate)
+        assert caught.value.found is rate
         refused += 1
     same = all(map(torch.equal, before, worker.forward(rows)))
     return refused, same, worker.optim_step(1e-3)[0]

@@ -2,6 +2,7 @@
 """Names on the Hub, against a server that speaks its API, with the real client."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -380,7 +381,7 @@ def test_the_export_is_uploaded(world, hub, pool, tiny, tmp_path, monkeypatch):
     status, said = train()
     export, target = tmp_path / "run" / "export", hub.repos["models/somebody/tuned"]
     assert status == 2 and "step 1/1" in said
-    assert "somebody/tuned cannot be written: the Hub does not accept the token (403)" in said
+    assert "somebody/tuned cannot be written: " in said and "(403)" in said
     assert f"{export} is whole: try again with megatron-vlm push {export} somebody/tuned" in said
     assert target.private and target.files.keys() == {".gitattributes"}
     hub.refused.clear()
@@ -413,34 +414,35 @@ def lines_in(run: Path) -> list[dict]:
 
 
 def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_path, monkeypatch):
-    def check(repo: str, token: str | None = "hf_writer") -> str:
+    def check(repo: str, token: str | None = "hf_writer") -> ConfigError:
         monkeypatch.delenv("HF_TOKEN", raising=False)
         if token is not None:
             monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(ConfigError) as caught:
             check_push(repo)
-        return str(caught.value)
+        assert caught.value.key == "checkpoint.push" and caught.value.found == repo
+        return caught.value
 
-    assert "there is no token of the Hub; give one that may write" in check("somebody/a", None)
-    assert "does not accept the token (401)" in check("somebody/a", "hf_unknown")
-    assert "the token 'test' may only read" in check("somebody/a", "hf_reader")
+    assert "HF_TOKEN" in check("somebody/a", None).problem
+    assert "401" in check("somebody/a", "hf_unknown").problem
+    assert "'test'" in check("somebody/a", "hf_reader").problem
     hub.tokens |= {
         "hf_narrow": "fineGrained repo.content.read",
         "hf_fine": "fineGrained repo.write",
     }
-    assert "the token 'test' may only read" in check("somebody/a", "hf_narrow")
-    assert "others is not among somebody, some-org" in check("others/a")
-    assert "give ORG/NAME" in check("a") and "give ORG/NAME" in check("a/b@main")
+    assert "'test'" in check("somebody/a", "hf_narrow").problem
+    assert re.search("others .*somebody, some-org", check("others/a").problem)
+    assert check("a").allowed == check("a/b@main").allowed == "ORG/NAME"
     for repo, token in (("somebody/a", "hf_writer"), ("some-org/a", "hf_fine")):
         monkeypatch.setenv("HF_TOKEN", token)
         check_push(repo)
     use(monkeypatch, hub.address, tmp_path, offline=True)
-    assert "HF_HUB_OFFLINE is set" in check("somebody/a")
+    assert "HF_HUB_OFFLINE" in check("somebody/a").problem
     use(monkeypatch, "http://127.0.0.1:1", tmp_path)
-    assert "cannot be reached" in check("somebody/a")
+    assert "http://127.0.0.1:1" in check("somebody/a").problem
     (tmp_path / "train.jsonl").write_text("{}")
     status, _, said = run_rank(command(tmp_path, NAME, "run", "checkpoint.push=somebody/a")[4:])
-    assert status == 2 and "somebody/a cannot be written" in said
+    assert status == 2 and "checkpoint.push=somebody/a " in said
     assert not (tmp_path / "run").exists()
     problem = "checkpoint.export=false"
     with raises(ConfigError, key="checkpoint.push", found="a/b", problem_has=problem):
@@ -449,6 +451,6 @@ def test_what_could_not_be_uploaded_is_refused_before_the_first_step(hub, tmp_pa
 
 def test_only_an_export_is_uploaded(hub, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_writer")
-    with pytest.raises(ConfigError, match="is not the whole export of a run"):
+    with raises(ConfigError, place=tiny()):
         push(Path(tiny()), "somebody/a")
     assert "models/somebody/a" not in hub.repos

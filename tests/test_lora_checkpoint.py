@@ -2,6 +2,7 @@
 """Checkpoints of adapters: only what is trained, bit for bit, at any layout; dropout in them."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -92,11 +93,11 @@ def test_another_layout_holds_the_same_bits(first, second, pool, tiny, tmp_path)
     assert sum(f.stat().st_size for f in before.iterdir()) < 2**21  # the model has 3 MB
 
 
-def loaded(path: str, case: Case, folder, training: bool = True) -> str:
+def loaded(path: str, case: Case, folder, training: bool = True) -> CheckpointError:
     worker = MegatronWorker(case.config(path), training)
     with pytest.raises(CheckpointError) as caught:
         load(worker, folder)
-    return str(caught.value)
+    return caught.value
 
 
 @pytest.fixture(scope="module")
@@ -107,22 +108,27 @@ def saved(pool, tiny, tmp_path_factory):
 
 
 def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, saved):
-    def said(path=tiny(), **lora) -> str:
+    def error(path=tiny(), **lora) -> CheckpointError:
         return pool.run(loaded, 1, path, with_lora(layout(), **lora), saved)[0]
 
-    assert "is [32, 4] in it, and [32, 8] in the model" in said(**dict(LORA, rank=8, alpha=16.0))
-    assert "adapters that are scaled by 2, and lora.alpha" in said(**dict(LORA, alpha=16.0))
-    assert "lora.*" in said(rank=0)
-    assert said(**dict(LORA, targets=("attention",), train=("merger",))).count("is not in it") >= 4
-    fewer = said(**dict(LORA, targets=("attention", "merger", "vision_attention", "vision_mlp")))
+    faults = error(**dict(LORA, rank=8, alpha=16.0)).found.values()
+    assert any(re.search(r"\[32, 4\] .*\[32, 8\]", fault) for fault in faults)
+    scaled = error(**dict(LORA, alpha=16.0))
+    assert (scaled.place, scaled.key, scaled.found) == (str(saved), "lora.alpha", 16.0)
+    assert re.search(r"by 4 .*by 2$", scaled.problem)
     name = "model.language_model.layers.0.mlp.down_proj.lora_A.weight"
-    assert "24 tensors differ" in fewer and f"{name} is in it and would not be loaded" in fewer
+    assert name in error(rank=0).found
+    whole = error(**dict(LORA, targets=("attention",), train=("merger",)))
+    assert sum(".merger." in each and ".lora_" not in each for each in whole.found) >= 4
+    fewer = error(**dict(LORA, targets=("attention", "merger", "vision_attention", "vision_mlp")))
+    assert len(fewer.found) == 24 and name in fewer.found
     other = tmp_path / "other"
     shutil.copytree(tiny(), other)
     tensors = load_file(other / "model.safetensors")
     tensors["model.language_model.norm.weight"] += 1
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    assert f"beside other weights than those in {other}" in said(str(other), **LORA)
+    replaced = error(str(other), **LORA)
+    assert (replaced.key, replaced.found) == ("model.path", str(other))
     state = json.loads((saved / "state.json").read_text())
     assert state["lora"]["scale"] == 2.0
 
@@ -132,8 +138,8 @@ def test_whole_weights_beside_adapters_are_not_dropped(pool, tiny, tmp_path):
     pool.run(go, 1, tiny(), with_lora(layout(), **MERGER), Part(tmp_path, range(1), None, (1,)))
     without = with_lora(layout(), **dict(MERGER, train=()))
     for training in (True, False):
-        [said] = pool.run(loaded, 1, tiny(), without, step_folder(tmp_path, 1), training)
-        assert "visual.deepstack_merger_list.0.linear_fc1.bias is in it and would not" in said
+        [error] = pool.run(loaded, 1, tiny(), without, step_folder(tmp_path, 1), training)
+        assert "model.visual.deepstack_merger_list.0.linear_fc1.bias" in error.found
 
 
 def figures(pool, path: str, case: Case, tmp_path) -> list[tuple[float, float]]:

@@ -416,7 +416,7 @@ def test_a_group_routes_as_its_workers_do(case, pool, tiny):
         check_group_routes(found, want)
 
 
-def refusals(worker: MegatronWorker) -> list[str]:
+def refusals(worker: MegatronWorker) -> list[DataError]:
     row, said = make_rows(MIXED)[0], []
     good = torch.tensor([0, 1]).expand(len(row.ids_S), 4, 2)
     twice, beyond = good.clone(), good.clone()
@@ -424,17 +424,24 @@ def refusals(worker: MegatronWorker) -> list[str]:
     for wrong in (good[:-1], good[:, :3], good[..., :1], twice, beyond, good + 7):
         with pytest.raises(DataError) as caught:
             worker.forward([replace(row, routing_SLK=wrong)])
-        said.append(str(caught.value))
+        said.append(caught.value)
     return said
 
 
 def test_a_routing_that_cannot_be_is_refused(pool, tiny):
     [said] = pool.run(call, 1, tiny(**EXPERTS), layout(), refusals)
-    assert "routing has shape" in said[0]
-    assert all("tokens, layers with experts, experts of a token" in each for each in said[1:3])
-    assert "sends its token 3 to [5, 5] in layer 1; give different experts of 0 to 7" in said[3]
-    assert "sends its token 0 to [-1, 3] in layer 2" in said[4]
-    assert "sends its token 0 to [7, 8] in layer 0" in said[5]
+    assert "give the experts of each token" in str(said[0])
+    tokens = len(make_rows(MIXED)[0].ids_S)
+    assert [(each.key, each.found) for each in said[1:3]] == [
+        ("routing.shape", (tokens, 3, 2)),
+        ("routing.shape", (tokens, 4, 1)),
+    ]
+    assert [(each.place, each.key, each.found) for each in said[3:]] == [
+        ("micro-batch 0: token 3 in layer 1", "routing", [5, 5]),
+        ("micro-batch 0: token 0 in layer 2", "routing", [-1, 3]),
+        ("micro-batch 0: token 0 in layer 0", "routing", [7, 8]),
+    ]
+    assert "from 0 to 7" in said[3].allowed
 
 
 # Mutants.

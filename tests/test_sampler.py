@@ -22,6 +22,7 @@ from megatron_vlm.step.sampling import likeliest, pick, whole_logits
 from megatron_vlm.step.stops import TextOf, Texts
 from megatron_vlm.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
+from tests.error_fields import raises
 from tests.runs import Case, call, my_rows
 from tests.test_moe_train import EXPERTS
 from tests.test_parity import layout
@@ -431,22 +432,23 @@ def pearson(found_V: Tensor, expected_V: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("key", "value"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ({"temperature": float("nan")}, "temperature=nan must be 0"),
-        ({"top_k": -1}, "top_k=-1 must be 0"),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
-        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
-        ({"stop_strings": ("a", "")}, "has an empty one"),
+        ("max_tokens", 0),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("stop_strings", ("a", "")),
     ],
 )
-def test_settings_that_are_refused(wrong, words):
-    with pytest.raises(ConfigError, match=words):
-        SamplingSettings(**{"max_tokens": 5, **wrong})
+def test_settings_that_are_refused(key, value):
+    with raises(ConfigError, place="sampling", key=key) as caught:
+        SamplingSettings(**{"max_tokens": 5, key: value})
+    assert caught.value.found is value
 
 
-def refusals(worker: MegatronWorker) -> list[str]:
+def refusals(worker: MegatronWorker) -> list[ConfigError]:
     prompts, settings = make_rows(MIXED)[2:4], SamplingSettings(1)
     messages = []
     for more in (
@@ -458,15 +460,18 @@ def refusals(worker: MegatronWorker) -> list[str]:
     ):
         with pytest.raises(ConfigError) as error:
             worker.sample(prompts, **more)
-        messages.append(str(error.value))
+        messages.append(error.value)
     return messages
 
 
 def test_what_is_refused(pool, tiny):
     without, few, none, no_text, no_experts = pool.run(call, 1, tiny(), layout(), refusals)[0]
-    assert "needs a seed for each of the 2 prompts, and there are none" in without
-    assert "and there are 1" in few and "n=0 must be at least 1" in none
-    assert "give texts" in no_text and "has no experts" in no_experts
+    for error, seeds in ((without, "no"), (few, "1")):
+        assert (error.place, error.key, error.found) == ("sampling", "temperature", 1.0)
+        assert "2 prompts" in error.problem and f" {seeds} seeds" in error.problem
+    assert (none.place, none.key, none.found) == ("sampling", "n", 0)
+    assert (no_text.place, no_text.key, no_text.found) == ("sampling", "stop_strings", ("a",))
+    assert "has no experts" in str(no_experts)
 
 
 def test_a_cache_holds_what_its_rows_were_given():

@@ -62,7 +62,8 @@ def test_a_run_that_would_end_within_its_warm_up_is_refused():
     """By its real number of steps, from epochs, too."""
     cfg = Config(train=TrainConfig(global_batch_size=64, epochs=2))
     cfg = replace(cfg, optim=OptimConfig(warmup_steps=7))
-    with pytest.raises(ConfigError, match=r"warmup_steps=7, and there are 7 steps \(200 samples.*"):
+    steps = "7 steps (200 samples"
+    with raises(ConfigError, key="optim.warmup_steps", found=7, problem_has=steps):
         announced(cfg, 200)
     assert announced(cfg, 250) == "250 samples, 8 steps of 64, 7 of them warm-up"
     recipe = replace(cfg, optim=OptimConfig(warmup_ratio=0.03))

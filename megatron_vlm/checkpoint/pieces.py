@@ -155,16 +155,17 @@ def make_index(
             shape = shapes[key.rpartition("/")[2]]
             entry = index.setdefault(key, {"shape": list(shape), "pieces": []})
             entry["pieces"].append([rank, *place])
-    faults = [f"{name} is not among them" for name in shapes if name not in index]
+    faults = {name: "is not among them" for name in shapes if name not in index}
     for key, entry in index.items():
         places = {tuple(piece[1:]) for piece in entry["pieces"]}
         covered, size = sum(rows * cols for _, _, rows, cols in places), math.prod(entry["shape"])
         if covered != size or len(places) != len(entry["pieces"]):
-            faults.append(f"the ranks wrote {covered} out of {size} values of {key}")
+            faults[key] = f"has {covered} of {size} values"
     if faults:
+        key, fault = next(iter(faults.items()))
         raise CheckpointError(
             f"{len(held)} ranks wrote only a part of the model: {len(faults)} of {len(shapes)} "
-            f"tensors are incomplete, the first: {faults[0]}",
+            f"tensors are incomplete, the first: {key} {fault}",
             place="checkpoint",
             found=faults,
             remedy="start as many processes as the layout needs",
