@@ -92,7 +92,9 @@ def begin(folder: Path, run: str | None) -> Path:
         write_mark(partial, run)
     except OSError as error:
         raise CheckpointError(
-            f"{partial} cannot be created: {error.strerror}; give a folder that can be written to"
+            f"cannot be created: {error.strerror}",
+            place=str(partial),
+            remedy="give a folder that can be written to",
         ) from error
     return partial
 
@@ -101,7 +103,9 @@ def check_partial(partial: Path, run: str | None) -> None:
     """Refuse to write where something is that this run did not write."""
     if os.path.lexists(partial) and not _is_ours(partial, run):
         raise CheckpointError(
-            f"{partial} is in the way, and this run did not write it: move it somewhere else"
+            "is in the way, and this run did not write it",
+            place=str(partial),
+            remedy="move it somewhere else",
         )
 
 
@@ -117,8 +121,9 @@ def put_in_place(folder: Path) -> Path | None:
         sync(folder.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{partial_of(folder)} is complete but cannot be renamed to {folder.name}: "
-            f"{error.strerror}; the folder that it is in must allow renaming"
+            f"is complete but cannot be renamed to {folder.name}: {error.strerror}",
+            place=str(partial_of(folder)),
+            remedy="allow renaming in the folder that contains it",
         ) from error
     return aside
 

@@ -88,7 +88,8 @@ def _download(name: HubName, weights: bool) -> Path:
         if name.commit:  # the cache may have it without a list of its files
             with suppress(Exception):
                 return Path(snapshot_download(**which, local_files_only=True))
-        raise ConfigError(f"model.path={name}: {_reason(name, error)}") from error
+        problem, remedy = _reason(name, error)
+        raise ConfigError(problem, key="model.path", found=str(name), remedy=remedy) from error
 
 
 def _bar(name: HubName, weights: bool) -> Any:
@@ -112,40 +113,42 @@ def _bar(name: HubName, weights: bool) -> Any:
     return Hidden
 
 
-def _reason(name: HubName, error: Exception) -> str:
-    """What is wrong, and what to do."""
+def _reason(name: HubName, error: Exception) -> tuple[str, str]:
+    """Return the problem, and the remedy."""
     import httpx
     from huggingface_hub import constants, errors
 
     said = " ".join(str(error).split())
-    here = f"there is no folder {str(name)!r} here, and "
+    here = f": there is no folder {str(name)!r} here, and "
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"the Hub asks for consent before it gives {name.repo}: agree on its page, and {_TOKEN}"
+            f": the Hub asks for consent before it gives {name.repo}",
+            f"agree on its page, and {_TOKEN}",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{here}the Hub shows no model of this name: check both spellings; if it is private, "
-            f"{_TOKEN}"
+            f"{here}the Hub shows no model of this name",
+            f"check both spellings; if it is private, {_TOKEN}",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return (
-            f"{name.repo} has no revision {name.revision!r} on the Hub; give a branch, a tag or a "
-            "whole commit after the @"
+            f": {name.repo} has no revision {name.revision!r} on the Hub",
+            "give a branch, a tag or a whole commit after the @",
         )
     if constants.HF_HUB_OFFLINE:
         return (
-            f"{here}the Hub is not asked because HF_HUB_OFFLINE is set, and not all of its files "
-            f"are in the cache {constants.HF_HUB_CACHE}: unset it, or run "
-            f"`hf download {name.repo}` where there is a network"
+            f"{here}the Hub is not used because HF_HUB_OFFLINE is set, and not all files of the "
+            f"model are in the cache {constants.HF_HUB_CACHE}",
+            f"unset it, or run `hf download {name.repo}` where there is a network",
         )
     if isinstance(error, errors.HfHubHTTPError):
         status = f"{error.response.status_code} {error.response.reason_phrase}"
-        return f"the Hub answers {status}; try again later, or download it: hf download {name.repo}"
+        later = f"try again later, or download it: hf download {name.repo}"
+        return f": the Hub answers {status}", later
     if isinstance(error, httpx.HTTPError | errors.LocalEntryNotFoundError | ConnectionError):
         return (
-            f"{here}the Hub at {constants.ENDPOINT} cannot be reached ({said}); check the network, "
-            "proxies and HF_ENDPOINT, or give a folder"
+            f"{here}the Hub at {constants.ENDPOINT} cannot be reached ({said})",
+            "check the network, proxies and HF_ENDPOINT, or give a folder",
         )
     if isinstance(error, OSError) and error.errno in (
         errno.ENOSPC,
@@ -154,7 +157,7 @@ def _reason(name: HubName, error: Exception) -> str:
         errno.EROFS,
     ):
         return (
-            f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}; free space "
-            "there, or set HF_HOME to another folder"
+            f": the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}",
+            "free space there, or set HF_HOME to another folder",
         )
-    return f"it cannot be downloaded: {type(error).__name__}: {said}"
+    return f"cannot be downloaded: {type(error).__name__}: {said}", ""

@@ -38,9 +38,9 @@ class Outside:
     kind: type[MegatronVLMError] = DataError
     remedy: str = ""
 
-    def error(self, reason: str) -> MegatronVLMError:
-        """What users are told."""
-        return self.kind(f"{self.name}: {reason}" + (f"; {self.remedy}" if self.remedy else ""))
+    def error(self, problem: str = "", **fields: Any) -> MegatronVLMError:
+        """Make the error of this kind that names the file and the remedy."""
+        return self.kind(problem, **{"place": self.name, "remedy": self.remedy} | fields)
 
     @contextmanager
     def border(self, doing: str = "") -> Iterator[None]:
@@ -60,7 +60,8 @@ class Outside:
         try:
             return require_file(self.name)
         except DataError as error:
-            raise self.kind(f"{error}" + (f"; {self.remedy}" if self.remedy else "")) from error
+            remedy = self.remedy or error.remedy
+            raise self.kind(**error.fields() | {"remedy": remedy}) from error
 
     def content(self, most: int = MOST_BYTES) -> bytes:
         """The content of the regular file with this name."""
@@ -87,17 +88,21 @@ class Outside:
         """The JSON in the file."""
         return Field(self.parsed(self.content(most)), "", self)
 
-    def parsed(self, text: str | bytes, what: str = "JSON", most_values: int = MOST_VALUES) -> Any:
-        """The value of a JSON text. A name that stands twice in an object is refused: one of its
-        values would be left out."""
+    def parsed(
+        self, text: str | bytes, fault: str = "is not JSON", most_values: int = MOST_VALUES
+    ) -> Any:
+        """Parse a JSON text. A name that occurs twice in an object is refused: one of its values
+        would be left out. `fault`: the problem of a text that is not JSON."""
         raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
         opened = raw.count(b"[") + raw.count(b"{")
         if (values := opened + raw.count(b",")) > most_values:
-            raise self.error(f"about {values} values in one record, above {most_values}")
+            raise self.error(
+                f"has about {values} values in one record, above the limit of {most_values}"
+            )
         try:
             value = json.loads(text, object_pairs_hook=_once)
         except ValueError as error:
-            raise self.error(f"not {what}: {_short(str(error))}") from error
+            raise self.error(f"{fault}: {_short(str(error))}") from error
         except RecursionError:
             raise self.too_deep() from None
         if opened > MOST_DEPTH and is_too_deep(value):
@@ -105,8 +110,8 @@ class Outside:
         return value
 
     def too_deep(self) -> MegatronVLMError:
-        """What is said of such a value."""
-        return self.error(f"the JSON is nested too deeply, in more than {MOST_DEPTH} levels")
+        """Make the error of a value with too many levels."""
+        return self.error(f"has JSON that is nested too deeply, in more than {MOST_DEPTH} levels")
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,11 @@ class Field:
     file: Outside
 
     def error(self, expected: str) -> MegatronVLMError:
-        """Of a value that is not what is expected."""
-        return self.file.error(f"{self.name or 'it'} is {reprlib.repr(self.value)}, not {expected}")
+        """Make the error of a value that is not what is expected."""
+        problem = f"is not {expected}"
+        if not self.name:
+            problem = f": its content is {reprlib.repr(self.value)}, not {expected}"
+        return self.file.error(problem, key=self.name, found=self.value, allowed=expected)
 
     def object(self) -> "dict[str, Field]":
         """The fields of an object."""
@@ -136,8 +144,7 @@ class Field:
     def __getitem__(self, key: str) -> "Field":
         found = self.object().get(key)
         if found is None:
-            within = f" in {self.name}" if self.name else ""
-            raise self.file.error(f"it has no {key!r}{within}")
+            raise self.file.error("is missing", key=f"{self.name}.{key}" if self.name else key)
         return found
 
     def items(self) -> "list[Field]":
@@ -196,5 +203,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = Counter(key for key, _ in pairs)
-        raise ValueError(f"{names.most_common(1)[0][0][:80]!r} stands twice in an object")
+        raise ValueError(f"{names.most_common(1)[0][0][:80]!r} occurs twice in an object")
     return found

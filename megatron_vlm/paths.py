@@ -6,6 +6,7 @@ Whoever opens a named pipe waits for somebody to write into it, and a device may
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from megatron_vlm.errors import DataError
 
@@ -40,19 +41,19 @@ def home_path(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def require_file(path: str | Path, where: str = "") -> Path:
-    """The path of a regular file; anything else is refused before it is opened. `where`: what named
-    it, for messages."""
-    named = f"{where}: " if where else ""
+def require_file(path: str | Path, key: str = "") -> Path:
+    """Return the path of a regular file; anything else is refused before it is opened. `key`: the
+    option or configuration key that names the file, for messages."""
+    named: dict[str, Any] = {"key": key, "found": str(path)} if key else {"place": str(path)}
     try:
         found = what_is_at(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{named}{path} cannot be read: {error}") from error
+        raise DataError(f"cannot be read: {error}", **named) from error
     if found == "nothing":
         lost = ": it is a link that leads nowhere" if os.path.islink(path) else ""
-        raise DataError(f"{named}no file {path}{lost}")
+        raise DataError(f"does not exist{lost}", **named)
     if found != "a file":
-        raise DataError(f"{named}{path} is {found}, and only files are read; give a file")
+        raise DataError(f"is {found}, and only files are read", allowed="a file", **named)
     return Path(path)
 
 
@@ -63,6 +64,10 @@ def require_files_in(folder: str | Path) -> None:
             try:
                 found = what_is_at(path)
             except OSError as error:  # a loop of links
-                raise DataError(f"{path} cannot be read: {error.strerror}; remove it") from error
+                raise DataError(
+                    f"cannot be read: {error.strerror}", place=str(path), remedy="remove it"
+                ) from error
             if found not in ("a file", "a folder", "nothing"):
-                raise DataError(f"{path} is {found}, and only files are read; remove it")
+                raise DataError(
+                    f"is {found}, and only files are read", place=str(path), remedy="remove it"
+                )

@@ -184,7 +184,7 @@ def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> Dat
             continue
     among = f" of the first {surveyed:,}" if surveyed < len(source) else ""
     told = {name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()}
-    return DataError(refusal(first.where, keys, reader.encoder.cfg.ignore_keys, told))
+    return DataError(**refusal(first.place, keys, reader.encoder.cfg.ignore_keys, told))
 
 
 def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:

@@ -26,6 +26,7 @@ MAX_BYTES = 64 * 2**20
 MAX_REDIRECTS = 3
 TIMEOUT_S = 20.0  # without a single byte, and for a TLS handshake
 TOTAL_S = 120.0  # for all of it
+_COPY = "copy the file to data.image_root"
 
 
 # Addresses of IPv6 whose last 32 bits are one of IPv4 that packets go on to: IPv4-compatible,
@@ -67,7 +68,7 @@ def _is_public(address: _Address) -> bool:
 
 
 def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> bytes:
-    """The content of a URL, at most MAX_BYTES, or a DataError that starts with `where`."""
+    """Return the content of a URL, at most MAX_BYTES, or raise a DataError at `where`."""
     deadline = _Deadline()
     try:
         with deadline.running(TOTAL_S):
@@ -76,11 +77,9 @@ def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> b
         if isinstance(error, DataError):
             raise
         if not deadline.over:
-            raise DataError(f"{where}: cannot be fetched: {reason(error)}") from error
+            raise DataError(f"cannot be fetched: {reason(error)}", place=where) from error
     if deadline.over:  # without an error, what came may be a part
-        raise DataError(
-            f"{where}: was not fetched within {TOTAL_S:g} s; copy the file to data.image_root"
-        )
+        raise DataError(f"was not fetched within {TOTAL_S:g} s", place=where, remedy=_COPY)
     return body
 
 
@@ -123,7 +122,7 @@ def _followed(url: str, where: str, allowed: Callable[[str], bool], deadline: _D
         if location is None:
             return body
         url = urljoin(url, location)
-    raise DataError(f"{where}: more than {MAX_REDIRECTS} redirects")
+    raise DataError(f"has more than {MAX_REDIRECTS} redirects", place=where)
 
 
 def _request(
@@ -132,13 +131,14 @@ def _request(
     """One request: the body and None, or the address that it redirects to."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise DataError(f"{where}: redirects to {url[:120]!r}, which is not http(s)")
+        raise DataError(f"redirects to {url[:120]!r}, which is not http(s)", place=where)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     address = str(socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)[0][4][0])
     if not allowed(address):
         raise DataError(
-            f"{where}: {parts.hostname} is at {address}, which is not a public address; "
-            "copy the file to data.image_root"
+            f": {parts.hostname} is at {address}, which is not a public address",
+            place=where,
+            remedy=_COPY,
         )
     host = f"[{address}]" if ":" in address else address
     target = httpx.URL(url).copy_with(host=host)
@@ -152,7 +152,7 @@ def _request(
         if response.has_redirect_location:
             return b"", response.headers["location"]
         if response.status_code != 200:
-            raise DataError(f"{where}: the server answers {response.status_code}")
+            raise DataError(f": the server answers {response.status_code}", place=where)
         return _body(response, where), None
 
 
@@ -161,12 +161,14 @@ def _body(response: httpx.Response, where: str) -> bytes:
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise DataError(
-            f"{where}: the server sends it packed (Content-Encoding: {encoding[:60]}), though "
-            "asked not to; copy the file to data.image_root"
+            f"is compressed by the server (Content-Encoding: {encoding[:60]}), although the "
+            "request forbids it",
+            place=where,
+            remedy=_COPY,
         )
     body = bytearray()
     for piece in response.iter_raw():
         body += piece
         if len(body) > MAX_BYTES:
-            raise DataError(f"{where}: larger than {MAX_BYTES // 2**20} MiB")
+            raise DataError(f"is larger than {MAX_BYTES // 2**20} MiB", place=where)
     return bytes(body)

@@ -47,11 +47,15 @@ class ImageSettings:
         """The checkpoint's own settings; the two bounds, if given, replace its own."""
         path = Path(folder) / "preprocessor_config.json"
         if not os.path.lexists(path):
-            raise ConfigError(f"no {path}: the checkpoint's image processor settings are needed")
+            raise ConfigError(
+                "is missing: the checkpoint's image processor settings are needed", place=str(path)
+            )
         raw = {key: value for key, value in read_settings(path).items() if value is not None}
         for key in _NEEDED:
             if raw.get(key, True) is not True:
-                raise ConfigError(f"{path}: {key} is {raw[key]}; only true is supported")
+                raise ConfigError(
+                    "is not supported", place=str(path), key=key, found=raw[key], allowed=(True,)
+                )
         size = raw.get("size", {})
         found = ImageSettings(
             **{key: raw[key] for key in _OWN_NAMES if key in raw},
@@ -62,8 +66,10 @@ class ImageSettings:
         )
         if found.min_pixels > found.max_pixels:
             raise ConfigError(
-                f"data.min_pixels={found.min_pixels} is above data.max_pixels={found.max_pixels}; "
-                f"one that is not set has the value in {path}"
+                f"is above data.max_pixels={found.max_pixels}",
+                key="data.min_pixels",
+                found=found.min_pixels,
+                remedy=f"set both, since one that is not set has the value in {path}",
             )
         return found
 
@@ -74,8 +80,12 @@ class ImageSettings:
         least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
         if least > most:
             raise DataError(
-                f"{where}: of its pixels, {least} are the least and {most} the most; change "
-                "min_pixels or max_pixels beside the image, or data.min_pixels or data.max_pixels"
+                f"is above max_pixels={most}",
+                place=where,
+                key="min_pixels",
+                found=least,
+                remedy="change min_pixels or max_pixels beside the image, or data.min_pixels or "
+                "data.max_pixels",
             )
         return replace(self, min_pixels=least, max_pixels=most)
 

@@ -47,8 +47,9 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
     """A path or file:// URL as a real path inside the root."""
     if policy.root is None:
         raise DataError(
-            f"{where}: {source[:120]!r} is a local file, and no folder is open to records; give "
-            "the file's content (bytes or a data URI), or set image_root"
+            f": {source[:120]!r} is a local file, and no folder is open to records",
+            place=where,
+            remedy="give the file's content (bytes or a data URI), or set image_root",
         )
     root = real_path(policy.root)
     try:
@@ -57,15 +58,16 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
         path = real_path(root / source)
         found = what_is_at(path)
     except (OSError, ValueError) as error:  # too long, with a NUL byte, a loop of links
-        raise DataError(f"{where}: {source[:120]!r} is not a path: {error}") from error
+        raise DataError(f": {source[:120]!r} is not a path: {error}", place=where) from error
     if not path.is_relative_to(root):
         raise DataError(
-            f"{where}: {source} lies outside data.image_root={root}; move it there, or set "
-            "data.image_root to a folder that holds all files"
+            f": {source} lies outside data.image_root={root}",
+            place=where,
+            remedy="move it there, or set data.image_root to a folder that holds all files",
         )
     if found != "a file":
         instead = "" if found == "nothing" else f": it is {found}"
-        raise DataError(f"{where}: no file {source} in data.image_root={root}{instead}")
+        raise DataError(f": no file {source} in data.image_root={root}{instead}", place=where)
     return path
 
 
@@ -101,13 +103,15 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
         # A picture that was given as a PIL image stays open: it belongs to the caller.
         with nullcontext(opened) if opened is image.source else opened:
             width, height = opened.size
-            check_aspect(height, width, f"{where}: {image.name} is {width} x {height} pixels")
+            check_aspect(height, width, f"{where}: {image.name}", f"{width} x {height}")
             _check_tiles(opened, f"{where}: {image.name}")
             yield opened
     except Exception as error:  # each of Pillow's decoders has its own, RuntimeError among them
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{where}: {image.name} cannot be decoded: {_first(error)}") from error
+        raise DataError(
+            f"cannot be decoded: {_first(error)}", place=f"{where}: {image.name}"
+        ) from error
 
 
 def _open(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
@@ -122,7 +126,7 @@ def _open(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
 
 def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
     """The content or the path of a file as a picture with its header read, but not decoded; only
-    FORMATS are tried. The message of a refusal starts with `where`."""
+    FORMATS are tried. `where` is the place of an error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
@@ -132,14 +136,19 @@ def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
             )
     except PIL.UnidentifiedImageError as error:
         raise DataError(
-            f"{where} is not an image that can be opened: it is none of {', '.join(_formats())}; "
-            "convert it to one of them, or drop it"
+            f"is not an image that can be opened: it is none of {', '.join(_formats())}",
+            place=where,
+            remedy="convert it to one of them, or drop it",
         ) from error
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         limit = PIL.Image.MAX_IMAGE_PIXELS
-        raise DataError(f"{where} has more than {limit} pixels; shrink the file") from error
+        raise DataError(
+            f"has more than {limit} pixels", place=where, remedy="shrink the file"
+        ) from error
     except Exception as error:  # as above
-        raise DataError(f"{where} is not an image that can be opened: {_first(error)}") from error
+        raise DataError(
+            f"is not an image that can be opened: {_first(error)}", place=where
+        ) from error
 
 
 @cache
@@ -149,24 +158,29 @@ def _formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in PIL.Image.OPEN)
 
 
-def _check_tiles(opened: PIL.Image.Image, what: str) -> None:
+def _check_tiles(opened: PIL.Image.Image, where: str) -> None:
     """Refuse a TIFF whose tiles are far larger than pictures are stored in: each is decoded whole,
     however small the picture itself."""
     tags = getattr(opened, "tag_v2", {}) if opened.format == "TIFF" else {}
     width, height = (int(tags.get(tag, 1)) for tag in _TILE_SIDES)
     if width * height > MAX_TILE_PIXELS:
         raise DataError(
-            f"{what} has tiles of {width} x {height} pixels, above {MAX_TILE_PIXELS}; save it again"
+            f"has tiles of {width} x {height} pixels, above the limit of {MAX_TILE_PIXELS} pixels",
+            place=where,
+            remedy="save it again",
         )
 
 
-def check_aspect(height: int, width: int, what: str) -> None:
-    """Refuse what is too long for its width, or has no pixels; `what` begins the message."""
+def check_aspect(height: int, width: int, where: str, size: str) -> None:
+    """Refuse a picture that is too long for its width, or has no pixels. `size`: its size before it
+    was scaled, as text."""
     if min(width, height) < 1:
-        raise DataError(f"{what}; it shows nothing: drop it")
+        raise DataError(f"is {size} pixels and shows nothing", place=where, remedy="drop it")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise DataError(
-            f"{what}; sides may differ by a factor of {MAX_ASPECT} at most: crop or drop it"
+            f"is {size} pixels, and sides may differ by a factor of {MAX_ASPECT} at most",
+            place=where,
+            remedy="crop or drop it",
         )
 
 
@@ -176,7 +190,9 @@ def _open_source(source: str, policy: MediaPolicy, where: str, name: str) -> byt
     if source.startswith(("http://", "https://")):
         if not policy.allow_http:
             raise DataError(
-                f"{where}: {name} is on the network; download it, or set data.allow_http=true"
+                f": {name} is on the network",
+                place=where,
+                remedy="download it, or set data.allow_http=true",
             )
         return fetch(source, f"{where}: {name}")
     return resolve_path(source, policy, where)
@@ -192,11 +208,13 @@ def data_uri(pixels: np.ndarray) -> str:
 def _decode_uri(uri: str, where: str) -> bytes:
     header, comma, body = uri.partition(",")
     if not comma or not header.endswith(";base64"):
-        raise DataError(f"{where}: a data URI must be base64: data:image/png;base64,...")
+        raise DataError(
+            ": a data URI must be base64", place=where, allowed="data:image/png;base64,..."
+        )
     try:
         return base64.b64decode(body, validate=True)
     except binascii.Error as error:
-        raise DataError(f"{where}: the data URI is not base64: {error}") from error
+        raise DataError(f": the data URI is not base64: {error}", place=where) from error
 
 
 def _first(error: Exception) -> str:

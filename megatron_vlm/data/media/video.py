@@ -30,6 +30,7 @@ from megatron_vlm.family.family import VisionMarks
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
 # What the configuration may choose, as data.video_*.
 CHOSEN = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
+_BOUNDS = ("min_pixels", "max_pixels", "total_pixels")  # that a record may set
 _FIXED = {"resample": 3, "num_frames": None, **dict.fromkeys(_ON, True)}
 
 
@@ -60,7 +61,13 @@ class VideoSettings:
         path, raw = _settings_file(Path(folder))
         for key, needed in _FIXED.items():
             if raw.get(key, needed) != needed:
-                raise ConfigError(f"{path}: {key} is {raw[key]}; only {needed} is supported")
+                raise ConfigError(
+                    "is not supported",
+                    place=str(path),
+                    key=key,
+                    found=raw[key],
+                    allowed=(needed,),
+                )
         found = {item.name: raw[item.name] for item in fields(cls) if item.name in raw}
         # Hugging Face reads the two bounds from size alone, whatever else is in the file.
         size = raw.get("size") or {"shortest_edge": cls.min_pixels, "longest_edge": cls.max_pixels}
@@ -68,7 +75,9 @@ class VideoSettings:
         found["cap_pixels_per_frame"] = bool(raw.get("cap_pixels_per_frame"))
         for key, value in found.items():
             if value is None:
-                raise ConfigError(f"{path}: {key} has no value (size: {size}); give it one")
+                raise ConfigError(
+                    f"has no value (size: {size})", place=str(path), key=key, allowed="a value"
+                )
             found[key] = tuple(value) if isinstance(value, list) else value
         found |= {key: value for key, value in chosen.items() if value is not None}
         settings = cls(**found)
@@ -82,8 +91,10 @@ class VideoSettings:
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if least > most and (name == "pixels" or chosen.get("min_frames")):
                 raise ConfigError(
-                    f"data.video_min_{name}={least} is above data.video_max_{name}={most}; one "
-                    f"that is null has the value in {path}; set both"
+                    f"is above data.video_max_{name}={most}",
+                    key=f"data.video_min_{name}",
+                    found=least,
+                    remedy=f"set both, since one that is null has the value in {path}",
                 )
 
 
@@ -94,7 +105,9 @@ def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
         return nested, found
     path = folder / "video_preprocessor_config.json"
     if not os.path.lexists(path):
-        raise ConfigError(f"no {path}: the checkpoint's video processor settings are needed")
+        raise ConfigError(
+            "is missing: the checkpoint's video processor settings are needed", place=str(path)
+        )
     return path, read_settings(path)
 
 
@@ -130,15 +143,18 @@ def plan_video(
     """Choose frames and their size. sample=False takes every frame, as Hugging Face does with
     do_sample_frames=False when it is given frames. `options` are the record's."""
     if info.fps is not None and not 0 < info.fps < math.inf:
-        raise DataError(f"{where}: fps is {info.fps}; give frames per second above 0, or none")
+        raise DataError(
+            place=where, key="fps", found=info.fps, allowed="frames per second above 0, or none"
+        )
     fps = 24 if info.fps is None else info.fps  # Hugging Face's guess
     first, length = _clip(info, options, where)
     count = _count(length, fps, settings, options, where) if sample else length
     span = settings.temporal_patch_size
     if count < span:
         raise DataError(
-            f"{where}: {count} of {length} frames are taken, but a patch spans {span} in "
-            "time; drop the video, or give its frame as an image"
+            f": {count} of {length} frames are taken, but a patch spans {span} in time",
+            place=where,
+            remedy="drop the video, or give its frame as an image",
         )
     indices = (first + np.linspace(0, length - 1, count).round().astype(int)).tolist()
     times = list(options.times or [index / fps for index in indices])
@@ -157,17 +173,23 @@ def _clip(info: VideoInfo, options: VideoOptions, where: str) -> tuple[int, int]
         return 0, info.num_frames
     if info.fps is None:
         raise DataError(
-            f"{where}: video_start and video_end are seconds, and the file does not say how many "
-            "frames it has in one; re-encode it"
+            "is in seconds, and the file has no frame rate",
+            place=where,
+            key="video_end" if start is None else "video_start",
+            found=end if start is None else start,
+            remedy="re-encode the file",
         )
     first = math.ceil((start or 0) * info.fps)
     last = info.num_frames - 1 if end is None else math.floor(end * info.fps)
     length = min(last, info.num_frames - 1) - first + 1
     if length < 1:
         raise DataError(
-            f"{where}: no frame is between video_start={start or 0:g} and "
-            f"video_end={'the end' if end is None else f'{end:g}'} of a video of "
-            f"{info.num_frames / info.fps:g} seconds; correct them"
+            f": the video of {info.num_frames / info.fps:g} seconds has no frame from there to "
+            f"video_end={'the end' if end is None else f'{end:g}'}",
+            place=where,
+            key="video_start",
+            found=start or 0,
+            remedy="correct them",
         )
     return first, length
 
@@ -179,7 +201,11 @@ def _count(
     if options.nframes is not None:
         if options.nframes > length:
             raise DataError(
-                f"{where}: nframes is {options.nframes}, and there are {length} frames; give fewer"
+                f": there are {length} frames",
+                place=where,
+                key="nframes",
+                found=options.nframes,
+                allowed=f"at most {length}",
             )
         return options.nframes
     least, most = (
@@ -188,8 +214,11 @@ def _count(
     )
     if least > most and options.min_frames:
         raise DataError(
-            f"{where}: min_frames is {least}, above {most}, the most that are taken; lower it, or "
-            "raise max_frames beside it or data.video_max_frames"
+            f"is above the maximum of {most}",
+            place=where,
+            key="min_frames",
+            found=least,
+            remedy="lower it, or raise max_frames beside it or data.video_max_frames",
         )
     wanted = int(min(length / fps * (options.fps or settings.fps), length))
     return min(max(wanted, least), most, length)
@@ -212,9 +241,12 @@ def _bounds(
         most = min(most, options.max_pixels * count)
     if least > most and (options.min_pixels or options.max_pixels or options.total_pixels):
         raise DataError(
-            f"{where}: of the pixels of its {count} frames, {least} are the least and {most} the "
-            "most; change min_pixels, max_pixels or total_pixels beside it, or "
-            "data.video_min_pixels or data.video_max_pixels"
+            f": the {count} frames must have at least {least} and at most {most} pixels",
+            place=where,
+            key=next(key for key in _BOUNDS if getattr(options, key)),
+            found=next(value for key in _BOUNDS if (value := getattr(options, key))),
+            remedy="change min_pixels, max_pixels or total_pixels beside the video, or "
+            "data.video_min_pixels or data.video_max_pixels",
         )
     return least, most
 
@@ -229,7 +261,7 @@ def _resized(
     if min(height, width) < side:
         scale = max(side / height, side / width)
         height, width = int(height * scale), int(width * scale)
-    check_aspect(height, width, f"{where} is {info.width} x {info.height} pixels")
+    check_aspect(height, width, where, f"{info.width} x {info.height}")
     span = settings.temporal_patch_size
     return smart_resize(height, width, side, least, most, count, span)
 
@@ -254,8 +286,10 @@ def video_patches(
         resized.append(_resize(frame, plan.height, plan.width))
     if len(resized) != len(plan.indices) or len(shapes) > 1:
         raise DataError(
-            f"a video planned with {len(plan.indices)} frames has {len(resized)}, of shapes "
-            f"{sorted(shapes)}; give as many frames as planned, all of the same size"
+            f"has {len(resized)} frames of shapes {sorted(shapes)}, and was planned with "
+            f"{len(plan.indices)} frames",
+            place="the video",
+            remedy="give as many frames as planned, all of the same size",
         )
     t, h, w = plan.grid_thw
     side, merge, span = settings.patch_size, settings.merge_size, settings.temporal_patch_size

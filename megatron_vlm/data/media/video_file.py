@@ -33,13 +33,15 @@ def probe_video(path: str | Path) -> VideoInfo:
         packets = [(p.is_discard, p.is_corrupt) for p in container.demux(stream) if p.size]
     if len(packets) < stated or (packets and packets[-1][1]):
         raise DataError(
-            f"{path} holds {len(packets)} frames of {stated or 'more'}: it is cut off, or trimmed "
-            f"without being encoded; {_REMEDY}"
+            f"holds {len(packets)} frames of {stated or 'more'}: it is cut off, or was trimmed "
+            "without being encoded",
+            place=str(path),
+            remedy=_REMEDY,
         )
     frames = _decoded(path)
     first = next(frames, None)
     if first is None:
-        raise DataError(f"{path} has no frames; drop it")
+        raise DataError("has no frames", place=str(path), remedy="drop it")
     exact = len(packets) == stated and not any(hidden for hidden, _ in packets)
     count = stated if exact else 1 + sum(1 for _ in frames)
     if _quarter_turns(first) % 2:
@@ -64,7 +66,11 @@ def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray
             yield np.ascontiguousarray(upright)
         if not waiting:
             return
-    raise DataError(f"{path} ends after {count} frames, frame {waiting[0]} is missing; {_REMEDY}")
+    raise DataError(
+        f"ends after {count} frames, and frame {waiting[0]} is missing",
+        place=str(path),
+        remedy=_REMEDY,
+    )
 
 
 def _decoded(path: str | Path) -> Iterator[Any]:
@@ -84,7 +90,9 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError as error:
         raise DataError(
-            f"{path}: reading videos needs PyAV; pip install 'megatron_vlm[video]'"
+            ": reading videos needs PyAV",
+            place=str(path),
+            remedy="pip install 'megatron_vlm[video]'",
         ) from error
     try:
         # Titles and the like are not read: some are not UTF-8.
@@ -93,19 +101,23 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
         ) as container:
             stream = container.streams.best("video")
             if stream is None:
-                raise DataError(f"{path} has no video stream; drop it")
+                raise DataError("has no video stream", place=str(path), remedy="drop it")
             if stream.codec_context is None:
-                raise DataError(f"{path}: its video has a codec that is not known; {_REMEDY}")
+                raise DataError("has an unknown codec", place=str(path), remedy=_REMEDY)
             stream.codec_context.options = {"max_pixels": _OPEN_OPTIONS["max_pixels"]}
             yield container, stream
     except av.FFmpegError as error:
         kinds = _OPEN_OPTIONS["format_whitelist"]
         raise DataError(
-            f"{path} cannot be read as a video ({kinds}, up to {MAX_FRAME_PIXELS} pixels a frame): "
-            f"{error.strerror}; {_REMEDY}"
+            f"cannot be read as a video ({kinds}, up to {MAX_FRAME_PIXELS} pixels a frame): "
+            f"{error.strerror}",
+            place=str(path),
+            remedy=_REMEDY,
         ) from error
     except (UnicodeError, AttributeError, ValueError, ArithmeticError) as error:
         # What PyAV makes of headers that contradict themselves.
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} cannot be read as a video: {reason(error)}; {_REMEDY}") from error
+        raise DataError(
+            f"cannot be read as a video: {reason(error)}", place=str(path), remedy=_REMEDY
+        ) from error

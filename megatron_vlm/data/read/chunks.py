@@ -21,37 +21,41 @@ def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> Chunks:
     if isinstance(chunks, Mapping):
         chunks = keys.read(chunks, {"chunks"}, f"{where}: model_input").get("chunks")
     if not is_list(chunks) or not len(chunks):
-        raise DataError(f"{where}: chunks must be a list with at least one chunk")
+        raise DataError("must be a list with at least one chunk", place=where, key="chunks")
     parsed = tuple(_parse_chunk(c, f"{where}: chunk {i}", keys) for i, c in enumerate(chunks))
     mask = only(raw, _MASKS, where)
     if mask is not None:
         if not is_list(mask):
             raise DataError(
-                f"{where}: the mask must be a list of weights such as 0 and 1, one for each token"
+                "must be a list of weights such as 0 and 1, one for each token",
+                place=where,
+                key="mask",
             )
-        mask = tuple(
-            weight_of(value, f"{where}: mask of token {i}") for i, value in enumerate(mask)
-        )
+        mask = tuple(weight_of(value, f"mask[{i}]", where) for i, value in enumerate(mask))
     return Chunks(where, parsed, mask)
 
 
 def _parse_chunk(chunk: Any, where: str, keys: Keys) -> tuple[int, ...] | ImageChunk:
     if not isinstance(chunk, Mapping):
-        raise DataError(f"{where} must be an object, but this is {kind_of(chunk)}")
+        raise DataError(f"must be an object, not {kind_of(chunk)}", place=where)
     if chunk.get("tokens") is not None:
         keys.read(chunk, {"type", "tokens"}, where)
         tokens = chunk["tokens"]
         if not is_list(tokens) or any(type(t) is not int or t < 0 for t in tokens):
-            raise DataError(f"{where}: tokens must be a list of token ids")
+            raise DataError("must be a list of token ids", place=where, key="tokens")
         return tuple(tokens)
     # The bytes of a picture tell its format.
     chunk = keys.read(chunk, {"type", *_SOURCES, "format", "expected_tokens"}, where)
     source = only(chunk, _SOURCES, where)
     if source is None:
-        raise DataError(f"{where} has neither tokens nor an image; its keys are {sorted(chunk)}")
+        raise DataError(
+            f"has neither tokens nor an image; its keys are {sorted(chunk)}", place=where
+        )
     if isinstance(source, str) and chunk.get("type") == "image" and "data" in chunk:
         source = f"data:image;base64,{source}"  # JSON carries bytes as base64
     expected = chunk.get("expected_tokens")
     if expected is not None and (type(expected) is not int or expected < 1):
-        raise DataError(f"{where}: expected_tokens is {expected!r}; give a count, at least 1")
+        raise DataError(
+            place=where, key="expected_tokens", found=expected, allowed="a count, at least 1"
+        )
     return ImageChunk(image_of(source, where, keys), expected)

@@ -43,7 +43,10 @@ def unpacked(path: str, cache: Path | None) -> str:
         return path
     if cache is None:
         raise ConfigError(
-            f"{path} is unpacked into data.cache_dir, which is null; set it, or unpack it yourself"
+            f": {path} is unpacked into it",
+            key="data.cache_dir",
+            found=None,
+            remedy="set it, or unpack the file yourself",
         )
     target = cache / "unpacked" / f"{file_digest(path)}.jsonl"
     if os.path.exists(target):
@@ -57,8 +60,9 @@ def unpacked(path: str, cache: Path | None) -> str:
         return _unpack(path, target)
     except OSError as error:
         raise DataError(
-            f"{path} is unpacked into {target}, which cannot be written: {error}; free space "
-            "there, set TMPDIR to another folder, or unpack it yourself"
+            f"is unpacked into {target}, which cannot be written: {error}",
+            place=path,
+            remedy="free space there, set TMPDIR to another folder, or unpack it yourself",
         ) from error
 
 
@@ -86,9 +90,12 @@ def content_of(path: str) -> Iterator[bytes]:
                 done += len(block)
                 yield block
     except Exception as error:  # each library raises its own
-        raise DataError(f"{path} cannot be unpacked: {error}; is it complete?") from error
+        raise DataError(
+            f"cannot be unpacked: {error}", place=path, remedy="check that it is complete"
+        ) from error
     if done > most:
         raise DataError(
-            f"{path} unpacks to more than {most // 2**20} MiB, {MAX_RATIO} times its size or more; "
-            "if that is right, unpack it yourself"
+            f"unpacks to more than {most // 2**20} MiB, {MAX_RATIO} times its size or more",
+            place=path,
+            remedy="if that is right, unpack it yourself",
         )

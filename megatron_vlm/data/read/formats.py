@@ -48,7 +48,7 @@ def parse_record(
     in `ignore_keys`; others of the record itself are counted in `passed`, or with `strict` wrong,
     too. `lone_marks`: see the configuration."""
     if not isinstance(raw, Mapping):
-        raise DataError(f"{where}: a record is a JSON object, but this is {kind_of(raw)}")
+        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     if is_too_deep(raw):
         raise Outside(where, remedy="mend the record or drop it").too_deep()
     keys = Keys(where, ignore_keys, strict)
@@ -71,13 +71,14 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
         slips = [(key, slip_of(key, _NAMING)) for key in given if key not in _NAMING]
         likely = [f"{key!r} is most likely {near!r}" for key, near in slips if near]
         raise DataError(
-            f"{where}: the keys {given} match no known format; give "
-            f"{'; '.join([_NAMES, *likely])}; see docs/data.md"
+            f": the keys {given} match no known format",
+            place=where,
+            remedy=f"give {'; '.join([_NAMES, *likely])}; see docs/data.md",
         )
     raw = keys.read(raw, {*names, *_FORMATS[names], *_COMMON}, where)
     turns = _as_turns(raw.get("system"), "system", keys) + _turns_of(raw, names, keys)
     if not turns:
-        raise DataError(f"{where}: the chat has no messages")
+        raise DataError(": the chat has no messages", place=where, key=names[0])
     images = [
         image_of(v, f"{where}: image {i}", keys) for i, v in enumerate(column(raw, "image", where))
     ]
@@ -87,9 +88,14 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
     turns = place_media(turns, images, videos, where)
     for index, turn in enumerate(turns):
         if turn.role == "system" and index:
-            raise DataError(f"{where}: message {index} is a system message; only the first may be")
+            raise DataError(
+                ": only the first message may be a system message",
+                place=f"{where}: message {index}",
+                key="role",
+                found="system",
+            )
     objects = parse_objects(raw.get("objects"), turns, keys)
-    tools = tuple(dicts(raw.get("tools") or (), f"{where}: tools"))
+    tools = tuple(dicts(raw.get("tools") or (), "tools", where))
     return Chat(where, tuple(turns), tools, objects)
 
 
@@ -103,17 +109,19 @@ def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> lis
     given = [text_of(raw[key], key, where) for key in ("instruction", "input") if key in raw]
     turns: list[Turn] = []
     keys.marked += given
-    for asked, answered in _pairs(raw.get("history", ()), f"{where}: history"):
+    for asked, answered in _pairs(raw.get("history", ()), "history", where):
         turns += [Turn("user", (asked,)), Turn("assistant", (answered,))]
     answer = text_of(raw["output"], "output", where)
     question = "\n".join(filter(None, given))
     return [*turns, Turn("user", (question,)), Turn("assistant", (answer,))]
 
 
-def _pairs(value: Any, where: str) -> Sequence[Sequence[str]]:
+def _pairs(value: Any, key: str, where: str) -> Sequence[Sequence[str]]:
     pairs = value if is_list(value) else [value]
     if not all(is_list(p) and [type(text) for text in p] == [str, str] for p in pairs):
-        raise DataError(f"{where} must be a list of pairs of strings, a question and its answer")
+        raise DataError(
+            "must be a list of pairs of strings, a question and its answer", place=where, key=key
+        )
     return pairs
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.records import Box, Image, Objects, Turn
 from megatron_vlm.data.read.values import is_empty, is_list, kind_of, parse_text, text_of
-from megatron_vlm.errors import DataError
+from megatron_vlm.errors import NOT_GIVEN, DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
 MARKS = re.compile(f"{REF}|{BOX}")
@@ -24,28 +24,30 @@ _MOST = 1e9  # no picture has so many pixels
 def parse_objects(value: Any, turns: Sequence[Turn], keys: Keys) -> Objects | None:
     """What a record's `objects` says; as many marks as it fills must be in the turns' texts."""
     where = f"{keys.where}: objects"
-    value = parse_text(value, where) if isinstance(value, str) and value else value
+    if isinstance(value, str) and value:
+        value = parse_text(value, "objects", keys.where)
     if is_empty(value) and not isinstance(value, Mapping):
         return None
     if not isinstance(value, Mapping):
         raise DataError(
-            f"{where} must be an object with the lists 'ref' and 'bbox', but this is "
-            f"{kind_of(value)}; see docs/data.md"
+            f"must be an object with the lists 'ref' and 'bbox', not {kind_of(value)}",
+            place=keys.where,
+            key="objects",
+            remedy="see docs/data.md",
         )
     given = keys.read(value, {"ref", "bbox", "bbox_type", "image_id"}, where)
     if not given:
         return None
-    refs, boxes = (_list(given.get(name, ()), f"{where}: {name}") for name in ("ref", "bbox"))
+    refs, boxes = (_list(given.get(name, ()), name, where) for name in ("ref", "bbox"))
     unit = given.get("bbox_type", "real")
     if unit not in UNITS:
-        got = repr(unit[:80]) if isinstance(unit, str) else kind_of(unit)
-        raise DataError(f"{where}: bbox_type is {got}; known: {', '.join(UNITS)}")
+        raise DataError(place=where, key="bbox_type", found=unit, allowed=UNITS)
     pictures = sum(isinstance(part, Image) for turn in turns for part in turn.parts)
     images = _images(given.get("image_id"), len(boxes), pictures, where)
     found = Objects(
-        tuple(text_of(ref, f"ref {i}", where) for i, ref in enumerate(refs)),
+        tuple(text_of(ref, f"ref[{i}]", where) for i, ref in enumerate(refs)),
         tuple(
-            Box(_coordinates(box, f"{where}: bbox {i}"), unit, image)
+            Box(_coordinates(box, f"bbox[{i}]", where), unit, image)
             for i, (box, image) in enumerate(zip(boxes, images, strict=True))
         ),
     )
@@ -53,49 +55,66 @@ def parse_objects(value: Any, turns: Sequence[Turn], keys: Keys) -> Objects | No
     return found
 
 
-def _list(value: Any, where: str) -> Sequence[Any]:
+def _list(value: Any, key: str, where: str) -> Sequence[Any]:
     if not is_list(value):
-        raise DataError(f"{where} must be a list, but this is {kind_of(value)}")
+        raise DataError(f"must be a list, not {kind_of(value)}", place=where, key=key)
     return value
 
 
 def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
     """For each box the number of its image: 0 unless the record says otherwise."""
-    given = [0] * boxes if is_empty(value) else _list(value, f"{where}: image_id")
+    given = [0] * boxes if is_empty(value) else _list(value, "image_id", where)
     if len(given) != boxes:
         raise DataError(
-            f"{where}: image_id has {len(given)} entries for {boxes} boxes; give the number of "
-            "its image for each box, or leave image_id out if all are of the first"
+            f"has {len(given)} entries for {boxes} boxes",
+            place=where,
+            key="image_id",
+            remedy="give the number of its image for each box, or leave image_id out if all boxes "
+            "are of the first",
         )
     if boxes and not pictures:
         raise DataError(
-            f"{where}: there are {boxes} boxes and no images, and boxes are of images alone, not "
-            "of videos; give images, or write the coordinates into the text"
+            f": there are {boxes} boxes and no images, and boxes are of images alone, not of videos",
+            place=where,
+            key="bbox",
+            remedy="give images, or write the coordinates into the text",
         )
     for place, image in enumerate(given):
         if type(image) is not int or not 0 <= image < pictures:
-            got = image if type(image) is int and abs(image) <= _MOST else kind_of(image)
+            is_huge = type(image) is int and abs(image) > _MOST  # Python may refuse to print it
             raise DataError(
-                f"{where}: image_id {place} is {got}, and the record has images 0 to "
-                f"{pictures - 1}; give the number of the image that the box is of"
+                f": the record has images 0 to {pictures - 1}",
+                place=where,
+                key=f"image_id[{place}]",
+                found=NOT_GIVEN if is_huge else image,
+                allowed=range(pictures),
+                remedy="give the number of the image that the box is of",
             )
     return given
 
 
-def _coordinates(value: Any, where: str) -> tuple[float, ...]:
+def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
     if not is_list(value) or len(value) not in (2, 4):
         got = f"a list of {len(value)}" if is_list(value) else kind_of(value)
-        raise DataError(f"{where} is {got}; give [x1, y1, x2, y2], or [x, y] for a point")
+        raise DataError(
+            f"is {got}", place=where, key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point"
+        )
     for number in value:
         if type(number) not in (int, float) or not -_MOST <= number <= _MOST:
             got = f"{number}" if type(number) is float else kind_of(number)
             raise DataError(
-                f"{where} has a coordinate that is {got}; give numbers of at most {_MOST:g}"
+                f"has a coordinate that is {got}",
+                place=where,
+                key=key,
+                allowed=f"numbers of at most {_MOST:g}",
             )
     if len(value) == 4 and (value[0] > value[2] or value[1] > value[3]):
         raise DataError(
-            f"{where} is {list(value)}: its second corner must not be left of the first or above "
-            "it; give [x1, y1, x2, y2], not a width and a height"
+            ": the second corner must not be left of the first or above it",
+            place=where,
+            key=key,
+            found=list(value),
+            allowed="[x1, y1, x2, y2], not a width and a height",
         )
     return tuple(value)
 
@@ -105,16 +124,20 @@ def _check_marks(objects: Objects, turns: Sequence[Turn], where: str) -> None:
     for number, turn in enumerate(turns):
         if _has_mark(turn.tool_calls):
             raise DataError(
-                f"{where}: message {number}: a tool call has a mark {REF} or {BOX}, and marks are "
-                "replaced in texts alone; write the coordinates themselves, 0 to 1000"
+                f"has a mark {REF} or {BOX}, and marks are replaced in texts alone",
+                place=f"{where}: message {number}",
+                key="tool_calls",
+                remedy="write the coordinates themselves, 0 to 1000",
             )
         for text in (turn.reasoning, *(part for part in turn.parts if isinstance(part, str))):
             counts.update(MARKS.findall(text))
     for mark, name, given in ((REF, "ref", objects.refs), (BOX, "bbox", objects.boxes)):
         if counts[mark] != len(given):
             raise DataError(
-                f"{where}: the texts have {counts[mark]} {mark} marks, but objects has "
-                f"{len(given)} in {name!r}; give one for each mark"
+                f"has {len(given)} values for the {counts[mark]} {mark} marks of the texts",
+                place=f"{where}: objects",
+                key=name,
+                remedy="give one for each mark",
             )
 
 

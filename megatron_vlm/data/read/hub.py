@@ -39,7 +39,8 @@ def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
     except Exception as error:  # connection, missing data set, missing split, bad files
         verb = "stream" if streaming else "load"
         raise ConfigError(
-            f"{spec.path}: not a file here, and `datasets` cannot {verb} it: {root_cause(error)}"
+            f"is not a file here, and `datasets` cannot {verb} it: {root_cause(error)}",
+            place=spec.path,
         ) from error
 
 
@@ -61,8 +62,9 @@ def _refuse_addresses(folder: Path) -> None:
         configs = said.get("configs") if isinstance(said, dict) else None
         if found := re.search(r"[\w+.]+://[^'\"\s]*|::", str(configs or "")):
             raise DataError(
-                f"{path} names {found[0]} as a data file; download it into the folder and name it "
-                "there"
+                f"names {found[0]} as a data file",
+                place=str(path),
+                remedy="download it into the folder and name it there",
             )
 
 
@@ -73,6 +75,7 @@ def _refuse_outside(files: Any, name: str, folder: bool) -> None:
         inside = os.path.normpath(path).startswith(os.path.join(root, "")) if folder else False
         if not inside and (folder or "://" not in path):
             raise DataError(
-                f"{name}: its README.md names {path} as a data file, which lies outside; move the "
-                "file into the folder, or give its path as data.train"
+                f": the README.md names {path} as a data file, which lies outside the folder",
+                place=name,
+                remedy="move the file into the folder, or give its path as data.train",
             )

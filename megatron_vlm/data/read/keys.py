@@ -77,16 +77,21 @@ class Keys:
         marks = sorted(given & _PREFERENCE) or ["label"] * isinstance(found.get("label"), bool)
         if marks:
             raise DataError(
-                f"{self.where}: this is preference data, by {_listed(marks)}: it says how good "
-                "answers are, as for DPO or KTO, and training here is supervised and learns "
-                "every answer. Make records of the good answers alone, as messages; or, if all "
-                f"the other keys hold what is to be learnt, {remedy(marks, self.ignored)}"
+                f": this is preference data, by {_listed(marks)}: it says how good answers are, as "
+                "for DPO or KTO, and training here is supervised and learns every answer",
+                place=self.where,
+                key=marks[0],
+                remedy="make records of the good answers alone, as messages; or, if all the other "
+                f"keys hold what is to be learnt, {remedy(marks, self.ignored)}",
             )
         if marks := sorted(given & _AUDIO):
             raise DataError(
-                f"{self.where}: there is sound, by {_listed(marks)}, and Qwen3-VL hears none: its "
-                "marks would be learnt as text. Leave such records out; or, if they make sense "
-                f"without, {remedy(marks, self.ignored)}"
+                f": there is sound, by {_listed(marks)}, and Qwen3-VL takes no sound: the marks "
+                "would be learnt as text",
+                place=self.where,
+                key=marks[0],
+                remedy="leave such records out; or, if they make sense without the sound, "
+                f"{remedy(marks, self.ignored)}",
             )
         return found
 

@@ -17,20 +17,24 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 
 
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
-    """The value of a JSON text; a DataError that starts with `where` if it is none, or too much."""
+    """Parse a JSON text; raise a DataError at `where` if it is not JSON, or too much."""
     check_size(len(text), where)
-    return Outside(where, remedy="mend the record or drop it").parsed(text, what)
+    return Outside(where, remedy="mend the record or drop it").parsed(text, f"is not {what}")
 
 
 def check_size(size: int, where: str) -> None:
     """Refuse a record of more than MAX_RECORD bytes."""
     if size > MAX_RECORD:
-        raise DataError(too_large(where))
+        raise too_large(where)
 
 
-def too_large(where: str) -> str:
-    """What is said of such a record."""
-    return f"{where}: larger than {MAX_RECORD // 2**20} MiB; split it, or give its images as files"
+def too_large(where: str) -> DataError:
+    """Make the error of a record that is too large."""
+    return DataError(
+        f"is larger than {MAX_RECORD // 2**20} MiB",
+        place=where,
+        remedy="split it, or give its images as files",
+    )
 
 
 def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:

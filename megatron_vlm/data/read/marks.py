@@ -28,11 +28,14 @@ def place_media(
         places = sum(part == awaited for turn in turns for part in turn.parts)
         present = any(isinstance(part, type(awaited)) for turn in turns for part in turn.parts)
         if column and not present:
-            turns = _prepend(turns, column, where)
+            turns = _prepend(turns, column, kind, where)
         elif places != len(column):
             raise DataError(
-                f"{where}: {places} {kind} places (<{kind}> marks, or parts without a source) "
-                f"but {len(column)} in the record's {kind}s; give one for each place"
+                f"has {len(column)} {kind}s for {places} {kind} places (<{kind}> marks, or parts "
+                "without a source)",
+                place=where,
+                key=f"{kind}s",
+                remedy="give one for each place",
             )
         source = iter(column)
         turns = [
@@ -60,10 +63,12 @@ def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tup
     return tuple(found)
 
 
-def _prepend(turns: list[Turn], media: list[Any], where: str) -> list[Turn]:
+def _prepend(turns: list[Turn], media: list[Any], kind: str, where: str) -> list[Turn]:
     first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
     if first is None:
-        raise DataError(f"{where}: there are images but no user message to put them in")
+        raise DataError(
+            f": there are {kind}s but no user message to put them in", place=where, key=f"{kind}s"
+        )
     turns[first] = replace(turns[first], parts=(*media, *turns[first].parts))
     return turns
 
@@ -80,7 +85,9 @@ def check_lone_marks(texts: Iterable[str], record: Record) -> None:
             continue
         remedy = "leave such records out" if kind == "audio" else f"give its {kind}s, one for each"
         raise DataError(
-            f"{record.where}: it has {count} <{kind}> mark{'s' * (count > 1)} and no {kind}, and "
-            f"marks would be learnt as text; {remedy}. If texts mean the word itself, give them "
-            'as parts, {"type": "text", "text": ...}, or set data.lone_marks=text'
+            f"has {count} <{kind}> mark{'s' * (count > 1)} and no {kind}, and marks would be "
+            "learnt as text",
+            place=record.where,
+            remedy=f"{remedy}. If texts mean the word itself, give them as parts, "
+            '{"type": "text", "text": ...}, or set data.lone_marks=text',
         )

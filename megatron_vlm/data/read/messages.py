@@ -51,39 +51,43 @@ _MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)
 def parse_messages(messages: Any, where: str, keys: Keys) -> list[Turn]:
     """A list of messages, which may be JSON text."""
     if isinstance(messages, str):
-        messages = parse_text(messages, f"{where}: messages")
+        messages = parse_text(messages, "messages", where)
     if not is_list(messages):
-        raise DataError(f"{where}: messages must be a list, but this is {kind_of(messages)}")
+        raise DataError(f"must be a list, not {kind_of(messages)}", place=where, key="messages")
     return [_parse_message(m, f"{where}: message {i}", keys) for i, m in enumerate(messages)]
 
 
 def _parse_message(message: Any, where: str, keys: Keys) -> Turn:
     if not isinstance(message, Mapping):
-        raise DataError(f"{where} must be an object, but this is {kind_of(message)}")
+        raise DataError(f"must be an object, not {kind_of(message)}", place=where)
     given = _speaker(message, where)
     role = _ROLE_NAMES.get(given) if isinstance(given, str) else None
     if role is None:
-        raise DataError(f"{where} has role {given!r}; known roles: {', '.join(_ROLE_NAMES)}")
+        raise DataError(place=where, key="role", found=given, allowed=tuple(_ROLE_NAMES))
     message = keys.read(message, _MESSAGE | (_ANSWER if role == "tool" else set()), where)
     content = only(message, ("content", "value"), where)
-    calls = dicts(message.get("tool_calls") or (), f"{where}: tool_calls")
+    calls = dicts(message.get("tool_calls") or (), "tool_calls", where)
     if given == "function_call":
-        calls, content = dicts(content, f"{where}: function_call"), None
+        calls, content = dicts(content, "function_call", where), None
     found = _parse_content(content, where, keys)
     thoughts = only(message, _REASONING, where)
     said = [*found["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
     reasoning = "".join(text_of(text, "reasoning", where) for text in said)
     calls += found["tool_call"]
     if reasoning and role != "assistant":
-        raise DataError(f"{where} ({role}) has reasoning; only messages of the assistant have it")
+        raise DataError(
+            f"is in a message of {role}; only messages of the assistant have it",
+            place=where,
+            key="reasoning",
+        )
     if not found["parts"] and not calls and role != "system":
-        raise DataError(f"{where} ({role}) has no content")
+        raise DataError(f"of {role} is empty", place=where, key="content")
     weight = only(message, _WEIGHTS, where)
     return Turn(
         role,
         tuple(found["parts"]),
         tuple(_parse_call(call, where, keys) for call in calls),
-        None if weight is None else weight_of(weight, f"{where}: weight"),
+        None if weight is None else weight_of(weight, "weight", where),
         reasoning,
     )
 
@@ -93,7 +97,9 @@ def _speaker(message: Mapping[str, Any], where: str) -> Any:
     role, name = message.get("role"), message.get("from")
     known = isinstance(role, str) and isinstance(name, str)
     if known and role and name and _ROLE_NAMES.get(role) != _ROLE_NAMES.get(name):
-        raise DataError(f"{where}: 'role' and 'from' are {role!r} and {name!r}; give one of them")
+        raise DataError(
+            f"and from={name!r} differ", place=where, key="role", found=role, remedy="give one"
+        )
     return role or name
 
 
@@ -103,7 +109,9 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
     if isinstance(content, str | Mapping):
         content = [content]
     if content is not None and not is_list(content):
-        raise DataError(f"{where}: content must be a string or a list, not {kind_of(content)}")
+        raise DataError(
+            f"must be a string or a list, not {kind_of(content)}", place=where, key="content"
+        )
     for number, part in enumerate(content or ()):
         place = f"{where}, part {number}"
         kind = _kind_of_part(part) if isinstance(part, Mapping) else None
@@ -112,7 +120,7 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
         keys.marked += [part] if isinstance(part, str) else []
         kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
         if kind == "tool_call":
-            found[kind] += dicts(value, place)
+            found[kind] += dicts(value, kind, place)
         elif value != "":
             found[kind if kind == "reasoning" else "parts"].append(value)
     return found
@@ -121,11 +129,11 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
 def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
     """The kind of a part, and what it holds."""
     if not isinstance(part, Mapping):
-        raise DataError(f"{where} must be a string or an object, but this is {kind_of(part)}")
+        raise DataError(f"must be a string or an object, not {kind_of(part)}", place=where)
     given = _kind_of_part(part)
     kind = _KINDS.get(given) if isinstance(given, str) else None
     if kind is None:
-        raise DataError(f"{where} has type {given!r}; known: {', '.join(_KINDS)}")
+        raise DataError(place=where, key="type", found=given, allowed=tuple(_KINDS))
     more = _MORE.get(kind, frozenset())
     part = keys.read(part, {"type", *_PARTS[kind], *more}, where)
     value = only(part, _PARTS[kind], where)
@@ -137,10 +145,12 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
         awaited, read = _MEDIA[kind]
         if value is not None:
             return kind, read(value, where, keys, part)
-        if said := sorted(part.keys() & _MORE[kind]):
+        if options := sorted(part.keys() & _MORE[kind]):
             raise DataError(
-                f"{where} has {said[0]}, but no {kind}; give both in the record's {kind}s: "
-                f'{{"path": ..., "{said[0]}": ...}}'
+                f"is an option of a part without {kind}",
+                place=where,
+                key=options[0],
+                remedy=f'give both in the record\'s {kind}s: {{"path": ..., "{options[0]}": ...}}',
             )
         return kind, awaited
     return kind, value
@@ -160,16 +170,18 @@ def _parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, An
     else:
         keys.read(call, {*own, "function"}, place)
     if call.get("type") not in (None, "function"):
-        raise DataError(f"{place} has type {call['type']!r}; known: function")
+        raise DataError(place=place, key="type", found=call["type"], allowed="function")
     if isinstance(function, Mapping):
         function = keys.read(function, {*own, "name", "arguments"}, place)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise DataError(f"{where}: a tool call has no function name")
+        raise DataError("is missing", place=place, key="function.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = parse_text(arguments, f"{where}: arguments of {name}")
+        arguments = parse_text(arguments, f"arguments of {name}", where)
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
-        raise DataError(f"{where}: arguments of {name} must be an object, not {kind_of(arguments)}")
+        raise DataError(
+            f"must be an object, not {kind_of(arguments)}", place=where, key=f"arguments of {name}"
+        )
     return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}

@@ -13,6 +13,7 @@ from megatron_vlm.errors import DataError
 
 _MOST = 2**31 - 1  # of what is counted
 _LEAST_RATE, _MOST_SECONDS = 1e-9, 1e9
+_SECONDS = "seconds, at least 0"
 _RESIZED = (
     "sizes are chosen as Hugging Face's processor does, by bounds: give min_pixels and max_pixels"
 )
@@ -35,7 +36,9 @@ def joined(
     held, beside = ({k: v for k, v in raw.items() if k in names} for raw in (held, beside))
     for key in held.keys() & beside.keys():
         if held[key] != beside[key]:
-            raise DataError(f"{where}: {key} is given twice, and differs; give it once")
+            raise DataError(
+                "occurs twice, with different values", place=where, key=key, remedy="give it once"
+            )
     return {key: value for key, value in (held | beside).items() if not is_empty(value)}
 
 
@@ -51,19 +54,29 @@ def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) 
     """The options of a list of so many frames, or, with None, of a file."""
     _refuse(given, _NOT_CARRIED_OUT, where)
     if num_frames is None:
-        _refuse(given, dict.fromkeys(_OF_LISTS, "it is for a list of frames, not a file"), where)
+        _refuse(
+            given, dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file"), where
+        )
     else:
-        _refuse(given, dict.fromkeys(_OF_FILES, "frames given as a list are all taken"), where)
+        _refuse(given, dict.fromkeys(_OF_FILES, "all frames of a list are taken"), where)
     nframes = only(given, ("nframes", "num_frames"), where)
     fps = only(given, ("fps", "sample_fps"), where)
     times = only(given, ("times", "timestamps"), where)
     if nframes is not None and given.keys() & {"fps", "min_frames", "max_frames"}:
         raise DataError(
-            f"{where}: nframes says how many frames are taken; leave out fps, min_frames and "
-            "max_frames, or nframes"
+            "is the number of frames that are taken",
+            place=where,
+            key="nframes",
+            found=nframes,
+            remedy="leave out fps, min_frames and max_frames, or nframes",
         )
     if times is not None and fps is not None:
-        raise DataError(f"{where}: times and fps both say when the frames are; give one of them")
+        raise DataError(
+            "and fps both set the times of the frames",
+            place=where,
+            key="times",
+            remedy="give one of them",
+        )
     found: dict[str, Any] = {
         key: _count(given.get(key), key, least, where) for key, least in _COUNTS.items()
     }
@@ -87,8 +100,10 @@ def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str], where: str) ->
     for key in given:
         if key in reasons:
             raise DataError(
-                f"{where}: {key} is not carried out: {reasons[key]}; or leave it out, for example "
-                f"by data.ignore_keys=[{key}]"
+                f"is not supported here: {reasons[key]}",
+                place=where,
+                key=key,
+                remedy=f"or leave it out, for example by data.ignore_keys=[{key}]",
             )
 
 
@@ -96,36 +111,47 @@ def _count(value: Any, key: str, least: int, where: str) -> int | None:
     """A whole number, which tables with gaps have as a float."""
     if value is None or (_is_number(value) and least <= value <= _MOST and value == int(value)):
         return value if value is None else int(value)
-    raise DataError(f"{where}: {key} is {repr(value)[:80]}; give a whole number, at least {least}")
+    allowed = f"a whole number, at least {least}"
+    raise DataError(place=where, key=key, found=value, allowed=allowed)
 
 
 def _rate(value: Any, where: str) -> float | None:
     if value is None or (_is_number(value) and _LEAST_RATE <= value <= 1 / _LEAST_RATE):
         return None if value is None else float(value)
-    raise DataError(f"{where}: fps is {repr(value)[:80]}; give frames per second, above 0")
+    allowed = "frames per second, above 0"
+    raise DataError(place=where, key="fps", found=value, allowed=allowed)
 
 
 def _seconds(value: Any, key: str, where: str) -> float | None:
     if value is None or (_is_number(value) and 0 <= value <= _MOST_SECONDS):
         return None if value is None else float(value)
-    raise DataError(f"{where}: {key} is {repr(value)[:80]}; give seconds, at least 0")
+    raise DataError(place=where, key=key, found=value, allowed=_SECONDS)
 
 
 def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
     if not is_list(value):
-        raise DataError(f"{where}: times must be a list of seconds, but this is {kind_of(value)}")
+        raise DataError(
+            f"must be a list of seconds, not {kind_of(value)}", place=where, key="times"
+        )
     if len(value) != num_frames:
         raise DataError(
-            f"{where}: {len(value)} times for {num_frames} frames; give one for each frame"
+            f"has {len(value)} values for {num_frames} frames",
+            place=where,
+            key="times",
+            remedy="give one for each frame",
         )
     for number, time in enumerate(value):
-        if time is None or _seconds(time, f"time {number}", where) is None:
-            raise DataError(f"{where}: time {number} is null; give seconds, at least 0")
+        key = f"times[{number}]"
+        if _seconds(time, key, where) is None:
+            raise DataError(place=where, key=key, found=None, allowed=_SECONDS)
     for number, (one, after) in enumerate(pairwise(value), start=1):
         if after < one:
             raise DataError(
-                f"{where}: time {number} is {after}, before {one}, that of the frame before it; "
-                "give frames and times in the order of time"
+                f"is before {one}, the time of the previous frame",
+                place=where,
+                key=f"times[{number}]",
+                found=after,
+                remedy="give frames and times in the order of time",
             )
     return tuple(map(float, value))
 
@@ -133,7 +159,9 @@ def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
 def _check_order(found: Mapping[str, Any], least: str, most: str, where: str) -> None:
     low, high = found[least], found[most]
     if low is not None and high is not None and low > high:
-        raise DataError(f"{where}: {least} is {low}, above {most}, which is {high}; change one")
+        raise DataError(
+            f"is above {most}={high}", place=where, key=least, found=low, remedy="change one"
+        )
 
 
 def _is_number(value: Any) -> bool:

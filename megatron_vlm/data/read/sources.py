@@ -51,7 +51,7 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
         if is_name or spec.path.startswith(HUB):
             return _hub_source(spec, root)
-        raise ConfigError(f"no file or folder {spec.path}")
+        raise ConfigError(": there is no such file or folder", place=spec.path)
     folder = folder_of(paths[0])
     if Path(paths[0]).is_dir():
         return _open_folder(paths[0], spec, root or folder)
@@ -62,7 +62,9 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         for path in paths
     }
     if len(kinds) > 1:
-        raise ConfigError(f"{spec.path} matches files of several kinds: {', '.join(sorted(kinds))}")
+        raise ConfigError(
+            f"matches files of several kinds: {', '.join(sorted(kinds))}", place=spec.path
+        )
     kind = kinds.pop()
     if kind == ".tar":
         return TarSource(paths, root or folder)
@@ -73,8 +75,10 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
     if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
         return JsonlSource([unpacked(path, cache) for path in paths], paths, root or folder)
     raise ConfigError(
-        f"{spec.path}: cannot tell the format; known are .jsonl, .jsonl.gz, .jsonl.zst, .json, "
-        ".parquet, .arrow, .tar, a folder of save_to_disk, or the name of a Hugging Face data set"
+        "has a name that does not tell the format",
+        place=spec.path,
+        allowed=".jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet, .arrow, .tar, a folder of "
+        "save_to_disk, or the name of a Hugging Face data set",
     )
 
 
@@ -127,7 +131,7 @@ class ListSource:
             # As large as memory: whoever has more gives JSON lines.
             content = file.parsed(file.content(_MOST_LIST), most_values=_MOST_LIST)
             if not isinstance(content, list):
-                raise DataError(f"{path}: a .json file must hold one list of records")
+                raise file.error("must hold one list of records")
             self.records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]
 
     @cached_property
@@ -153,7 +157,9 @@ def _read_tables(kind: str, paths: Sequence[str]) -> Any:
             return datasets.Dataset.from_parquet(list(paths))
         return datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"{paths[0]}: not a readable {kind} file: {root_cause(error)}") from error
+        raise DataError(
+            f"is not a readable {kind} file: {root_cause(error)}", place=paths[0]
+        ) from error
 
 
 def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
@@ -166,10 +172,16 @@ def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
     try:
         found, name = datasets.load_from_disk(path), path
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"{path}: not readable: {root_cause(error)}") from error
+        raise DataError(f"cannot be read: {root_cause(error)}", place=path) from error
     if isinstance(found, datasets.DatasetDict):
         if spec.split not in found:
-            raise ConfigError(f"{path} has no split {spec.split!r}; it has {', '.join(found)}")
+            raise ConfigError(
+                ": the folder has no such split",
+                place=path,
+                key="split",
+                found=spec.split,
+                allowed=tuple(found),
+            )
         found, name = found[spec.split], f"{path}[{spec.split}]"
     return TableSource(found, name, root)
 

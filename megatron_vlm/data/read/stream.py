@@ -50,7 +50,7 @@ class StreamRecord:
             return raw
         members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
         if not members:
-            raise DataError(too_large(self.where))
+            raise too_large(self.where)
         line = members.get(_LINE)
         return join_members(members, self.where) if line is None else parse_json(line, self.where)
 
@@ -90,7 +90,7 @@ class Stream:
     def _window(self, records: Iterator[Any]) -> list[Any]:
         """The next records, fewer at the end."""
         # What is damaged in a Parquet or Arrow file shows as it is read.
-        with Outside(self.name, remedy="download it again").border("cannot be read on"):
+        with Outside(self.name, remedy="download it again").border("cannot be read further"):
             return list(itertools.islice(records, self.window))
 
 
@@ -144,13 +144,13 @@ def _open(spec: SourceSpec) -> Any:
         )
     if suffix not in _TABLES:
         known = (*_LINES, ".tar", *_TABLES)
-        raise ConfigError(f"{spec.path} cannot be streamed; give {', '.join(known)}")
+        raise ConfigError("cannot be streamed", place=spec.path, allowed=known)
     try:
         return datasets.load_dataset(
             suffix[1:], data_files={spec.split: paths}, split=spec.split, streaming=True
         )
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"{spec.path} cannot be streamed: {root_cause(error)}") from error
+        raise DataError(f"cannot be streamed: {root_cause(error)}", place=spec.path) from error
 
 
 def _where(table: Any) -> str | None:

@@ -46,8 +46,9 @@ class TableSource:
             found = os.path.getsize(path) if os.path.exists(path) else 0
             if found < size:
                 raise DataError(
-                    f"{path} has {found:,} bytes now, and had {size:,} when it was opened; leave "
-                    "data files alone while they are read, and start again"
+                    f"has {found:,} bytes now, and had {size:,} when it was opened",
+                    place=path,
+                    remedy="leave data files alone while they are read, and start again",
                 )
 
     def where(self, index: int) -> str:

@@ -77,7 +77,7 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
             if tar.offset > total:
                 raise tarfile.ReadError("unexpected end of data")
     except Exception as error:  # tarfile raises many kinds
-        raise DataError(f"{path}: not a readable, uncompressed tar file: {error}") from error
+        raise DataError(f"is not a readable, uncompressed tar file: {error}", place=path) from error
     return samples
 
 
@@ -97,5 +97,5 @@ def join_members(values: dict[str, Any], where: str) -> Any:
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         return {"prompt": "", "completion": text.strip(), "images": pictures}
     raise DataError(
-        f"{where}: a sample needs .json, or a picture and .txt; it has {sorted(values)}"
+        f"has {sorted(values)}, and a sample needs .json, or a picture and .txt", place=where
     )

@@ -50,14 +50,18 @@ class Unknown:
 class UnknownKeysError(DataError):
     """A record has keys that are neither read nor to be passed over: `keys`, by name."""
 
-    where: str
-    keys: dict[str, Unknown]
+    def __init__(
+        self, problem: str = "", *, keys: Mapping[str, Unknown] | None = None, **fields: Any
+    ) -> None:
+        super().__init__(problem, **fields)
+        self.keys = dict(keys or {})
 
     @staticmethod
     def of(where: str, keys: dict[str, Unknown], ignored: Collection[str]) -> "UnknownKeysError":
-        error = UnknownKeysError(refusal(where, keys, ignored))
-        error.where, error.keys = where, keys
-        return error
+        return UnknownKeysError(**refusal(where, keys, ignored), keys=keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), {"keys": self.keys}
 
 
 def refusal(
@@ -65,25 +69,29 @@ def refusal(
     keys: Mapping[str, Unknown],
     ignored: Collection[str],
     counts: Mapping[str, str] | None = None,
-) -> str:
-    """What a user is told of these keys, with the line that takes them as absent where that may be
-    right. `counts`: in how many records each is."""
+) -> dict[str, str]:
+    """Return the fields of an error about these keys, with the setting that takes them as absent
+    where that may be right. `counts`: in how many records each is."""
     shown = {name: _shown(name, why, (counts or {}).get(name, "")) for name, why in keys.items()}
     media = [name for name, why in keys.items() if why.is_media]
-    said = []
+    problems, remedies = [], []
     if media:
         one = len(media) == 1
-        said.append(
+        problems.append(
             f"{_listed(shown[name] for name in media)} look{'s' * one} like pictures, videos or "
-            f"sound, and the record has no others: name {'it' if one else 'them'} image, images, "
-            "video or videos, so that they are seen"
+            "sound, and the record has no others"
+        )
+        remedies.append(
+            f"name {'it' if one else 'them'} image, images, video or videos, so that they are seen"
         )
     if others := [name for name in keys if name not in media]:
-        said.append(
-            f"the meaning of {_listed(shown[name] for name in others)} is not known here, or not "
-            f"carried out; see docs/data.md. If training may ignore it, {remedy(others, ignored)}"
+        problems.append(
+            f"the meaning of {_listed(shown[name] for name in others)} is not known, or not "
+            "supported here"
         )
-    return f"{where}: {'; '.join(said)}"
+        remedies.append(f"see docs/data.md. If training may ignore it, {remedy(others, ignored)}")
+    problem = f": {'; '.join(problems)}"
+    return {"problem": problem, "place": where, "remedy": "; ".join(remedies)}
 
 
 def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
@@ -136,8 +144,8 @@ def _distance(one: str, other: str) -> int:
 
 def _shown(name: str, why: Unknown, count: str) -> str:
     more = [why.place, why.near and f"most likely {why.near!r}", count]
-    told = "; ".join(filter(None, more))
-    return f"{name[:80]!r}" + (f" ({told})" if told else "")
+    details = "; ".join(filter(None, more))
+    return f"{name[:80]!r}" + (f" ({details})" if details else "")
 
 
 def _listed(names: Iterable[str]) -> str:

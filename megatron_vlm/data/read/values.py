@@ -10,39 +10,45 @@ from megatron_vlm.outside import Outside
 _LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their losses
 
 
-def dicts(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects of JSON; a single one and a JSON string are understood, too."""
-    value = parse_text(value, where) if isinstance(value, str) else value
+def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
+    """Return a list of objects of JSON; a single one and a JSON string are understood, too."""
+    value = parse_text(value, key, where) if isinstance(value, str) else value
     value = [value] if isinstance(value, Mapping) else value
     if not is_list(value) or not all(isinstance(item, Mapping) for item in value):
-        raise DataError(f"{where} must be a list of objects, but this is {kind_of(value)}")
+        raise DataError(
+            f"must be a list of objects, not {kind_of(value)}",
+            place=where,
+            key=key,
+            allowed="a list of objects",
+        )
     try:  # of what a table can hold and JSON cannot, transformers 5.23 shows only the type
         json.dumps([*value], allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where} must be JSON: {error}") from error
+        raise DataError(f"must be JSON: {error}", place=where, key=key) from error
     return [dict(item) for item in value]
 
 
-def parse_text(text: str, where: str) -> Any:
-    """What JSON text holds."""
-    return Outside(f"{where} is a string that is not JSON").parsed(text)
+def parse_text(text: str, key: str, where: str) -> Any:
+    """Parse the JSON text at this key."""
+    try:
+        return Outside(where).parsed(text, "is a string that is not JSON")
+    except DataError as error:
+        raise DataError(**error.fields() | {"key": key}) from error
 
 
 def text_of(value: Any, name: str, where: str) -> str:
     """The value, which must be a string."""
     if not isinstance(value, str):
-        raise DataError(f"{where}: {name} must be a string, but this is {kind_of(value)}")
+        raise DataError(f"must be a string, not {kind_of(value)}", place=where, key=name)
     return value
 
 
-def weight_of(value: Any, where: str) -> float:
-    """A weight of the loss, of a message or a token; true is 1, and false is 0."""
+def weight_of(value: Any, key: str, where: str) -> float:
+    """Return a weight of the loss, of a message or a token; true is 1, and false is 0."""
     if isinstance(value, bool | int | float) and (not value or _LEAST <= value <= _MOST):
         return float(value)
-    raise DataError(
-        f"{where} is {value!r}; give 0 (or false), 1 (or true), or another weight from "
-        f"{_LEAST:g} to {_MOST:g}"
-    )
+    weights = f"0 (or false), 1 (or true), or another weight from {_LEAST:g} to {_MOST:g}"
+    raise DataError(place=where, key=key, found=value, allowed=weights)
 
 
 def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
@@ -53,7 +59,10 @@ def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     for name, value in others:
         if said and value != first[1]:
             raise DataError(
-                f"{where}: {first[0]!r} and {name!r} mean the same and differ; give one of them"
+                f"and {name!r} mean the same and differ",
+                place=where,
+                key=first[0],
+                remedy="give one of them",
             )
     return first[1]
 

@@ -25,7 +25,9 @@ def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     """The images or videos that a record has in a column of their own."""
     names = [name for name in (kind, f"{kind}s") if not is_empty(raw.get(name))]
     if len(names) > 1:
-        raise DataError(f"{where}: both {kind!r} and '{kind}s' are given; give one of them")
+        raise DataError(
+            f"and '{kind}s' both have a value", place=where, key=kind, remedy="give one of them"
+        )
     value = raw[names[0]] if names else []
     return list(value) if is_list(value) else [value]
 
@@ -43,7 +45,8 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
         source = bytes(source)
     if not isinstance(source, str | bytes | PIL.Image.Image) or not source:
         raise DataError(
-            f"{where}: an image is a path, URL, bytes or PIL image, not {kind_of(source)}"
+            f": an image must be a path, URL, bytes or PIL image, not {kind_of(source)}",
+            place=where,
         )
     return Image(source, **image_options(joined(held, beside, IMAGE_OPTIONS, where), where))
 
@@ -59,13 +62,17 @@ def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
     if is_list(source):
         frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
         if not frames:
-            raise DataError(f"{where}: the video has no frames")
+            raise DataError(": the video has no frames", place=where)
         if any(frame.min_pixels or frame.max_pixels for frame in frames):
             raise DataError(
-                f"{where}: frames have min_pixels or max_pixels of their own, and all frames of a "
-                "video have one size; give them beside the video"
+                ": frames have min_pixels or max_pixels of their own, and all frames of a video "
+                "have one size",
+                place=where,
+                remedy="give min_pixels and max_pixels beside the video",
             )
         return Video(frames, video_options(given, len(frames), where))
     if not isinstance(source, str) or not source:
-        raise DataError(f"{where}: a video is a path or a list of frames, not {kind_of(source)}")
+        raise DataError(
+            f": a video must be a path or a list of frames, not {kind_of(source)}", place=where
+        )
     return Video(source, video_options(given, None, where))
