@@ -241,7 +241,8 @@ def _bounds(
         most = min(most, options.max_pixels * count)
     if least > most and (options.min_pixels or options.max_pixels or options.total_pixels):
         raise DataError(
-            f": the {count} frames must have at least {least} and at most {most} pixels",
+            f": the {count} frames have a minimum of {least} pixels together, above the maximum "
+            f"of {most}",
             place=where,
             key=next(key for key in _BOUNDS if getattr(options, key)),
             found=next(value for key in _BOUNDS if (value := getattr(options, key))),

@@ -78,7 +78,7 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
     raw = keys.read(raw, {*names, *_FORMATS[names], *_COMMON}, where)
     turns = _as_turns(raw.get("system"), "system", keys) + _turns_of(raw, names, keys)
     if not turns:
-        raise DataError(": the chat has no messages", place=where, key=names[0])
+        raise DataError("is empty", place=where, key=names[0])
     images = [
         image_of(v, f"{where}: image {i}", keys) for i, v in enumerate(column(raw, "image", where))
     ]

@@ -74,7 +74,7 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
         )
     if boxes and not pictures:
         raise DataError(
-            f": there are {boxes} boxes and no images, and boxes are of images alone, not of videos",
+            f": there are {boxes} boxes and no images, and boxes belong to images, not to videos",
             place=where,
             key="bbox",
             remedy="give images, or write the coordinates into the text",

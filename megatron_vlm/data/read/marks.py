@@ -31,8 +31,8 @@ def place_media(
             turns = _prepend(turns, column, kind, where)
         elif places != len(column):
             raise DataError(
-                f"has {len(column)} {kind}s for {places} {kind} places (<{kind}> marks, or parts "
-                "without a source)",
+                f": there are {places} {kind} places (<{kind}> marks, or parts without a source) "
+                f"but {len(column)} {kind}s",
                 place=where,
                 key=f"{kind}s",
                 remedy="give one for each place",

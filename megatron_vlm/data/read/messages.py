@@ -76,12 +76,12 @@ def _parse_message(message: Any, where: str, keys: Keys) -> Turn:
     calls += found["tool_call"]
     if reasoning and role != "assistant":
         raise DataError(
-            f"is in a message of {role}; only messages of the assistant have it",
+            f"is in a message of role {role}; only messages of the assistant have it",
             place=where,
             key="reasoning",
         )
     if not found["parts"] and not calls and role != "system":
-        raise DataError(f"of {role} is empty", place=where, key="content")
+        raise DataError(f"is empty in a message of role {role}", place=where, key="content")
     weight = only(message, _WEIGHTS, where)
     return Turn(
         role,

@@ -64,7 +64,7 @@ def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) 
     times = only(given, ("times", "timestamps"), where)
     if nframes is not None and given.keys() & {"fps", "min_frames", "max_frames"}:
         raise DataError(
-            "is the number of frames that are taken",
+            "sets the number of frames",
             place=where,
             key="nframes",
             found=nframes,

@@ -15,12 +15,7 @@ def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
     value = parse_text(value, key, where) if isinstance(value, str) else value
     value = [value] if isinstance(value, Mapping) else value
     if not is_list(value) or not all(isinstance(item, Mapping) for item in value):
-        raise DataError(
-            f"must be a list of objects, not {kind_of(value)}",
-            place=where,
-            key=key,
-            allowed="a list of objects",
-        )
+        raise DataError(f"must be a list of objects, not {kind_of(value)}", place=where, key=key)
     try:  # of what a table can hold and JSON cannot, transformers 5.23 shows only the type
         json.dumps([*value], allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -59,7 +54,7 @@ def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     for name, value in others:
         if said and value != first[1]:
             raise DataError(
-                f"and {name!r} mean the same and differ",
+                f"and {name} mean the same and differ",
                 place=where,
                 key=first[0],
                 remedy="give one of them",

@@ -26,7 +26,7 @@ def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
     names = [name for name in (kind, f"{kind}s") if not is_empty(raw.get(name))]
     if len(names) > 1:
         raise DataError(
-            f"and '{kind}s' both have a value", place=where, key=kind, remedy="give one of them"
+            f"and {kind}s both have a value", place=where, key=kind, remedy="give one of them"
         )
     value = raw[names[0]] if names else []
     return list(value) if is_list(value) else [value]
