@@ -10,7 +10,19 @@ from typing import Any, Self
 
 NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda _: "NOT_GIVEN"})()
 _BARE = re.compile(r"[\w./:+@~%,=\-\[\]]+", re.ASCII)  # text that needs no quotes
-_QUOTED = reprlib.Repr()
+
+
+class _Repr(reprlib.Repr):
+    """Shortened text of any value."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python prints no integer of more than 4300 digits
+            return f"an integer of {x.bit_length()} bits"
+
+
+_QUOTED = _Repr()
 _QUOTED.maxstring = _QUOTED.maxother = 200
 _QUOTED.maxlevel = 2
 

@@ -288,7 +288,7 @@ def unwritable(path: str, case: Case, folder: Path) -> str:
 def test_unwritable_folder(pool, tiny, tmp_path):
     (tmp_path / "run").write_text("a file")
     for message in pool.run(unwritable, 2, tiny(), layout(dp=2), step_folder(tmp_path / "run", 1)):
-        assert "step-00000001.partial cannot be created: Not a directory" in message
+        assert "step-00000001.partial: cannot be created: Not a directory" in message
 
 
 def test_rectangles_cover_a_range_once():

@@ -274,7 +274,7 @@ def test_what_others_wrote_is_never_removed(tmp_path, caplog):
         lambda: check_leftovers(tmp_path, RUN),
         lambda: begin(step_folder(tmp_path, 6), RUN),
     ):
-        with pytest.raises(CheckpointError, match=r"step-00000006.partial is in the way"):
+        with pytest.raises(CheckpointError, match=r"step-00000006.partial: is in the way"):
             refusing()
     (tmp_path / "step-00000005.partial").mkdir()
     (tmp_path / "step-00000005.partial" / "thesis.txt").touch()
@@ -310,7 +310,7 @@ def test_folders_that_cannot_be_written(tmp_path):
     ours = begin(step_folder(tmp_path, 4), RUN)
     partial_of(step_folder(tmp_path, 3)).symlink_to(ours)  # that would empty the other one
     for step in (1, 2, 3):
-        with pytest.raises(CheckpointError, match=rf"step-0000000{step}.partial is in the way"):
+        with pytest.raises(CheckpointError, match=rf"step-0000000{step}.partial: is in the way"):
             begin(step_folder(tmp_path, step), RUN)
     # Where a checkpoint belongs, anything else is put aside.
     step_folder(tmp_path, 5).symlink_to("nothing")

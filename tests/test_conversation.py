@@ -180,7 +180,7 @@ def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tm
     said = errors.splitlines()
     for line, words in zip(
         said,
-        ["no file nowhere.png", "not an image", "is a folder", "", HELP, "cut.png"],
+        ["nowhere.png: does not exist", "not an image", "is a folder", "", HELP, "cut.png"],
         strict=True,
     ):
         assert line.startswith("megatron-vlm: ") and words in line, errors
@@ -272,7 +272,7 @@ def test_folders(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--image", "no.png"], "no file no.png"),
+        (["--image", "no.png"], "no.png: does not exist"),
         (["--max-new-tokens", "0"], "--max-new-tokens=0; give at least 1"),
         (["--temperature", "nan"], "--temperature=nan; give a finite number, 0 or more"),
         (["--seed", "-1"], "--seed=-1; give at least 0"),

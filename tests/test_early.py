@@ -262,12 +262,15 @@ def test_what_needs_no_deepstack_list_is_checked_without_one(given, places, tmp_
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "config.json: it is [], not an object; give a folder of a Qwen3-VL checkpoint"),
+        (
+            "[]",
+            "config.json: its content is [], not an object; give a folder of a Qwen3-VL checkpoint",
+        ),
         (
             '{"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": "four"}}',
             "text_config.num_hidden_layers='four', not a whole number from 1 to 1024",
         ),
-        ('{"model_type": "a", "model_type": "b"}', "'model_type' stands twice in an object"),
+        ('{"model_type": "a", "model_type": "b"}', "'model_type' occurs twice in an object"),
         (" " * 2**20 + " ", "has more than 1,048,576 bytes"),
         ("[" * 10**5, "nested too deeply"),
         ("[" * 101 + "]" * 101, "nested too deeply, in more than 100 levels"),

@@ -234,10 +234,10 @@ def test_candidates_from_a_file(tmp_path):
     for wrong, words in (
         (["cat"], "1 entries"),
         (["cat", "cat"], "1 of them different"),
-        (str(tmp_path / "none"), "no file .*/none; eval.candidates names a text file"),
+        (str(tmp_path / "none"), ".*/none: does not exist; eval.candidates names a text file"),
         (str(tmp_path), "is a folder, and only files are read"),
         (str(tmp_path / "pipe"), "is a named pipe, and only files are read"),
-        ("~nobody-of-this-name/a.txt", "no file ~nobody"),
+        ("~nobody-of-this-name/a.txt", "~nobody-of-this-name/a.txt: does not exist"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_candidates(wrong)

@@ -298,7 +298,7 @@ def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(
-        DataError, match=r"tokenizer\.json is a named pipe, and only files are read"
+        DataError, match=r"tokenizer\.json: is a named pipe, and only files are read"
     ):
         read_sizes(tmp_path)
 

@@ -155,7 +155,7 @@ def test_a_packed_bomb_is_refused(packing, content, tmp_path):
     path.write_bytes(packed * 128)
     assert path.stat().st_size < 2**23
     found = alone(read_bomb, str(path), str(tmp_path / "cache"))
-    assert found.result.startswith(f"{path} unpacks to more than "), found
+    assert found.result.startswith(f"{path}: unpacks to more than "), found
     assert found.grown < 200
     assert not list((tmp_path / "cache").rglob("*.*"))
 
@@ -184,8 +184,9 @@ def test_a_record_is_bounded_and_others_are_read(tmp_path):
     write_lines(path)
     found = alone(read_large, str(path))
     assert found.result == [
-        f"{path}:1: larger than 256 MiB; split it, or give its images as files",
-        f"{path}:2: about {2**24} values in one record, above {2**22}; mend the record or drop it",
+        f"{path}:1: is larger than 256 MiB; split it, or give its images as files",
+        f"{path}:2: has about {2**24} values in one record, above the limit of {2**22}; mend the "
+        "record or drop it",
         '{"right": 1}',
     ]
     assert found.grown < 400
@@ -227,7 +228,7 @@ def test_frames_of_a_video_are_bounded(tmp_path):
     found = alone(watch_all, [str(path) for path in (small, large, growing)])
     assert found.result[0] == "8 frames"
     for path, message in zip((large, growing), found.result[1:], strict=True):
-        assert message.startswith(f"{path} cannot be read as a video")
+        assert message.startswith(f"{path}: cannot be read as a video")
         assert "up to 16777216 pixels a frame): Invalid argument" in message
     assert found.grown < 150
 
@@ -315,7 +316,10 @@ def test_tiles_of_a_tiff_are_bounded(tmp_path):
     found = alone(look, str(tmp_path / "a.tif"))
     assert (
         found.result
-        == ["x:1: a.tif has tiles of 12000 x 12000 pixels, above 16777216; save it again"] * 2
+        == [
+            "x:1: a.tif: has tiles of 12000 x 12000 pixels, above the limit of 16777216 pixels; save it again"
+        ]
+        * 2
     )
     assert found.grown < 100
     assert look(str(tmp_path / "b.tif"))[0] == "(64, 64)"

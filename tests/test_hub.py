@@ -70,7 +70,9 @@ def use(monkeypatch, address: str, home: Path, offline: bool = False) -> None:
 def refusal(path: str, weights: bool = True) -> str:
     with pytest.raises(ConfigError) as caught:
         folder_of(path, weights)
-    return str(caught.value)
+    error = caught.value
+    assert error.key == "model.path" and error.found == path
+    return str(error)
 
 
 def test_doctor_checks_a_model_of_the_hub(hub, tiny):
@@ -176,12 +178,14 @@ def test_a_private_model_needs_a_token(hub, monkeypatch):
 def test_without_a_network(hub, monkeypatch, tmp_path):
     home = tmp_path / "hf"
     use(monkeypatch, hub.address, home, offline=True)
-    assert "HF_HUB_OFFLINE is set, and not all of its files" in refusal(NAME)
+    assert "HF_HUB_OFFLINE is set, and not all files" in refusal(NAME)
     use(monkeypatch, hub.address, home)
     pinned = pin(NAME)
     use(monkeypatch, hub.address, home, offline=True)
     assert pin(NAME) == pin(pinned) == pinned
-    assert "not all of its files" in refusal(NAME)  # the settings are there, the weights are not
+    assert "not all files of the model" in refusal(
+        NAME
+    )  # the settings are there, the weights are not
     use(monkeypatch, hub.address, home)
     folder_of(pinned, weights=True)
     use(monkeypatch, "http://127.0.0.1:1", home)  # nobody listens there
@@ -192,7 +196,7 @@ def test_without_a_network(hub, monkeypatch, tmp_path):
 def test_a_cache_that_cannot_be_written(hub, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     use(monkeypatch, hub.address, tmp_path / "file")
-    assert "some/tiny-vl: " in refusal(NAME) and "cache" in refusal(NAME)
+    assert "cache" in refusal(NAME)
 
 
 def test_eval_takes_a_name(hub, tmp_path):
@@ -345,7 +349,7 @@ def test_data_sets_of_the_hub(streaming, sets, tmp_path):
     assert read("some/chats") == ["mine"]
     assert read("hub:some/chats") == ["new", "newer"]
     assert read("hub:some/chats", revision=sets) == ["old"]
-    with pytest.raises(ConfigError, match="hub:some/other: not a file here, and `datasets` cannot"):
+    with pytest.raises(ConfigError, match="hub:some/other: .* `datasets` cannot"):
         read("hub:some/other")
 
 

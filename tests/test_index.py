@@ -166,7 +166,7 @@ def wrong_and_dropped(tmp_path):
 
 def test_wrong_records_stop_a_run_by_default(tiny, tmp_path):
     path = wrong_and_dropped(tmp_path)
-    with pytest.raises(DataError, match=r"train\.jsonl:4: not a line of JSON"):
+    with pytest.raises(DataError, match=r"train\.jsonl:4: is not a line of JSON"):
         open_set(path, tiny(), tmp_path / "cache")
 
 

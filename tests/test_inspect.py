@@ -481,7 +481,7 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
     broken.write_text(json.dumps({"messages": [say("user", *content), say("assistant", "!")]}))
     for pictures in (True, False):
         _, inspection = look(train=broken, pictures=pictures)
-        problem = f"{broken}:1: image 0: cut.png cannot be decoded"
+        problem = f"{broken}:1: image 0: cut.png: cannot be decoded"
         assert (problem in Page(render_page(inspection)).words) == pictures
         assert (problem in printed(inspection)) == pictures
         assert "[image 0: 4x4 patches, 4 tokens]" in Page(render_page(inspection)).words

@@ -522,8 +522,8 @@ WRONG_STEPS = {
     "EnvStep(None)": "gave as reward None (NoneType), not a finite number",
     "EnvStep(1e200)": "gave as reward 1e+200 (float), which is beyond -1e+06 to 1e+06",
     "EnvStep(1, 'next')": "gave as messages 'next' (str), not a list of messages",
-    "EnvStep(1, ['next'])": "what it says: message 0 must be an object, but this is a str",
-    "EnvStep(1, [{'role': 'usr', 'content': ''}])": "has role 'usr'; known roles: system, user",
+    "EnvStep(1, ['next'])": "what it says: message 0: must be an object, not a str",
+    "EnvStep(1, [{'role': 'usr', 'content': ''}])": "message 0: role=usr; give system, user",
     "EnvStep(1, [{'role': 'user', 'content': [{'type': 'image', 'image': 1}]}])": (
         "an image is a path, URL, bytes or PIL image, not"
     ),

@@ -148,14 +148,14 @@ def test_a_broken_picture_is_skipped_when_it_is_met(tmp_path, tiny):
     broken = tmp_path / "images" / "3-1.png"
     broken.write_bytes(broken.read_bytes()[:-2000])
     with pytest.raises(
-        DataError, match=r"train\.jsonl:4: image 1: images/3-1\.png cannot be decoded"
+        DataError, match=r"train\.jsonl:4: image 1: images/3-1\.png: cannot be decoded"
     ):
         load(path, tiny(), tmp_path / "cache")
     data = open_set(path, tiny(), tmp_path / "cache", on_error="skip")
     loader = Loader(data, data_config(None, on_error="skip"), 6, LIMITS, epochs=1)
     (step,) = loader
     assert len(rows_of(step)) == 5
-    assert "images/3-1.png cannot be decoded" in step.skipped[0] == loader.errors[0]
+    assert "images/3-1.png: cannot be decoded" in step.skipped[0] == loader.errors[0]
     strict = data_config(None, on_error="skip", max_errors=0)
     with raises(DataError, key="data.max_errors", found=0):
         list(Loader(data, strict, 6, LIMITS, epochs=1))
@@ -380,7 +380,7 @@ def write_wrong(folder):
     lines = {
         record("pictures/0.png"): None,
         "{": "not a line of JSON",
-        "[" * 100_000: "the JSON is nested too deeply|not a line of JSON",
+        "[" * 100_000: "is nested too deeply|not a line of JSON",
         '{"prompt": "a"}': "match no known format",
         record("pictures/1.png"): "no file pictures/1.png",
         record("pictures/\x1b[2J.png"): r"no file pictures/\\x1b\[2J\.png",
@@ -404,7 +404,7 @@ def test_every_kind_of_wrong_record_is_skipped_and_counted(name, streaming, tiny
     expected = write_wrong(tmp_path)
     spec = {"path": str(tmp_path / name), "streaming": streaming}
     options = dict(shuffle=False, epochs=1, max_tokens=2048)
-    with pytest.raises(DataError, match=rf"{name}:2: not a line of JSON"):
+    with pytest.raises(DataError, match=rf"{name}:2: is not a line of JSON"):
         load(spec, tiny(), tmp_path / "cache", **options)
     most = len(expected)
     steps = load(spec, tiny(), tmp_path / "cache", on_error="skip", max_errors=most, **options)
@@ -431,7 +431,7 @@ def test_a_stream_that_breaks_off_is_an_error(tiny, tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode())[:-9])
     spec = {"path": str(tmp_path / "a.jsonl.gz"), "streaming": True}
     for processes in (0, 1):
-        with pytest.raises(DataError, match=r"^\S+a\.jsonl\.gz cannot be unpacked"):
+        with pytest.raises(DataError, match=r"^\S+a\.jsonl\.gz: cannot be unpacked"):
             load(spec, tiny(), None, on_error="skip", num_workers=processes)
 
 

@@ -23,6 +23,7 @@ from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import FORMATS, MediaPolicy, image_size, read_image
 from megatron_vlm.data.read.records import Image
 from megatron_vlm.errors import DataError
+from tests.error_fields import raises
 
 
 def noise(width=40, height=24, channels=3):
@@ -120,9 +121,9 @@ BROKEN = {
     "bomb": (bomb(), "has more than"),
     "aspect": (
         encoded(noise(2010, 10)),
-        "is 2010 x 10 pixels; sides may differ by a factor of 200",
+        "is 2010 x 10 pixels, and sides may differ by a factor of 200",
     ),
-    "0 x 0": (PIL.Image.new("RGB", (0, 0)), "is 0 x 0 pixels; it shows nothing: drop it"),
+    "0 x 0": (PIL.Image.new("RGB", (0, 0)), "is 0 x 0 pixels"),
     "truncated JPEG": (damaged_jpeg(), "cannot be decoded: image file is truncated"),
     "truncated PNG": (encoded(noise(200, 200))[:5000], "cannot be decoded"),
     "damaged PNG": (
@@ -361,13 +362,13 @@ def test_fetch_refuses(path, words, server):
 
 def test_fetch_stops_at_the_limit(server, monkeypatch):
     monkeypatch.setattr(fetching, "MAX_BYTES", 2**16)
-    with pytest.raises(DataError, match="larger than"):
+    with raises(DataError, place="x:1", problem_has="larger than"):
         fetch(server + "/large", "x:1", only_here)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "gzip+gzip", "br", "DEFLATE"])
 def test_packed_content_is_refused(encoding, server):
-    with pytest.raises(DataError, match=r"x:1: the server sends it packed \(Content-Encoding: "):
+    with raises(DataError, place="x:1", problem_has="(Content-Encoding: "):
         fetch(f"{server}/packed/{encoding}", "x:1", only_here)
 
 
@@ -407,13 +408,13 @@ def test_a_server_that_drips_holds_nobody(dripping, monkeypatch):
     monkeypatch.setattr(fetching, "TOTAL_S", 0.5)
     monkeypatch.setattr(fetching, "TIMEOUT_S", 2.0)
     started = time.monotonic()
-    with pytest.raises(DataError, match=r"x:1: was not fetched within 0\.5 s; copy the file"):
+    with raises(DataError, place="x:1", problem_has="0.5 s", remedy_has="data.image_root"):
         fetch(dripping, "x:1", only_here)
     assert time.monotonic() - started < 15
 
 
 def test_nobody_answers():
-    with pytest.raises(DataError, match="x:1: cannot be fetched"):
+    with raises(DataError, place="x:1", problem_has="cannot be fetched"):
         fetch("http://127.0.0.1:9/a.png", "x:1", only_here)
 
 

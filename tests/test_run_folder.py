@@ -205,8 +205,8 @@ def best(checkpoint: Path) -> dict:
     ("theirs", "words"),
     [
         ("run/export/thesis.txt", "export: is not empty"),
-        ("run/export.partial/thesis.txt", "export.partial is in the way"),
-        ("run/checkpoints/step-00000003.partial/thesis.txt", "00003.partial is in the way"),
+        ("run/export.partial/thesis.txt", "export.partial: is in the way"),
+        ("run/checkpoints/step-00000003.partial/thesis.txt", "00003.partial: is in the way"),
         ("run/config.yaml", "/run is not the folder of a run, and has config.yaml"),
         ("run/samples.jsonl", "/run is not the folder of a run, and has samples.jsonl"),
         ("run/predictions/eval.jsonl", "/run is not the folder of a run, and has predictions"),

@@ -409,7 +409,7 @@ def test_examples_are_shown_with_their_pictures(report):
 
 def test_broken_examples_are_told(report, tmp_path):
     page = report(step(0, 1.0), examples=[{"where": "x"}])
-    assert "it has no 'answer' in examples[0]" in " ".join(page.words)
+    assert "examples[0].answer is missing" in " ".join(page.words)
     (tmp_path / "my run" / "examples.json").write_text('{"step": 1, "exa')
     assert "examples.json: not JSON: Unterminated" in report(step(0, 1.0)).text
 
@@ -558,7 +558,7 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys):
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"no file .*metrics\.jsonl; give the"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: does not exist; give the"):
         write_report(tmp_path / "nothing")
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "report.html").mkdir()

@@ -4,6 +4,7 @@
 import base64
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,8 @@ from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.video import VideoInfo, VideoSettings, plan_video
 from megatron_vlm.data.read.formats import parse_record
 from megatron_vlm.data.read.records import VideoOptions
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.data.read.unknown import UnknownKeysError
+from megatron_vlm.errors import NOT_GIVEN, ConfigError, DataError
 from tests.chats import hf_processor, say
 from tests.error_fields import raises
 from tests.videos import (
@@ -213,8 +215,9 @@ def test_plans_with_options_equal_hugging_face(count, fps, size, rate, most_fram
     high = min(budget, most * taken) if most else budget
     plan = partial(plan_video, VideoInfo(count, fps, *size), ours, options=options)
     if low > high and (least or most or total):
-        with pytest.raises(DataError, match=rf"{taken} frames, {low} are the least and {high} the"):
+        with raises(DataError, place="the video") as caught:
             plan()
+        assert re.search(rf"the {taken} frames .* {low} .* {high}$", caught.value.problem)
         return
     frames = torch.empty(1, taken, 3, *size, device="meta")
     expected = oracle.resize(
@@ -316,91 +319,176 @@ def test_pixels_of_an_image_are_those_of_transformers(given, size, tiny, folder)
 # What is refused
 
 FILE, FRAMES = {"video": "clip.mp4"}, {"video": ["0.png", "1.png"]}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    *[(FILE | {"fps": v}, f"fps is {v!r}; give frames") for v in (0, -1, math.nan, True, 1e-300)],
-    (FILE | {"fps": "2"}, "fps is '2'; give frames"),
-    (FILE | {"nframes": 1}, "nframes is 1; give a whole number, at least 2"),
-    (FILE | {"nframes": 4.5}, r"nframes is 4\.5; give a whole number"),
-    (FILE | {"max_frames": 1}, "max_frames is 1; give a whole number, at least 2"),
-    (FILE | {"min_frames": 10**400}, "min_frames is 1000"),
-    (FILE | {"min_frames": math.inf}, "min_frames is inf"),
-    (FILE | {"max_pixels": "big"}, "max_pixels is 'big'; give a whole number, at least 1"),
-    (FILE | {"total_pixels": [4]}, r"total_pixels is \[4\]"),
-    (FILE | {"video_start": -1}, "video_start is -1; give seconds, at least 0"),
-    (FILE | {"video_end": math.nan}, "video_end is nan; give seconds"),
-    (FILE | {"video_start": 3, "video_end": 2}, r"video_start is 3\.0, above video_end, .* 2\.0"),
-    (FILE | {"min_frames": 9, "max_frames": 8}, "min_frames is 9, above max_frames, which is 8"),
-    (FILE | {"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels, which is 8"),
-    (FILE | {"nframes": 4, "fps": 2}, "nframes says how many frames are taken; leave out fps"),
-    (FILE | {"times": [0, 1]}, "times is not carried out: it is for a list of frames, not a file"),
-    (FILE | {"sample_fps": 2}, "sample_fps is not carried out: it is for a list"),
-    (FILE | {"resized_height": 64}, "resized_height is not carried out: sizes .*min_pixels"),
-    (FILE | {"video": {"path": "clip.mp4", "fps": 1}, "fps": 2}, "fps is given twice, and differs"),
+PART = "a:7: message 0, part 0"
+WRONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *[
-        (FRAMES | {key: 4}, f"{key} is not carried out: frames given as a list are all taken")
+        (FILE | {"fps": v}, {"place": PART, "key": "fps", "found_has": v})
+        for v in (0, -1, math.nan, True, 1e-300)
+    ],
+    (FILE | {"fps": "2"}, {"place": "a:7: message 0, part 0", "key": "fps", "found": "2"}),
+    (FILE | {"nframes": 1}, {"place": "a:7: message 0, part 0", "key": "nframes", "found": 1}),
+    (FILE | {"nframes": 4.5}, {"place": "a:7: message 0, part 0", "key": "nframes", "found": 4.5}),
+    (
+        FILE | {"max_frames": 1},
+        {"place": "a:7: message 0, part 0", "key": "max_frames", "found": 1},
+    ),
+    (
+        FILE | {"min_frames": 10**400},
+        {"place": "a:7: message 0, part 0", "key": "min_frames", "found_has": "10000000"},
+    ),
+    (
+        FILE | {"min_frames": math.inf},
+        {"place": "a:7: message 0, part 0", "key": "min_frames", "found_has": float("inf")},
+    ),
+    (
+        FILE | {"max_pixels": "big"},
+        {"place": "a:7: message 0, part 0", "key": "max_pixels", "found": "big"},
+    ),
+    (
+        FILE | {"total_pixels": [4]},
+        {"place": "a:7: message 0, part 0", "key": "total_pixels", "found": [4]},
+    ),
+    (
+        FILE | {"video_start": -1},
+        {"place": "a:7: message 0, part 0", "key": "video_start", "found": -1},
+    ),
+    (
+        FILE | {"video_end": math.nan},
+        {"place": "a:7: message 0, part 0", "key": "video_end", "found_has": float("nan")},
+    ),
+    (
+        FILE | {"video_start": 3, "video_end": 2},
+        {
+            "place": "a:7: message 0, part 0",
+            "key": "video_start",
+            "found": 3.0,
+            "problem_has": "video_end=2.0",
+        },
+    ),
+    (
+        FILE | {"min_frames": 9, "max_frames": 8},
+        {
+            "place": "a:7: message 0, part 0",
+            "key": "min_frames",
+            "found": 9,
+            "problem_has": "max_frames=8",
+        },
+    ),
+    (
+        FILE | {"min_pixels": 9, "max_pixels": 8},
+        {
+            "place": "a:7: message 0, part 0",
+            "key": "min_pixels",
+            "found": 9,
+            "problem_has": "max_pixels=8",
+        },
+    ),
+    (
+        FILE | {"nframes": 4, "fps": 2},
+        {"place": "a:7: message 0, part 0", "key": "nframes", "found": 4},
+    ),
+    (FILE | {"times": [0, 1]}, {"place": "a:7: message 0, part 0", "key": "times"}),
+    (FILE | {"sample_fps": 2}, {"place": "a:7: message 0, part 0", "key": "sample_fps"}),
+    (FILE | {"resized_height": 64}, {"place": "a:7: message 0, part 0", "key": "resized_height"}),
+    (
+        FILE | {"video": {"path": "clip.mp4", "fps": 1}, "fps": 2},
+        {"place": "a:7: message 0, part 0", "key": "fps"},
+    ),
+    *[
+        (FRAMES | {key: 4}, {"place": PART, "key": key, "remedy_has": f"ignore_keys=[{key}]"})
         for key in ("nframes", "min_frames", "max_frames", "video_start", "video_end")
     ],
-    (FRAMES | {"raw_fps": 24}, "raw_fps is not carried out: .* give times"),
-    (FRAMES | {"times": [1]}, "1 times for 2 frames; give one for each frame"),
-    (FRAMES | {"times": "1 2"}, "times must be a list of seconds, but this is a str"),
-    (FRAMES | {"times": [1, None]}, "time 1 is null; give seconds"),
-    (FRAMES | {"times": [1, -2]}, "time 1 is -2; give seconds, at least 0"),
-    (FRAMES | {"times": [2, 1]}, "time 1 is 1, before 2, that of the frame before it"),
-    (FRAMES | {"times": [1, 2], "fps": 2}, "times and fps both say when the frames are"),
-    (FRAMES | {"fps": 2, "sample_fps": 3}, "'fps' and 'sample_fps' mean the same and differ"),
-    ({"video": [{"path": "0.png", "max_pixels": 4096}] * 2}, "frames have min_pixels or max"),
+    (FRAMES | {"raw_fps": 24}, {"place": "a:7: message 0, part 0", "key": "raw_fps"}),
+    (
+        FRAMES | {"times": [1]},
+        {"place": "a:7: message 0, part 0", "key": "times", "problem_has": "1 values for 2 frames"},
+    ),
+    (
+        FRAMES | {"times": "1 2"},
+        {"place": "a:7: message 0, part 0", "key": "times", "problem_has": "a str"},
+    ),
+    (
+        FRAMES | {"times": [1, None]},
+        {"place": "a:7: message 0, part 0", "key": "times[1]", "found": None},
+    ),
+    (
+        FRAMES | {"times": [1, -2]},
+        {"place": "a:7: message 0, part 0", "key": "times[1]", "found": -2},
+    ),
+    (
+        FRAMES | {"times": [2, 1]},
+        {
+            "place": "a:7: message 0, part 0",
+            "key": "times[1]",
+            "found": 1,
+            "problem_has": "before 2",
+        },
+    ),
+    (FRAMES | {"times": [1, 2], "fps": 2}, {"place": PART, "key": "times", "problem_has": "fps"}),
+    (
+        FRAMES | {"fps": 2, "sample_fps": 3},
+        {"place": PART, "key": "fps", "problem_has": "sample_fps"},
+    ),
+    (
+        {"video": [{"path": "0.png", "max_pixels": 4096}] * 2},
+        {"place": "a:7: message 0, part 0", "problem_has": "frames have min_pixels or max"},
+    ),
     (
         {"fps": 2},
-        r'has fps, but no video; give both in the record.s videos: {"path": ...',
+        {"place": "a:7: message 0, part 0", "key": "fps"},
     ),
-    (FILE | {"speed": 2}, "the meaning of 'speed' .*is not known here"),
+    (
+        FILE | {"speed": 2},
+        {"kind": UnknownKeysError, "place": "a:7", "problem_has": "'speed' (message 0, part 0)"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("part", "message"), WRONG)
-def test_values_that_are_refused(part, message):
-    with pytest.raises(DataError, match=rf"chats\.jsonl:7: .*{message}"):
-        parse_record(record(**part), "chats.jsonl:7")
+@pytest.mark.parametrize(("part", "fields"), WRONG)
+def test_values_that_are_refused(part, fields):
+    with raises(**{"kind": DataError} | fields):
+        parse_record(record(**part), "a:7")
 
 
 @pytest.mark.parametrize(
-    ("part", "message"),
+    ("part", "fields"),
     [
-        ({"max_pixels": 0}, "max_pixels is 0; give a whole number, at least 1"),
-        ({"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels, which is 8"),
-        ({"resized_width": 64}, "resized_width is not carried out"),
+        ({"max_pixels": 0}, {"key": "max_pixels", "found": 0, "allowed_has": "at least 1"}),
+        ({"min_pixels": 9, "max_pixels": 8}, {"key": "min_pixels", "problem_has": "max_pixels=8"}),
+        ({"resized_width": 64}, {"key": "resized_width", "problem_has": "max_pixels"}),
     ],
 )
-def test_values_of_images_that_are_refused(part, message):
+def test_values_of_images_that_are_refused(part, fields):
     said = [say("user", {"type": "image", "image": "a.png", **part}), say("assistant", "b")]
-    with pytest.raises(DataError, match=rf"chats\.jsonl:7: message 0, part 0: {message}"):
+    with raises(DataError, place="chats.jsonl:7: message 0, part 0", **fields):
         parse_record({"messages": said}, "chats.jsonl:7")
-    with pytest.raises(DataError, match=rf"chats\.jsonl:7: image 0: {message}"):
+    with raises(DataError, place="chats.jsonl:7: image 0", **fields):
         raw = {"messages": [say("user", "a"), said[1]], "images": [{"path": "a.png", **part}]}
         parse_record(raw, "chats.jsonl:7")
 
 
 @pytest.mark.parametrize(
-    ("part", "keys", "message"),
+    ("part", "keys", "key", "found", "numbers"),
     [
-        ({"nframes": 32}, {}, "nframes is 32, and there are 31 frames"),
-        ({"nframes": 9, "video_end": 0.5}, {}, "nframes is 9, and there are 6 frames"),
-        ({"video_start": 3.1}, {}, r"no frame is between video_start=3\.1 and video_end=the end"),
-        ({"video_start": 1.01, "video_end": 1.09}, {}, "no frame is between"),
-        ({"video_start": 3.0}, {}, "1 of 1 frames are taken"),
-        ({"min_frames": 9}, {"video_max_frames": 8}, "min_frames is 9, above 8"),
-        ({"max_pixels": 100}, {}, "6 frames, 1024 are the least and 600 the most"),
-        ({"min_pixels": 20000}, {}, "6 frames, 120000 are the least and 65536 the most"),
+        ({"nframes": 32}, {}, "nframes", 32, "31"),
+        ({"nframes": 9, "video_end": 0.5}, {}, "nframes", 9, "6"),
+        ({"video_start": 3.1}, {}, "video_start", 3.1, "video_end=the end"),
+        ({"video_start": 1.01, "video_end": 1.09}, {}, "video_start", 1.01, "video_end=1.09"),
+        ({"video_start": 3.0}, {}, "", NOT_GIVEN, "1 of 1 frames"),
+        ({"min_frames": 9}, {"video_max_frames": 8}, "min_frames", 9, "8"),
+        ({"max_pixels": 100}, {}, "max_pixels", 100, "6 frames have a minimum of 1024 .* 600$"),
+        ({"min_pixels": 20000}, {}, "min_pixels", 20000, "6 frames .* 120000 .* 65536$"),
     ],
 )
-def test_what_does_not_fit_the_file_or_the_settings(part, keys, message, tiny, folder):
+def test_what_does_not_fit_the_file_or_the_settings(part, keys, key, found, numbers, tiny, folder):
     maker = RowMaker(tiny(), image_root=str(folder), **keys)
-    with pytest.raises(DataError, match=rf"chats\.jsonl:7: video 0: .*{message}"):
+    with raises(DataError, place="chats.jsonl:7: video 0", key=key, found=found) as caught:
         maker.row(record(video="clip.mp4", **part), where="chats.jsonl:7")
+    assert re.search(numbers, caught.value.problem)
 
 
 def test_seconds_of_a_file_that_does_not_say_its_rate():
-    with pytest.raises(DataError, match="row 3: video_start and video_end are seconds"):
+    with raises(DataError, place="row 3", key="video_end", found=1.0):
         plan_video(
             VideoInfo(9, None, 64, 64), SETTINGS, where="row 3", options=VideoOptions(video_end=1.0)
         )
@@ -409,8 +497,9 @@ def test_seconds_of_a_file_that_does_not_say_its_rate():
 def test_bounds_of_an_image_that_contradict_the_configuration(tiny, folder):
     part = {"type": "image", "image": "0.png", "max_pixels": 5000}
     raw = {"messages": [say("user", part), say("assistant", "Red.")]}
-    with pytest.raises(DataError, match="image 0: of its pixels, 6000 are the least and 5000 the"):
+    with raises(DataError, key="min_pixels", found=6000, problem_has="max_pixels=5000") as caught:
         row_of(tiny(), folder, raw, min_pixels=6000)
+    assert caught.value.place.endswith("image 0")
     assert len(row_of(tiny(), folder, raw).ids_S)
 
 

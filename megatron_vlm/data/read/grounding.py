@@ -12,7 +12,7 @@ from typing import Any
 from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.records import Box, Image, Objects, Turn
 from megatron_vlm.data.read.values import is_empty, is_list, kind_of, parse_text, text_of
-from megatron_vlm.errors import NOT_GIVEN, DataError
+from megatron_vlm.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
 MARKS = re.compile(f"{REF}|{BOX}")
@@ -81,12 +81,11 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
         )
     for place, image in enumerate(given):
         if type(image) is not int or not 0 <= image < pictures:
-            is_huge = type(image) is int and abs(image) > _MOST  # Python may refuse to print it
             raise DataError(
                 f": the record has images 0 to {pictures - 1}",
                 place=where,
                 key=f"image_id[{place}]",
-                found=NOT_GIVEN if is_huge else image,
+                found=image,
                 allowed=range(pictures),
                 remedy="give the number of the image that the box is of",
             )
