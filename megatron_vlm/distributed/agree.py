@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_vlm.distributed.error_json import from_json, to_json
 from megatron_vlm.distributed.job_store import Board
 from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, say
-from megatron_vlm.errors import LostError
+from megatron_vlm.errors import LostError, MegatronVLMError
 
 
 class Vote(enum.IntEnum):
@@ -89,7 +90,7 @@ def agree(mine: int, device: torch.device) -> int:
 @contextlib.contextmanager
 def fail_together(
     device: torch.device,
-    error_type: type[Exception],
+    error_type: type[MegatronVLMError],
     message: str | None = None,
     vote: Vote = Vote.OK,
     catches: type[Exception] = Exception,
@@ -98,7 +99,7 @@ def fail_together(
     collective. A collective at its end.
 
     A rank that failed raises its own error; the others raise `error_type` with `message`, or
-    without one with the text of the first rank that failed; a LostError where one had it. Where
+    without one with the fields of the first rank that failed; a LostError where one had it. Where
     none failed and one voted STOP, all raise Stopped. Errors other than `catches` are raised at
     once, and reach no other rank.
     """
@@ -109,12 +110,13 @@ def fail_together(
         failure = error
     failed = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
     decision = agree(vote if failure is None else failed, device)
+    fields: dict[str, Any] = {"problem": message}
     if decision >= Vote.FAILED and message is None:
-        texts = all_gather_json(None if failure is None else str(failure), None, device)
-        message = next(text for text in texts if text is not None)
+        every = all_gather_json(None if failure is None else to_json(failure), None, device)
+        fields = from_json(next(each for each in every if each is not None))
     if failure is not None:
         raise failure
     if decision >= Vote.FAILED:
-        raise LostError(message) if decision == Vote.LOST else error_type(message)
+        raise (LostError if decision == Vote.LOST else error_type)(**fields)
     if decision == Vote.STOP:
         raise Stopped

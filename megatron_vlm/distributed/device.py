@@ -124,7 +124,7 @@ def peak_of(name: str) -> float | None:
 def pick_platform(name: str = "auto") -> Platform:
     """The platform by name, ready to use: on the CPU the stand-in is installed."""
     if name not in ("auto", "cuda", "cpu"):
-        raise ConfigError(f"platform={name!r} is not one of auto, cuda, cpu")
+        raise ConfigError("is unknown", key="platform", found=name, allowed=("auto", "cuda", "cpu"))
     # Megatron overlaps TP's reductions with GEMMs by the order in which kernels are queued: one
     # queue keeps it. Must be set before CUDA starts; what the user set stays.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -134,8 +134,10 @@ def pick_platform(name: str = "auto") -> Platform:
     has_cuda = torch.cuda.is_available() and not stand_in_installed()
     if name == "cuda" and not has_cuda:
         raise ConfigError(
-            f"platform=cuda, but torch {torch.__version__} sees no CUDA device; "
-            "set platform=cpu, or install a CUDA build of torch and check nvidia-smi"
+            f": torch {torch.__version__} sees no CUDA device",
+            key="platform",
+            found="cuda",
+            remedy="set platform=cpu, or install a CUDA build of torch and check nvidia-smi",
         )
     if name == "auto" and not has_cuda and not stand_in_installed():
         _refuse_unseen_gpu()
@@ -166,8 +168,10 @@ def _refuse_unseen_gpu() -> None:
     """What is meant for a GPU never goes to the CPU by itself."""
     if (sign := unseen_gpu()) is not None:
         raise ConfigError(
-            f"platform=auto: torch {torch.__version__} sees no GPU, though {sign} is there; "
-            f"{why_unseen()}; or set platform=cpu to compute on the CPU"
+            f": torch {torch.__version__} sees no GPU, though {sign} is there",
+            key="platform",
+            found="auto",
+            remedy=f"{why_unseen()}; or set platform=cpu to compute on the CPU",
         )
 
 

@@ -1,5 +1,6 @@
 """Degrees of parallelism, the order of ranks, and which layers a stage holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,16 +29,26 @@ class ParallelDims:
         """Derive DP from the world size and lay the decoder layers out over the stages."""
         for name in ("tp", "pp", "ep", "virtual_stages"):
             if (degree := getattr(cfg, name)) < 1:
-                raise ConfigError(f"parallel.{name}={degree} must be at least 1")
+                raise ConfigError(
+                    "is below 1", key=f"parallel.{name}", found=degree, allowed="1 or more"
+                )
         model_parallel = cfg.tp * cfg.pp
         if world_size % model_parallel:
             raise ConfigError(
-                f"parallel.tp={cfg.tp} x parallel.pp={cfg.pp} = {model_parallel} does not divide "
-                f"the {world_size} processes; start a multiple of {model_parallel}"
+                f"x parallel.pp={cfg.pp} = {model_parallel} does not divide the {world_size} "
+                "processes",
+                key="parallel.tp",
+                found=cfg.tp,
+                remedy=f"start a multiple of {model_parallel}",
             )
         dp = world_size // model_parallel
         if dp % cfg.ep:
-            raise ConfigError(f"parallel.ep={cfg.ep} does not divide the data parallel degree {dp}")
+            raise ConfigError(
+                f"does not divide the data parallel degree {dp}",
+                key="parallel.ep",
+                found=cfg.ep,
+                allowed=f"a divisor of {dp}",
+            )
         stages = _stages(cfg.layers_per_stage, cfg.pp, cfg.virtual_stages, num_layers)
         return ParallelDims(cfg.tp, cfg.pp, dp, cfg.ep, stages, cfg.virtual_stages)
 
@@ -84,8 +95,10 @@ class ParallelDims:
         ):
             if count % self.tp:
                 raise ConfigError(
-                    f"parallel.tp={self.tp} does not divide the model's {name}={count}; "
-                    f"set parallel.tp to a divisor of {count}"
+                    f"does not divide the model's {name}={count}",
+                    key="parallel.tp",
+                    found=self.tp,
+                    allowed=f"a divisor of {count}",
                 )
 
     def padded_vocab(self, vocab: int) -> int:
@@ -129,36 +142,56 @@ def _stages(
     count = pp * virtual
     if virtual > 1 and pp == 1:
         raise ConfigError(
-            f"parallel.virtual_stages={virtual} cuts each stage of a pipeline into chunks, and "
-            "with parallel.pp=1 there is none; set parallel.virtual_stages=1, or raise parallel.pp"
+            "cuts each stage of a pipeline into chunks, and with parallel.pp=1 there is none",
+            key="parallel.virtual_stages",
+            found=virtual,
+            remedy="set parallel.virtual_stages=1, or raise parallel.pp",
         )
-    kind, product = "stage", f"parallel.pp={pp}"
+    kind, factor = "stage", ""
     if virtual > 1:
-        kind, product = "chunk", f"{product} x parallel.virtual_stages={virtual} = {count}"
+        kind, factor = "chunk", f"x parallel.virtual_stages={virtual} = {count} "
     if asked is None or isinstance(asked, str):
         if num_layers < count:
             remedy = "lower it"
             if num_layers == count - 1:  # the first may hold the tower alone
                 remedy += f", or set parallel.layers_per_stage={[0] + [1] * num_layers}"
-            raise ConfigError(f"{product} is more than the model's {num_layers} layers; {remedy}")
+            raise ConfigError(
+                f"{factor}is more than the model's {num_layers} layers",
+                key="parallel.pp",
+                found=pp,
+                remedy=remedy,
+            )
         base, extra = divmod(num_layers, count)
         order = [*range(1, count - 1), count - 1, 0]
         more = {order[i % len(order)] for i in range(extra)} if count > 1 else set()
         return tuple(base + (stage in more) for stage in range(count))
+    _check_entries(asked, kind, f"parallel.pp={pp} {factor}".strip(), count, num_layers)
+    return tuple(asked)
+
+
+def _check_entries(
+    asked: Sequence[int], kind: str, product: str, count: int, num_layers: int
+) -> None:
+    """Refuse entries of parallel.layers_per_stage that do not lay out the model."""
     if len(asked) != count:
+        auto = ", or auto" if kind == "stage" else ""
         raise ConfigError(
-            f"parallel.layers_per_stage={asked} has {len(asked)} entries for {product} "
-            f"{kind}s; give one number for each {kind}, in the order of the pipeline"
-            + (", or auto" if virtual == 1 else "")
+            f"has {len(asked)} entries for {product} {kind}s",
+            key="parallel.layers_per_stage",
+            found=list(asked),
+            remedy=f"give one number for each {kind}, in the order of the pipeline{auto}",
         )
     if min(asked) < 0 or sum(asked) != num_layers:
         raise ConfigError(
-            f"parallel.layers_per_stage={asked} adds up to {sum(asked)}, but the model has "
-            f"{num_layers} layers; the entries must be >= 0 and add up to {num_layers}"
+            f"adds up to {sum(asked)}, but the model has {num_layers} layers",
+            key="parallel.layers_per_stage",
+            found=list(asked),
+            remedy=f"give entries >= 0 that add up to {num_layers}",
         )
     if count > 1 and 0 in asked[1:]:
         raise ConfigError(
-            f"parallel.layers_per_stage={asked} leaves {kind} {asked.index(0, 1)} empty; only "
-            f"{kind} 0, which has the vision tower, may hold 0 layers"
+            f"leaves {kind} {asked.index(0, 1)} empty",
+            key="parallel.layers_per_stage",
+            found=list(asked),
+            remedy=f"give 0 layers to no {kind} but {kind} 0, which has the vision tower",
         )
-    return tuple(asked)

@@ -139,10 +139,13 @@ def _check_same_groups(dims: ParallelDims) -> None:
             ", ".join(f"{name}={degree}" for name, degree in zip(names, degrees, strict=True))
             for degrees in (asked, there)
         )
+        place = next(i for i, degree in enumerate(asked) if degree != there[i])
         raise ConfigError(
-            f"parallel.{ours}, but this process has a worker with {theirs}, and all workers of a "
-            "process share its groups; give both one layout, or start the second in processes of "
-            "its own"
+            f": the layout is {ours}, but this process has a worker with {theirs}, and all "
+            "workers of a process share its groups",
+            key=f"parallel.{names[place]}",
+            found=asked[place],
+            remedy="give both one layout, or start the second in processes of its own",
         )
 
 

@@ -51,8 +51,10 @@ def listen_at(host: str, port: int, timeout: datetime.timedelta = _PATIENCE) -> 
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise StoreError(
-            f"rank 0 cannot listen at {host}, port {port}: {error.strerror}; set MASTER_PORT to "
-            "a port of its machine that is free"
+            f": rank 0 cannot listen at {host}: {error.strerror}",
+            key="MASTER_PORT",
+            found=port,
+            remedy="set it to a free port of the machine of rank 0",
         ) from error
     return dist.TCPStore(
         host,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_vlm.display.text import visible
-from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence
+from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence, show_value
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1
@@ -53,8 +53,10 @@ def under_launcher() -> bool:
         return False
     if rank is None or world is None or not 0 <= int(rank) < int(world):
         raise ConfigError(
-            f"the environment has RANK={rank} and WORLD_SIZE={world}, which do not fit together; "
-            "a launcher sets RANK to 0 .. WORLD_SIZE-1: start with torchrun, or unset both"
+            f"and WORLD_SIZE={show_value(world)} of the environment do not fit together",
+            key="RANK",
+            found=rank,
+            remedy="start with torchrun, which sets RANK to 0 .. WORLD_SIZE-1, or unset both",
         )
     return True
 

@@ -23,7 +23,10 @@ def place_ranks(
     stage share a node."""
     if processes < 1 or processes % tp:
         raise ConfigError(
-            f"parallel.tp={tp} does not divide the {processes} processes; start a multiple of {tp}"
+            f"does not divide the {processes} processes",
+            key="parallel.tp",
+            found=tp,
+            remedy=f"start a multiple of {tp}",
         )
     bundle = {key: tp * each for key, each in (("CPU", cpus), ("GPU", gpus)) if each}
     place = placement_group([bundle] * (processes // tp))
@@ -32,8 +35,10 @@ def place_ranks(
     except GetTimeoutError:
         remove_placement_group(place)
         raise ConfigError(
-            f"no room in {PLACE_S:.0f} s for {processes // tp} times {bundle} in a Ray cluster "
-            f"of {ray.cluster_resources()}; start fewer processes, or ask for less for each"
+            f"no room in {PLACE_S:.0f} s for {processes // tp} times {bundle} among "
+            f"{ray.cluster_resources()}",
+            place="the Ray cluster",
+            remedy="start fewer processes, or ask for less for each",
         ) from None
     options = [
         {

@@ -42,10 +42,10 @@ def join_world(platform: Platform, minutes: float) -> None:
         _join(platform, rank, world, minutes, timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise MeetingError(
-            f"rank {rank} of {world} could not meet the others{meeting_place()}: "
-            f"{str(error).splitlines()[0]}; check that rank 0 is there, that no other job or "
-            f"program has this port (else give this job another MASTER_PORT), and that "
-            f"all ranks have WORLD_SIZE={world}"
+            f"it could not meet the others{meeting_place()}: {str(error).splitlines()[0]}",
+            place=f"rank {rank} of {world}",
+            remedy="check that rank 0 is there, that no other job or program has this port (else "
+            f"give this job another MASTER_PORT), and that all ranks have WORLD_SIZE={world}",
         ) from error
 
 
@@ -94,8 +94,11 @@ def _take_place(store: Any, rank: int, world: int) -> None:
         raise _disagree(rank, world, 0, int(theirs))
     if store.add(f"{_PLACE}-{rank}", 1) > 1:
         raise MeetingError(
-            f"the job{meeting_place()} has a rank {rank} already, so this is another one, or both "
-            "were started with the same RANK; give each job a MASTER_PORT of its own"
+            f"is taken in the job{meeting_place()}, so this is another job, or both processes "
+            "were started with the same RANK",
+            key="RANK",
+            found=rank,
+            remedy="give each job a MASTER_PORT of its own",
         )
 
 
@@ -118,8 +121,9 @@ def _within(minutes: float, join: Callable[[], T]) -> T:
         raise failed[0]
     if not found:
         raise MeetingError(
-            f"nothing answers{meeting_place()} in {minutes:g} minutes; check that rank 0 is there, "
-            "and that no other program has this port"
+            f"it has not answered{meeting_place()} in {minutes:g} minutes",
+            place="rank 0",
+            remedy="check that it is there, and that no other program has this port",
         )
     return found[0]
 
@@ -185,14 +189,18 @@ def _hear(board: Board, key: str, until: float) -> str:
 
 def _missing(rank: int) -> MeetingError:
     return MeetingError(
-        f"rank {rank} did not join{meeting_place()}; check its logs, that all ranks have the same "
-        f"WORLD_SIZE, and one {SECRET}"
+        f"it did not join{meeting_place()}",
+        place=f"rank {rank}",
+        remedy=f"check its logs, that all ranks have the same WORLD_SIZE, and one {SECRET}",
     )
 
 
 def _disagree(mine: int, my_world: int, other: int, their_world: int) -> MeetingError:
     return MeetingError(
-        f"rank {mine} has WORLD_SIZE={my_world}, and rank {other}, which it met{meeting_place()}, "
-        f"has {their_world}: start all ranks of a job with the same number, and give each job a "
-        "MASTER_PORT of its own"
+        f"differs from the {their_world} of rank {other}, which it met{meeting_place()}",
+        place=f"rank {mine}",
+        key="WORLD_SIZE",
+        found=my_world,
+        remedy="start all ranks of a job with the same number, and give each job a MASTER_PORT of "
+        "its own",
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_vlm.config.schema import Config, get, leaves
+from megatron_vlm.distributed.error_json import ShownValue
 from megatron_vlm.distributed.messages import all_gather_bytes
 from megatron_vlm.errors import ConfigError
 
@@ -27,36 +28,41 @@ def check_same(values: Mapping[str, str], digests: Mapping[str, str], device: to
     mine = json.dumps([dict(values), dict(digests)], sort_keys=True).encode()
     if len(set(all_gather_bytes(hashlib.sha256(mine).digest(), None, device))) == 1:
         return
-    texts = all_gather_bytes(mine, None, device)
-    raise ConfigError(
-        f"{'; '.join(_differences(texts))}; start every rank with the same arguments, and give "
-        "all machines the same model"
-    )
+    first, *others = _differences(all_gather_bytes(mine, None, device))
+    fields = first.fields() | {
+        "problem": "; ".join([first.problem, *map(str, others)]),
+        "remedy": "start every rank with the same arguments, and give all machines the same model",
+    }
+    raise ConfigError(**fields)
 
 
-def _differences(texts: list[bytes]) -> Iterator[str]:
-    """One sentence for all ranks that differ from rank 0 in the same way."""
+def _differences(texts: list[bytes]) -> Iterator[ConfigError]:
+    """One error for all ranks that differ from rank 0 in the same way; its key is the first one."""
     first = json.loads(texts[0])
     for text in dict.fromkeys(texts[1:]):
         if text == texts[0]:
             continue
-        parts = list(_parts(first, json.loads(text)))
-        if len(parts) > _SHOWN:
-            parts = [*parts[:_SHOWN], f"{len(parts) - _SHOWN} more"]
+        part, *more = _parts(first, json.loads(text))
+        words = [part.problem, *map(str, more[: _SHOWN - 1])]
+        words += [f"{len(more) - _SHOWN + 1} more"] if len(more) >= _SHOWN else []
         ranks = [rank for rank, other in enumerate(texts) if other == text]
-        who = f"ranks {spans(ranks)} differ" if len(ranks) > 1 else f"rank {ranks[0]} differs"
-        yield f"{who} from rank 0: {', '.join(parts)}"
+        place = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+        yield ConfigError(**part.fields() | {"problem": ", ".join(words), "place": place})
 
 
-def _parts(first: Any, other: Any) -> Iterator[str]:
+def _parts(first: Any, other: Any) -> Iterator[ConfigError]:
     """What differs between two ranks: the model's files first."""
     (values, digests), (other_values, other_digests) = first, other
     for name in sorted(digests.keys() | other_digests.keys()):
         if digests.get(name) != other_digests.get(name):
-            yield f"the model's {name}"
+            yield ConfigError("differs from that of rank 0", key=f"the model's {name}")
     for name in sorted(values.keys() | other_values.keys()):
         if values.get(name) != other_values.get(name):
-            yield f"{name}={other_values.get(name)} instead of {values.get(name)}"
+            yield ConfigError(
+                f"instead of rank 0's {values.get(name)}",
+                key=name,
+                found=ShownValue(other_values.get(name)),
+            )
 
 
 def spans(numbers: list[int]) -> str:

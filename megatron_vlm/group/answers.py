@@ -1,5 +1,5 @@
 """What a rank answers to a call, as bytes for the other ranks: tensors as they are, the rest JSON.
-An error keeps its type if it is one of the errors of this package."""
+An error keeps its fields, and its type if it is one of the errors of this package."""
 
 from itertools import islice
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_vlm import errors
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
+from megatron_vlm.distributed.error_json import from_json, to_json
 from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.member import FailedElsewhereError, WorkerError
@@ -37,7 +38,7 @@ def to_bytes(answer: Any) -> bytes:
     if isinstance(answer, Exception):
         known = next((kind for kind in type(answer).__mro__ if kind.__name__ in _ERRORS), None)
         name = WorkerError.__name__ if known is None else known.__name__
-        meta = {"kind": "error", "name": name, "text": str(answer)}
+        meta = {"kind": "error", "name": name, "fields": to_json(answer)}
     elif isinstance(answer, StepMetrics):
         figures = [answer.loss, answer.num_tokens, answer.means]
         meta = {"kind": "metrics", "figures": figures, "has_rows": answer.log_probs is not None}
@@ -63,7 +64,7 @@ def from_bytes(data: bytes) -> Any:
     fields, meta = unpack(data)
     rows, kind = list(fields["rows"][1]), meta["kind"]
     if kind == "error":
-        return _ERRORS[meta["name"]](meta["text"])
+        return _ERRORS[meta["name"]](**from_json(meta["fields"]))
     if kind == "metrics":
         loss, num_tokens, means = meta["figures"]
         return StepMetrics(loss, num_tokens, rows if meta["has_rows"] else None, means)

@@ -69,7 +69,9 @@ class Member:
     def optim_step(self, lr: float | None, adam: AdamStep | None) -> tuple[float, float]:
         if not self.has_gradients and not (adam and adam.without_gradients):
             # The controller may not have waited for a forward_backward that failed.
-            raise WorkerError("optim_step: there are no gradients; forward_backward comes first")
+            raise WorkerError(
+                "there are no gradients", place="optim_step", remedy="call forward_backward first"
+            )
         self.has_gradients = False
         return self.worker.optim_step(lr, adam)
 
@@ -132,7 +134,7 @@ class Member:
         except MegatronVLMError:
             raise
         except Exception as error:  # the others have heard of it, and go on
-            raise WorkerError(f"{type(error).__name__}: {error}") from error
+            raise WorkerError(f"{type(error).__name__}: {error}", place="the rows") from error
 
 
 def backward_of(
@@ -153,8 +155,8 @@ class FailedElsewhereError(DataError):
 def of_rank(error: Exception, rank: int) -> Exception:
     """The same error, naming its rank. Ours keep their type; others become BrokenError."""
     if isinstance(error, MegatronVLMError):
-        return type(error)(f"rank {rank}: {error}")
-    return BrokenError(f"rank {rank}: {type(error).__name__}: {error}")
+        return error.within(f"rank {rank}")
+    return BrokenError(f"{type(error).__name__}: {error}", place=f"rank {rank}")
 
 
 def first_failure(errors: Sequence[Exception]) -> Exception:

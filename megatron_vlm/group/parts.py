@@ -35,7 +35,7 @@ def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> 
     """The same number of rows in each part; rows without image and loss fill up the last ones."""
     batch = as_batch(rows, (*FIELDS, MASK, *value_names))
     if not len(batch):
-        raise DataError("an empty batch: give at least one row")
+        raise DataError("there are no rows", place="the batch", remedy="give at least one row")
     return _cut(_filled(batch, -len(batch) % count), count)
 
 
@@ -64,7 +64,9 @@ def as_batch(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
     """The named fields; whatever else a controller keeps in its batch is left out."""
     batch = rows if isinstance(rows, TensorBatch) else batch_of(rows)
     if "ids" not in batch:
-        raise DataError(f"the batch has no field 'ids'; it has {', '.join(batch.keys())}")
+        raise DataError(
+            f"is missing from the fields {', '.join(batch.keys())}", place="the batch", key="ids"
+        )
     return batch.select(name for name in dict.fromkeys(names) if name in batch)
 
 

@@ -21,6 +21,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.ray_cluster import RankActor, gpus_of_rank, place_ranks
 from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.group.group import Join, Parts, T, WorkerGroup
 from megatron_vlm.group.member import Member, WorkerError, first_failure, of_rank
 from megatron_vlm.group.parts import ReplicaBatch
@@ -105,7 +106,7 @@ class Crew:
     def __init__(self, actors: Sequence[Any], place: Any):
         self.actors = actors
         self.place = place
-        self.ended: str | None = None
+        self.ended: Exception | str | None = None
         self.gathering: threading.Thread | None = None
 
     def promise(self, refs: Sequence[Any], join: Join[T]) -> Future[T]:
@@ -149,11 +150,11 @@ class Crew:
             return [found[result] for result in results]
         error = first_failure(errors)
         if going or any(isinstance(item, DeadError) for item in errors):
-            self.close(str(error))
-            raise WorkerError(f"the group has ended: {self.ended}") from error
+            self.close(error)
+            raise _ended(self.ended) from error
         raise error
 
-    def close(self, why: str = "it was closed") -> None:
+    def close(self, why: Exception | str = "it was closed") -> None:
         """End all actors; later calls fail with the reason."""
         if self.ended is None:
             self.ended = why
@@ -208,8 +209,14 @@ def _some_of(going: set[Future[Any]], timeout: float | None) -> set[Future[Any]]
         if done := wait(going, POLL_S, FIRST_COMPLETED).done:
             return done
         if not ray.is_initialized():
-            raise WorkerError("the group has ended: Ray was shut down")
+            raise _ended("Ray was shut down")
     return set()
+
+
+def _ended(why: Exception | str | None) -> WorkerError:
+    """The error of a call after the end of the group."""
+    fields = why.fields() if isinstance(why, MegatronVLMError) else {"problem": str(why)}
+    return WorkerError(**fields).within("the group has ended")
 
 
 class DeadError(WorkerError):
@@ -223,4 +230,4 @@ def _outcome(result: Future[Any], rank: int) -> Any:
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, Exception) else error
     except RayActorError as error:
-        return DeadError(f"rank {rank}: its process has died: {error}")
+        return DeadError(f"its process has died: {error}", place=f"rank {rank}")

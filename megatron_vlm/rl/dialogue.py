@@ -35,9 +35,11 @@ class Dialogue:
         count = len(self.before)
         if row.ids_S[:count].tolist() != self.before:
             raise DataError(
-                f"{where}: the chat template shows earlier turns in another way once others "
-                "follow, so the model would be trained on what it has not seen; give "
-                "data.template_kwargs that keep them as they are, or a template that does"
+                ": the chat template shows earlier turns in another way once others follow, so "
+                "the model would be trained on what it has not seen",
+                place=where,
+                key="data.template_kwargs",
+                remedy="give values that keep earlier turns as they are, or a template that does",
             )
         return replace(row, ids_S=row.ids_S[count:], labels_S=row.labels_S[count:])
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from megatron_vlm.distributed.error_json import from_json
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.rl.packing import HEADER, pack, unpack
@@ -28,7 +29,12 @@ _LAST_S = 2.0  # for the last answers of a process that has ended
 
 
 class WrongError(Exception):
-    """A user's code is wrong: the end of a sentence that begins with its name."""
+    """A user's code is wrong: the end of a sentence that begins with its name. Where the process
+    has an error of the whole sentence, its fields."""
+
+    def __init__(self, text: str, fields: dict[str, Any] | None = None):
+        super().__init__(text)
+        self.fields = {"problem": text} if fields is None else fields
 
 
 class GoneError(Exception):
@@ -84,7 +90,7 @@ class Life:
             await asyncio.wait_for(loaded.answered, _START_S)
         except BaseException as error:
             await life.end()
-            if (known := _of_start(error, f"rl.{kind}={target}")) is None:
+            if (known := _of_start(error, f"rl.{kind}", target)) is None:
                 raise
             raise known from None
         return life
@@ -165,7 +171,7 @@ class Life:
         if "begun" in message:
             call.begun.set()
         elif "wrong" in message:
-            call.answered.set_exception(WrongError(message["wrong"]))
+            call.answered.set_exception(WrongError(message["wrong"], message.get("fields")))
         else:
             call.answered.set_result(message["answer"])
 
@@ -211,14 +217,16 @@ class Judge:
                 await self.life.end()
 
 
-def _of_start(error: BaseException, name: str) -> ConfigError | None:
+def _of_start(error: BaseException, key: str, target: str) -> ConfigError | None:
     """What keeps a process from starting, as a sentence."""
     if isinstance(error, WrongError):
-        return ConfigError(str(error))
+        return ConfigError(**from_json(error.fields))
     if isinstance(error, GoneError):
-        return ConfigError(f"{name}: its process {error} while it was imported")
+        return ConfigError(f": its process {error} while it was imported", key=key, found=target)
     if isinstance(error, TimeoutError):
-        return ConfigError(f"{name} has not been imported within {_START_S:g} seconds")
+        return ConfigError(
+            f"has not been imported within {_START_S:g} seconds", key=key, found=target
+        )
     return None
 
 

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from megatron_vlm.data.read.keys import Keys
 from megatron_vlm.data.read.messages import parse_messages
 from megatron_vlm.display.text import visible
+from megatron_vlm.distributed.error_json import to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.parent import signal_when_parent_dies
 from megatron_vlm.rl.environment import Environment, EnvStep
@@ -239,7 +240,7 @@ def main(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) 
     try:
         found, home = load(kind, target)
     except MegatronVLMError as error:
-        link.send({"id": 0, "wrong": str(error)})
+        link.send({"id": 0, "wrong": str(error), "fields": to_json(error)})
         return
     link.send({"id": 0, "answer": None})
     asyncio.run(_serve(link, _Bench(found, home, float(timeout_s))))

@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.rl.environment import EnvStep, Message
 from megatron_vlm.rl.judge import GoneError, Judge, Life, WrongError
 from megatron_vlm.rl.packing import PackingError
@@ -55,8 +55,10 @@ class Judges:
         """Start them. ConfigError where the function cannot be imported, found or called."""
         if (settings.reward is None) == (settings.environment is None):
             raise ConfigError(
-                f"rl.reward={settings.reward} and rl.environment={settings.environment}: give "
-                "one of the two, as FILE.py:NAME or MODULE:NAME"
+                f"and rl.environment={show_value(settings.environment)} do not go together",
+                key="rl.reward",
+                found=settings.reward,
+                remedy="give one of the two, as FILE.py:NAME or MODULE:NAME",
             )
         self.settings = settings
         self.kind = "environment" if settings.reward is None else "reward"
@@ -183,11 +185,14 @@ class Judges:
             if self.settings.failed_reward is not None:
                 episode.failed = True
                 return None
-            name = self.target + (f".{method}" if self.kind == "environment" else "")
+            of_method = f": {method}" if self.kind == "environment" else ""
             wrong = error if isinstance(error, WrongError) else f"cannot be given it: {error}"
             raise DataError(
-                f"{episode.where}: {name} {wrong}; mend it, or set rl.failed_reward=0 to give "
-                "such answers this reward"
+                f"{of_method} {wrong}".lstrip(),
+                place=episode.where,
+                key=f"rl.{self.kind}",
+                found=self.target,
+                remedy="mend it, or set rl.failed_reward=0 to give such answers this reward",
             ) from None
 
     async def _asked(self, episode: _Episode, request: Mapping[str, Any]) -> Any:

@@ -34,11 +34,14 @@ def load(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
     the key of `rl` that names it. ConfigError, with the reason, where there is none."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"rl.{kind}={target} is neither FILE.py:NAME nor MODULE:NAME")
+        raise ConfigError("is neither FILE.py:NAME nor MODULE:NAME", key=f"rl.{kind}", found=target)
     module, home = _module(kind, target, place)
     found = getattr(module, name, None)
     if found is None:
-        raise ConfigError(f"rl.{kind}={target}: {place} has no {name!r}{_near(module, name)}")
+        none, remedy = _near(module, name)
+        raise ConfigError(
+            f": {place} has no {name!r}{none}", key=f"rl.{kind}", found=target, remedy=remedy
+        )
     _check(kind, target, found)
     return found, home
 
@@ -71,15 +74,17 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
         near = difflib.get_close_matches(
             path.name, [each.name for each in path.parent.glob("*.py")]
         )
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"rl.{kind}={target}: no file {path}{hint}")
+        hint = f"did you mean {near[0]}?" if near else ""
+        raise ConfigError(f": there is no file {path}", key=f"rl.{kind}", found=target, remedy=hint)
     home = path.parent if is_file else Path.cwd()
     sys.path.insert(0, str(home))
     try:
         module = _of_file(path) if is_file else importlib.import_module(place)
     except BaseException as error:  # SystemExit, too
         where = place_of(error, home)
-        raise ConfigError(f"rl.{kind}={target} cannot be imported: {said(error)}{where}") from error
+        raise ConfigError(
+            f"cannot be imported: {said(error)}{where}", key=f"rl.{kind}", found=target
+        ) from error
     file = getattr(module, "__file__", None)
     return module, home if file is None else real_path(file).parent
 
@@ -94,35 +99,40 @@ def _of_file(path: Path) -> ModuleType:
     return module
 
 
-def _near(module: ModuleType, name: str) -> str:
+def _near(module: ModuleType, name: str) -> tuple[str, str]:
+    """The end of the problem, and the remedy."""
     own = [
         each
         for each, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     if near := difflib.get_close_matches(name, own, n=1):
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(own)}" if own else ", nor any other function or class"
+        return "", f"did you mean {near[0]!r}?"
+    return ("", f"give one of {', '.join(own)}") if own else (", nor any function or class", "")
 
 
 def _check(kind: str, target: str, found: Any) -> None:
     is_class = isinstance(found, type)
     if kind == "environment" and not is_class:
         raise ConfigError(
-            f"rl.environment={target} is a {type(found).__name__}; an environment is a class with "
-            "`reset` and `step`, and a function of a record and an answer is an rl.reward"
+            f"is a {type(found).__name__}",
+            key="rl.environment",
+            found=target,
+            remedy="give a class with `reset` and `step`, or give a function of a record and an "
+            "answer as rl.reward",
         )
     if kind == "reward" and (is_class or not callable(found)):
-        what = f"a {type(found).__name__}"
+        remedy = "give a function of a record and an answer"
         if is_class:
-            what = "a class; one with `reset` and `step` is an rl.environment"
-        raise ConfigError(
-            f"rl.reward={target} is {what}; a reward is a function of a record and an answer"
-        )
+            remedy += ", or give a class with `reset` and `step` as rl.environment"
+        what = "class" if is_class else type(found).__name__
+        raise ConfigError(f"is a {what}", key="rl.reward", found=target, remedy=remedy)
     for method, arguments, expected in _CALLS[kind]:
         called = getattr(found, method, None) if method else found
         if not callable(called):
-            raise ConfigError(f"rl.environment={target} has no method {method}{expected}")
+            raise ConfigError(
+                f"has no method {method}{expected}", key="rl.environment", found=target
+            )
         try:
             signature = inspect.signature(called)
         except ValueError:  # written in C
@@ -132,7 +142,9 @@ def _check(kind: str, target: str, found: Any) -> None:
         except TypeError:
             name = f" of {method}" if method else ""
             raise ConfigError(
-                f"rl.{kind}={target}: the arguments{name} are {signature}, not {expected}"
+                f": the arguments{name} are {signature}, not {expected}",
+                key=f"rl.{kind}",
+                found=target,
             ) from None
 
 

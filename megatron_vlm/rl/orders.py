@@ -9,6 +9,7 @@ from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.distributed.agree import Signals, Stopped
+from megatron_vlm.distributed.error_json import from_json, to_json
 from megatron_vlm.distributed.lead import Lead
 from megatron_vlm.distributed.messages import all_gather_json
 from megatron_vlm.errors import DataError
@@ -52,7 +53,7 @@ class Orders:
 
     def fail(self, error: Exception) -> None:
         """On rank 0, which then raises the error itself."""
-        self._give({"do": "fail", "text": str(error), "data": isinstance(error, DataError)})
+        self._give({"do": "fail", "fields": to_json(error), "data": isinstance(error, DataError)})
 
     def follow(self) -> tuple[bytes, dict[str, Any]]:
         """On the others: take orders until rank 0 tells what it has."""
@@ -63,7 +64,8 @@ class Orders:
                 rows = rows_of(TensorBatch.from_bytes(contents[0]))
                 self._draw(rows, SamplingSettings.of(order["settings"]), order["n"], order["seeds"])
             elif order["do"] == "fail":
-                raise (DataError if order["data"] else SamplerError)(order["text"])
+                kind = DataError if order["data"] else SamplerError
+                raise kind(**from_json(order["fields"]))
             elif order["do"] == "go on":
                 return contents[0], order["facts"]
 

@@ -30,7 +30,7 @@ class Table:
     cfg: Config
     data: DataSet
     judges: Judges
-    skipped: list[str] = field(default_factory=list)  # errors of prompts that were left out
+    skipped: list[DataError] = field(default_factory=list)  # of prompts that were left out
     begun: int = 0  # episodes so far
 
     @cached_property
@@ -89,7 +89,7 @@ class Table:
         except DataError as error:
             if self.cfg.data.on_error == "raise":
                 raise
-            self.skipped.append(str(error))
+            self.skipped.append(DataError(**error.fields()))  # without what it was read from
             return None
 
     def _group(self, handle: Handle, row: Row, number: int) -> Group:

@@ -12,7 +12,6 @@ from megatron_vlm.data.batch.dataset import DataSet, Handle
 from megatron_vlm.data.batch.position import Position
 from megatron_vlm.distributed.beside import result_of
 from megatron_vlm.distributed.lead import EVERY_S
-from megatron_vlm.errors import DataError
 from megatron_vlm.rl.desk import Desk, EngineDesk, RoundDesk
 from megatron_vlm.rl.episode import Group
 from megatron_vlm.rl.orders import Orders
@@ -60,10 +59,8 @@ async def collect(table: Table, desk: Desk, step: int, position: Position) -> Ro
     if not rl.dynamic_sampling or not kept:
         groups = sorted([*kept, *alike], key=lambda group: group.episodes[0].group)[:wanted]
     if not groups:
-        raise DataError(
-            f"none of the {asked} prompts of step {step} could be read; the last: "
-            f"{table.skipped[-1]}"
-        )
+        place = f"step {step}: the last of {asked} prompts, of which none can be read"
+        raise table.skipped[-1].within(place)
     return Rollout(groups, asked, len(alike), position, time.perf_counter() - start)
 
 

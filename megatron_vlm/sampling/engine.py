@@ -90,8 +90,12 @@ class Engine:
             said.close()
             ours.close()
             raise ConfigError(
-                f"{settings.python} cannot be started: {error.strerror}; give the python of an "
-                "environment that has vLLM, such as that of `make vllm-env`: .venv-vllm/bin/python"
+                f"cannot be started: {error.strerror}",
+                place="the engine",
+                key="python",
+                found=settings.python,
+                remedy="give the python of an environment that has vLLM, such as that of "
+                "`make vllm-env`: .venv-vllm/bin/python",
             ) from error
         finally:
             theirs.close()
@@ -204,7 +208,7 @@ def _explained(said: str) -> Exception:
     last = said.strip().splitlines()[-1]
     if last.startswith("PromptError: "):
         return DataError(last.removeprefix("PromptError: "))
-    return SamplerError(f"vLLM has failed: {last}\n{said[-_SAID:]}")
+    return SamplerError(f"vLLM has failed: {last}\n{said[-_SAID:]}", place="the engine")
 
 
 def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exception | None:
@@ -212,20 +216,35 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
     known = f"{error}\n{words}"
     if "No module named 'vllm'" in known:
         return ConfigError(
-            f"{settings.python} has no vLLM; `make vllm-env` builds an environment that has it for "
-            "the CPU, with .venv-vllm/bin/python; on GPUs, install vllm in one of its own"
+            "has no vLLM",
+            place="the engine",
+            key="python",
+            found=settings.python,
+            remedy="for the CPU run `make vllm-env` and give .venv-vllm/bin/python; on GPUs, "
+            "install vllm in an environment of its own",
         )
     if "Unsupported CPU attention configuration" in known:
         return ConfigError(
-            f"{settings.folder}: vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, "
-            "112, 128 or a larger multiple of 32 wide, and this model's are not; sample from it on "
-            "GPUs, or with our own sampler"
+            ": vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, 112, 128 or a larger "
+            "multiple of 32 wide, and this model's are not",
+            place="the engine",
+            key="folder",
+            found=settings.folder,
+            remedy="sample from this model on GPUs, or with our own sampler",
         )
     if isinstance(error, TimeoutError):
         return SamplerError(
-            f"vLLM has not loaded {settings.folder} within {settings.start_s:g} s; raise start_s, "
-            f"or see why it waits:\n{words}"
+            f": vLLM has not loaded {settings.folder} in this time",
+            place="the engine",
+            key="start_s",
+            found=settings.start_s,
+            remedy=f"raise it, or see why vLLM waits:\n{words}",
         )
     if isinstance(error, EngineDiedError):
-        return SamplerError(f"vLLM ended while it was loading {settings.folder}:\n{words}")
+        return SamplerError(
+            f": vLLM ended while it was loading this model:\n{words}",
+            place="the engine",
+            key="folder",
+            found=settings.folder,
+        )
     return None

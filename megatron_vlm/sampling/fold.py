@@ -69,9 +69,10 @@ class Folding:
             text = str(self._tokenizer.decode(ids[start : max(start, run.start - 1)]))
             if (time := _TIME.fullmatch(text)) is None:
                 raise DataError(
-                    f"the prompt has {text!r} before a frame of a video, and vLLM writes the time "
-                    "of each there, as <0.5 seconds>; give the video in messages, or draw from our "
-                    "own sampler"
+                    f"a frame of a video comes after {text!r}, and vLLM writes the time of each "
+                    "frame there, as <0.5 seconds>",
+                    place="the prompt",
+                    remedy="give the video in messages, or draw from our own sampler",
                 )
             yield int(time[1]) * 10 + int(time[2])
             start = run.start + run.height * run.width + 1

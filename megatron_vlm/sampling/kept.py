@@ -45,8 +45,9 @@ class Kept:
                     yield name, values
         except OSError as error:
             raise CheckpointError(
-                f"{partial} cannot be written: {error.strerror}; it keeps the newest weights for "
-                "an engine that dies: free space there, or give `keep` another folder"
+                f"the newest weights cannot be kept for an engine that dies: {error.strerror}",
+                place=str(partial),
+                remedy="free space there, or give `keep` another folder",
             ) from error
         os.replace(partial, Path(self.folder.name) / _DATA)
         self.index = index

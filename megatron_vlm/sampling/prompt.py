@@ -44,7 +44,9 @@ class Prompts:
         """Refuses what the engine would not see as the trainer does, or would cut."""
         self._check(prompt, settings)
         if wrong := [seed for seed in seeds if not 0 <= seed < 2**63]:
-            raise ConfigError(f"a seed is {wrong[0]}; give numbers from 0 to 2**63 - 1")
+            raise ConfigError(
+                place="sample", key="seed", found=wrong[0], allowed="a number from 0 to 2**63 - 1"
+            )
         ids = prompt.ids_S.tolist()
         queue = GridQueue(prompt.image_grid_I3, prompt.video_grid_I3, self.tokens)
         runs = queue.runs_of(prompt.ids_S, "the prompt")
@@ -67,8 +69,11 @@ class Prompts:
         for pixels in (prompt.pixel_values_PC, prompt.pixel_values_videos_PC):
             if pixels is not None and pixels.dtype != torch.uint8:
                 raise DataError(
-                    f"the prompt's pixels are {pixels.dtype}, and an engine is sent pictures; give "
-                    "rows with bytes, as RowMaker makes them"
+                    "cannot be sent to an engine as pictures",
+                    place="the prompt",
+                    key="pixels",
+                    found=str(pixels.dtype),
+                    remedy="give rows with bytes, as RowMaker makes them",
                 )
         prompt.check_pixels("the prompt")
         self._check_count(prompt.image_grid_I3, "pictures", self.settings.pictures)
@@ -76,17 +81,23 @@ class Prompts:
         length, most = len(prompt.ids_S), self.settings.max_len
         if length + settings.max_tokens > most:
             raise ConfigError(
-                f"the prompt has {length} tokens and max_tokens is {settings.max_tokens}, and the "
-                f"engine takes up to {most} of both together; raise `max_len` of its settings "
-                "(rl.engine_max_len), ask for fewer tokens, or shorten the prompt"
+                f"is less than its {length} tokens and max_tokens={settings.max_tokens} together",
+                place="the prompt",
+                key="max_len",
+                found=most,
+                remedy="raise `max_len` of the engine's settings (rl.engine_max_len), ask for "
+                "fewer tokens, or shorten the prompt",
             )
 
     def _check_count(self, grid_I3: Tensor | None, name: str, most: int) -> None:
         count = 0 if grid_I3 is None else len(grid_I3)
         if count > most:
             raise ConfigError(
-                f"the prompt has {count} {name}, and the engine was started for at most {most}; "
-                f"raise `{name}` of its settings (rl.engine_{name})"
+                f"is more than the {most} that the engine was started for",
+                place="the prompt",
+                key=name,
+                found=count,
+                remedy=f"raise `{name}` of its settings (rl.engine_{name})",
             )
 
 

@@ -42,8 +42,9 @@ class EngineReplica:
         self.deaths += 1
         if self.deaths >= DEATHS:
             self.given_up = SamplerError(
-                f"an engine has died {self.deaths} times without an answer in between, and is not "
-                f"started again; its last words:\n{died}"
+                f"it has died {self.deaths} times without an answer in between, and is not "
+                f"started again; its last words:\n{died}",
+                place="an engine",
             )
 
     async def _mend(self) -> None:

@@ -53,15 +53,19 @@ def complete(
     for name, tensor in named:
         if name not in left:
             raise CheckpointError(
-                f"the weights have {name}, which the engine's checkpoint does not have or which "
-                "came before; give each tensor of the checkpoint once, by its name there"
+                "is not in the engine's checkpoint, or came before",
+                place="the weights",
+                key=name,
+                remedy="give each tensor of the checkpoint once, by its name there",
             )
         left.remove(name)
         yield name, tensor
     if left:
         raise CheckpointError(
-            f"the weights lack {len(left)} of {len(names)} tensors, such as {min(left)}; give each "
-            "tensor of the engine's checkpoint, also those that did not change"
+            f"is one of the {len(left)} tensors out of {len(names)} that are missing",
+            place="the weights",
+            key=min(left),
+            remedy="give each tensor of the engine's checkpoint, also those that did not change",
         )
 
 

@@ -134,8 +134,8 @@ class VllmSampler:
                     replica.in_flight -= samples
         length = len(fields.get("expected", fields["prompt"]))
         raise SamplerError(
-            f"a prompt of {length} tokens was asked {ASKED} times, and each time the engine died; "
-            f"the last words of the last one:\n{died}"
+            f"the engine died each of the {ASKED} times that it was asked; its last words:\n{died}",
+            place=f"a prompt of {length} tokens",
         ) from died
 
     async def _idlest(self) -> tuple[EngineReplica, Engine]:
