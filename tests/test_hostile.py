@@ -317,7 +317,8 @@ def test_tiles_of_a_tiff_are_bounded(tmp_path):
     assert (
         found.result
         == [
-            "x:1: a.tif: has tiles of 12000 x 12000 pixels, above the limit of 16777216 pixels; save it again"
+            "x:1: a.tif: has tiles of 12000 x 12000 pixels, above the limit of 16777216 pixels; "
+            "save it again"
         ]
         * 2
     )

@@ -349,7 +349,7 @@ def test_data_sets_of_the_hub(streaming, sets, tmp_path):
     assert read("some/chats") == ["mine"]
     assert read("hub:some/chats") == ["new", "newer"]
     assert read("hub:some/chats", revision=sets) == ["old"]
-    with pytest.raises(ConfigError, match="hub:some/other: .* `datasets` cannot"):
+    with pytest.raises(ConfigError, match=r"hub:some/other: .* `datasets` cannot"):
         read("hub:some/other")
 
 

@@ -249,7 +249,7 @@ def test_resizing_is_two_passes_of_bytes(size):
 def test_frames_that_do_not_fit_the_plan():
     frames = random_frames(4, 48, 64)
     plan = plan_video(VideoInfo(4, None, 48, 64), SETTINGS, sample=False)
-    with pytest.raises(DataError, match="has 3 frames .* planned with 4 frames"):
+    with pytest.raises(DataError, match=r"has 3 frames .* planned with 4 frames"):
         video_patches(frames[:3], plan, SETTINGS)
     with pytest.raises(DataError, match=r"has 4 frames of shapes \[\(40, 64, 3\), \(48, 64, 3\)"):
         video_patches([*frames[:3], frames[3, :40]], plan, SETTINGS)

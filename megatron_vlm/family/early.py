@@ -114,16 +114,16 @@ def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
     blocks = vision.get("deepstack_visual_indexes")
     deepstack = len(blocks) if isinstance(blocks, list) else None
     experts = text.get("num_experts", text.get("num_local_experts", 0))
-    found: list[Any] = [
-        text.get("num_hidden_layers"),
-        heads,
-        text.get("num_key_value_heads", heads),
-        text.get("intermediate_size"),
-        experts,
-    ]
-    if not all(type(each) is int and each >= 0 for each in found):
+    counts: dict[str, Any] = {
+        "layers": text.get("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": text.get("num_key_value_heads", heads),
+        "ffn": text.get("intermediate_size"),
+        "experts": experts,
+    }
+    if not all(type(count) is int and count >= 0 for count in counts.values()):
         return None
-    return Counts(*found[:-1], deepstack, experts)
+    return Counts(**counts, deepstack=deepstack)
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
