@@ -222,7 +222,7 @@ def test_a_video_is_shown_as_transformers_shows_it(pool, tiny, tmp_path):
     lines = [f"/video {tmp_path}/text.mp4", "/video", f"/video {path}", "What moves?"]
     ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
     first, second = errors.splitlines()
-    assert "text.mp4 cannot be read as a video" in first and "is a folder" in second
+    assert "text.mp4: cannot be read as a video" in first and "is a folder" in second
     shown = {"type": "video", "video": str(path)}
     assert messages[0]["content"] == [shown, {"type": "text", "text": "What moves?"}]
     answer = hf_answer_to_video(tiny(), path, "What moves?", 3)

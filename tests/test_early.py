@@ -31,7 +31,7 @@ MISTAKES = {
     "train {ok} model.path=nowhere": "model.path=nowhere has no config.json",
     "train {ok} model.path={llama}": "model_type='llama' ",
     "train {ok} model.path={gelu}": "text_config.hidden_act='gelu', and it computes only 'silu'",
-    "train {ok} model.path={broken}": "config.json: not JSON: Expecting",
+    "train {ok} model.path={broken}": "config.json: is not JSON: Expecting",
     "train {ok} parallel.tp=3": "parallel.tp=3 does not divide the model's num_attention_heads=4",
     "train {ok} parallel.tp=4": "does not divide the model's num_key_value_heads=2",
     "train {ok} parallel.pp=9": "parallel.pp=9 is more than the model's 4 layers",

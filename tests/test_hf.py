@@ -248,7 +248,7 @@ def test_an_index_that_is_not_json(tiny, tmp_path):
     folder, _ = copy_of(tiny(), tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"index\.json: not JSON: "):
+    with pytest.raises(CheckpointError, match=r"index\.json: is not JSON: "):
         check(folder)
 
 

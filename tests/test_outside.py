@@ -165,12 +165,12 @@ def test_a_value_that_is_missing_is_named_by_its_path():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "b": {"c": 2, "c": 3}}', "not JSON: 'c' occurs twice in an object"),
+        ('{"a": 1, "b": {"c": 2, "c": 3}}', "is not JSON: 'c' occurs twice in an object"),
         ("[" * 10**5, "nested too deeply"),
         ("[" * 101 + "]" * 101, "nested too deeply"),
         ("[" + "{}," * 2**23, "about"),
-        (b'"\xff"', "not JSON: 'utf-8' codec"),
-        ("9" * 5000, "not JSON: Exceeds the limit"),
+        (b'"\xff"', "is not JSON: 'utf-8' codec"),
+        ("9" * 5000, "is not JSON: Exceeds the limit"),
     ],
 )
 def test_json_that_is_refused(text, said):

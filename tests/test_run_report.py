@@ -411,7 +411,7 @@ def test_broken_examples_are_told(report, tmp_path):
     page = report(step(0, 1.0), examples=[{"where": "x"}])
     assert "examples[0].answer is missing" in " ".join(page.words)
     (tmp_path / "my run" / "examples.json").write_text('{"step": 1, "exa')
-    assert "examples.json: not JSON: Unterminated" in report(step(0, 1.0)).text
+    assert "examples.json: is not JSON: Unterminated" in report(step(0, 1.0)).text
 
 
 def test_examples_are_read_as_they_were_written(tmp_path, report):
