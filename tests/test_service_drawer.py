@@ -330,7 +330,7 @@ def test_what_a_client_cancels_is_not_drawn_on(desk):
 
 
 REFUSED = {
-    "token 0 is 99999": dict(ids=[99999]),
+    "tokens[0]=99999": dict(ids=[99999]),
     "sampling_params.temperature=0.001": dict(params={"temperature": 0.001}),
     "70 tokens, and the engine takes 64": dict(ids=[3] * 70),
 }
