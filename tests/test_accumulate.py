@@ -2,6 +2,7 @@
 """Gradients of several calls add up, bit for bit, until a step has used them; so they are those of
 one call with all rows. An error in between leaves what was there."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -176,4 +177,4 @@ def test_a_group_adds_up(pool, tiny):
     for norm, again, refused, lost in pool.run(through_a_group, 4, tiny(), layout(pp=2, dp=2)):
         assert again == pytest.approx(norm, rel=TOLERANCE)
         assert "row 3: pixel_values has 28 patches" in refused
-        assert "there are no gradients" in lost
+        assert re.match(r"rank \d: optim_step: ", lost)

@@ -83,7 +83,7 @@ def test_ep_needs_experts(tiny):
 )
 def test_tp_must_divide_the_model(tp, message, tiny):
     sizes = read_sizes(tiny())
-    with pytest.raises(ConfigError, match=rf"parallel\.tp={tp} does not divide .* {message}"):
+    with raises(ConfigError, key="parallel.tp", found=tp, problem_has=message):
         check_config(Config(model=ModelConfig("x")), sizes, replace(DIMS, tp=tp))
 
 

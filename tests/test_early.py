@@ -101,7 +101,7 @@ def test_mistakes_are_said_before_torch_is_imported(places, tmp_path):
     for message, (line, expected) in zip(said, MISTAKES.items(), strict=True):
         assert message.strip().startswith("megatron-vlm: ") and expected in message, (line, message)
         assert "\n" not in message.strip() or "describes another model" in message
-    assert "parallel.tp=3 does not divide" in last
+    assert "parallel.tp=3 " in last and "num_attention_heads=4" in last
     assert done.stdout.strip() == "[]"
 
 

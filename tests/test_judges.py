@@ -24,6 +24,7 @@ from megatron_vlm.rl.environment import EnvStep
 from megatron_vlm.rl.judges import Judges, JudgeSettings
 from megatron_vlm.rl.packing import PackingError, repacked
 from tests.endings import END_S, Marked
+from tests.error_fields import raises
 from tests.test_train import outside_of_jobs
 
 PATIENCE_S = 30.0
@@ -121,8 +122,9 @@ def test_results_of_a_reward(judging):
         error = future.exception(PATIENCE_S)
         assert isinstance(error, DataError)
         assert str(error).startswith(f"data.jsonl:{100 + place}: ")
-        assert f"rewards.py:score {said}" in str(error) or said.startswith("not a finite")
-        assert said in str(error) and "mend it, or set rl.failed_reward=0" in str(error)
+        assert error.key == "rl.reward" and str(error.found).endswith("rewards.py:score")
+        assert error.problem.startswith(said) or said.startswith("not a finite")
+        assert said in error.problem and "rl.failed_reward=0" in error.remedy
 
 
 def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
@@ -150,7 +152,7 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
     [neighbours] = rewards(answers(judges, "x", record={"by": "parse"}, first=2))
     assert "raised json.decoder.JSONDecodeError: Expecting value" in library
     assert f" at {tmp_path / 'rewards.py'}:10; mend it" in library
-    assert f": no file /no at {tmp_path / 'rewards.py'}:13; mend it" in elsewhere
+    assert f" at {tmp_path / 'rewards.py'}:13; mend it" in elsewhere and "/no" in elsewhere
     assert f"raised KeyError: 'x' at {tmp_path / 'neighbour.py'}:2; mend it" in neighbours
     assert "Traceback" in capfd.readouterr().err
 
@@ -197,8 +199,8 @@ def test_messages_that_cannot_be_sent_are_wrong_at_once(judging):
         "rewards.py:Wrong",
     )
     deep, odd = rewards(answers(judges, "deep", "odd"))
-    assert "Wrong.step gave messages that cannot be sent: RecursionError" in deep
-    assert "Wrong.step gave messages that cannot be sent: RuntimeError: no list" in odd
+    assert "rewards.py:Wrong: step " in deep and ": RecursionError: " in deep
+    assert "rewards.py:Wrong: step " in odd and ": RuntimeError: no list" in odd
 
 
 def test_coroutines_run_at_the_same_time(judging):
@@ -235,7 +237,7 @@ def test_a_coroutine_has_a_time_of_its_own(judging):
     )
     *right, late = rewards(answers(judges, "0.1", "0.5", "60"))
     assert right == rewards(answers(judges, "0", "0", first=3))
-    assert "rewards.py:score took longer than rl.timeout=1 seconds; mend it" in late
+    assert "rewards.py:score took longer than rl.timeout=1 seconds; " in late
     assert late.startswith("data.jsonl:2: ")
 
 
@@ -414,7 +416,7 @@ def test_an_environment_gets_its_state_again(judging, tmp_path, asynchronous):
     assert judges.step(0, "one").result(PATIENCE_S).reward == 2
     assert judges.step(0, "two").result(PATIENCE_S).reward == 3
     late = judges.step(1, "hang").exception(PATIENCE_S)
-    assert "B: " in str(late) and "rewards.py:Counting.step took longer" in str(late)
+    assert "B: " in str(late) and "rewards.py:Counting: step took" in str(late)
     told = judges.step(0, "three").result(PATIENCE_S)
     assert (told.reward, told.figures) == (4, {"turns": 1})
     assert [dict(message) for message in told.messages] == [
@@ -550,29 +552,30 @@ def test_wrong_results_of_an_environment(judging):
     )
     futures = answers(judges, *WRONG_STEPS, record={"first": "None"})
     for said, error in zip(WRONG_STEPS.values(), rewards(futures), strict=True):
-        assert "rewards.py:Wrong.step " in error and said in error
+        assert "rewards.py:Wrong: step " in error and said in error
     for place, (first, said) in enumerate(
         {"[]": "returned no messages; for those of the record it is None", "1": "messages 1 (int)"}
         .items()
     ):  # fmt: skip
         error = judges.begin(100 + place, {"first": first}, "w").exception(PATIENCE_S)
-        assert "w: " in str(error) and "rewards.py:Wrong.reset" in str(error) and said in str(error)
+        assert isinstance(error, DataError) and (error.place, error.key) == ("w", "rl.environment")
+        assert "reset " in error.problem and said in error.problem
 
 
 NAMES = {
-    "rewards.py": "is neither FILE.py:NAME nor MODULE:NAME",
-    "reward.py:score": "did you mean rewards.py?",
-    "rewards.py:scores": "rewards.py has no 'scores'; did you mean 'score'?",
-    "rewards.py:zzz": "has no 'zzz'; there are score, short, Game",
-    "rewards.py:number": "is a int; a reward is a function of a record and an answer",
-    "rewards.py:Game": "is a class; one with `reset` and `step` is an rl.environment",
-    "rewards.py:short": "the arguments are (answer), not (record, answer)",
+    "rewards.py": "FILE.py:NAME nor MODULE:NAME",
+    "reward.py:score": "mean rewards.py?",
+    "rewards.py:scores": "mean 'score'?",
+    "rewards.py:zzz": "of score, short, Game",
+    "rewards.py:number": "is a int;",
+    "rewards.py:Game": "is a class;",
+    "rewards.py:short": "are (answer), not (record, answer)",
     "broken.py:score": "cannot be imported: SyntaxError",
     "missing.py:score": "cannot be imported: ModuleNotFoundError: No module named 'no_such'",
     "dying.py:score": "its process ended with exit status 7 while it was imported",
 }
 ENVIRONMENTS = {
-    "rewards.py:score": "is a function; an environment is a class with `reset` and `step`",
+    "rewards.py:score": "is a function;",
     "rewards.py:Game": "has no method step(self, answer)",
 }
 
@@ -594,14 +597,16 @@ def test_names_that_are_refused(judging, tmp_path, kind, name):
     said = (NAMES if kind == "reward" else ENVIRONMENTS)[name]
     with pytest.raises(ConfigError) as refused:
         judging(source, **{kind: name}, processes=2)
-    assert f"rl.{kind}={tmp_path / name}" in str(refused.value) and said in str(refused.value)
+    error = refused.value
+    assert (error.key, error.found) == (f"rl.{kind}", str(tmp_path / name))
+    assert said in str(error)
     if name == "missing.py:score":
         assert str(refused.value).endswith(f" at {tmp_path / 'missing.py'}:2")
 
 
 def test_one_of_both_is_given():
     for both in ((None, None), ("a.py:a", "b.py:b")):
-        with pytest.raises(ConfigError, match="give one of the two"):
+        with raises(ConfigError, key="rl.reward", found=both[0]):
             Judges(JudgeSettings(*both, 1, 1.0, None))
 
 

@@ -19,7 +19,7 @@ from megatron_vlm.distributed.messages import (
     send_json,
 )
 from megatron_vlm.distributed.rendezvous import MeetingError
-from megatron_vlm.errors import CheckpointError, DataError
+from megatron_vlm.errors import NOT_GIVEN, CheckpointError, DataError
 from megatron_vlm.group.answers import from_bytes, to_bytes
 from megatron_vlm.group.member import BrokenError, FailedElsewhereError, WorkerError
 from megatron_vlm.worker import StepMetrics
@@ -131,3 +131,21 @@ class OwnError(CheckpointError):
 def test_errors_keep_their_type_and_words(error, expected):
     back = from_bytes(to_bytes(error("rank 1: no")))
     assert type(back) is expected and "rank 1: no" in str(back)
+
+
+PLAIN = [3, 0.5, "two words", None, False, [1, "a b"], {"a": [1.5, None]}, float("inf"), "x" * 300]
+SHOWN = [Path("a b"), {1: 2}, {3}, torch.float32, torch.zeros(2), [Path("a")], b"bytes"]
+
+
+@pytest.mark.parametrize("found", [*PLAIN, *SHOWN], ids=repr)
+@pytest.mark.parametrize("allowed", [range(1, 9), ("a b", 2), {"b", "a"}, "more", None], ids=repr)
+def test_errors_keep_their_fields(found, allowed):
+    """From rank to rank, and on to another process."""
+    error = DataError("is wrong", place="x.jsonl:3", key="n", found=found, allowed=allowed)
+    ranks = from_bytes(to_bytes(error)).within("rank 1")
+    back = from_bytes(to_bytes(ranks))
+    assert str(back) == f"rank 1: {error}" and type(back) is DataError
+    assert (back.place, back.key, back.problem) == ("rank 1: x.jsonl:3", "n", "is wrong")
+    if any(found is each for each in PLAIN):
+        assert back.found == found and type(back.found) is type(found)
+    assert from_bytes(to_bytes(DataError("is missing", key="n"))).found is NOT_GIVEN

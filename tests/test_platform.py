@@ -14,10 +14,12 @@ from megatron_vlm.distributed import device
 from megatron_vlm.distributed.device import peak_of, pick_platform
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.worker import MegatronWorker
+from tests.error_fields import raises
 
 
 def test_unknown_name():
-    with pytest.raises(ConfigError, match="platform='tpu' is not one of auto, cuda, cpu"):
+    choices = ("auto", "cuda", "cpu")
+    with raises(ConfigError, key="platform", found="tpu", allowed=choices):
         pick_platform("tpu")
 
 
@@ -122,7 +124,7 @@ def test_hugging_face_computes_the_same_beside_the_stand_in(tiny, nursery):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_where_there_is_none():
-    with pytest.raises(ConfigError, match=r"platform=cuda, but torch .* sees no CUDA device"):
+    with raises(ConfigError, key="platform", found="cuda", problem_has=torch.__version__):
         pick_platform("cuda")
 
 
@@ -141,8 +143,8 @@ def test_a_gpu_that_torch_does_not_see_is_no_cpu(nursery, tmp_path):
     program = tmp_path / "nvidia-smi"
     program.touch(0o755)
     said, names = nursery.printed(pick_with_driver, str(tmp_path)).splitlines()
-    assert f"sees no GPU, though {program} is there" in said
-    assert said.endswith("or set platform=cpu to compute on the CPU")
+    assert said.startswith("platform=auto: ") and str(program) in said
+    assert "platform=cpu" in said
     # Chosen once, it is what this process has.
     assert names == "cpu cpu"
 

@@ -28,6 +28,7 @@ from megatron_vlm.rl.play import Table, seed_of
 from megatron_vlm.rl.rollouts import next_prompts
 from megatron_vlm.step.completions import Completion
 from tests.chats import picture, say, text
+from tests.error_fields import raises
 from tests.rl_tasks import Looks
 
 TASKS = Path(__file__).parent / "rl_tasks.py"
@@ -263,7 +264,7 @@ def test_a_template_that_shows_earlier_turns_in_another_way_is_refused(folder, m
     assert shown in tokenizer.chat_template
     short = shown.replace("message.content", "message.content if loop.last else '...'")
     tokenizer.chat_template = tokenizer.chat_template.replace(shown, short)
-    with pytest.raises(DataError, match="shows earlier turns in another way"):
+    with raises(DataError, place="record 1", key="data.template_kwargs"):
         dialogue.reply([say("user", "and now?")], "record 1")
 
 

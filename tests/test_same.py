@@ -34,10 +34,13 @@ def open_worker(cfgs: list[Config]) -> str:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (Case(optim={"lr": 0.1}), "rank 1 differs from rank 0: optim.lr=0.1 instead of 1e-05;"),
-        (Case(train={"global_batch_size": 4}), "train.global_batch_size=4 instead of 8;"),
-        (Case(parallel={"tp": 2}), "parallel.tp=2 instead of 1;"),
-        (Case(model={"freeze_vision": True}), "model.freeze_vision=True instead of False;"),
+        (Case(optim={"lr": 0.1}), "rank 1: optim.lr=0.1 instead of rank 0's 1e-05;"),
+        (Case(train={"global_batch_size": 4}), "train.global_batch_size=4 "),
+        (Case(parallel={"tp": 2}), "parallel.tp=2 "),
+        (
+            Case(model={"freeze_vision": True}),
+            "model.freeze_vision=True ",
+        ),
     ],
 )
 def test_another_configuration(case, said, pool, tiny):
@@ -79,7 +82,7 @@ def test_another_model(change: Callable[[Path], None], name, pool, tiny, tmp_pat
     cfgs = [Case().config(path) for path in (tiny(), str(tmp_path / "copy"), tiny())]
     cfgs = [cfgs[0], cfgs[1], cfgs[1]]
     said = pool.run(open_worker, 3, cfgs)
-    assert f"ranks 1-2 differ from rank 0: the model's {name};" in said[0]
+    assert said[0].startswith(f"ranks 1-2: the model's {name} ")
     assert said[0] == said[1] == said[2]
 
 

@@ -302,7 +302,7 @@ def test_a_prompt_that_kills_engines_fails_alone(desk):
     slow = [desk.ask(base, SLOW, seed) for seed in range(4)]
     deadly = desk.ask(base, DEADLY, 1)
     failure = desk.failure(deadly)
-    assert failure.category == "server" and "was asked 3 times" in failure.text
+    assert failure.category == "server" and "the 3 times" in failure.text
     assert [desk.answer(promise) for promise in slow] == [drawn_by(seed) for seed in range(4)]
     desk.drawer.check()
 
@@ -629,7 +629,7 @@ def test_the_ranks_complete_what_the_engine_has_drawn(life):
     ):
         found = dict(zip(ids.reshape(4, -1)[place], values.reshape(4, -1)[place], strict=True))
         assert abs(found[token] - value) < 5e-6  # measured: 4.8e-7
-    with pytest.raises(FailedError, match=r"server: a prompt of 2 tokens was asked 3 times"):
+    with pytest.raises(FailedError, match=r"server: a prompt of 2 tokens: .* 3 times"):
         sampler.sample([[DEADLY, 2]], **SHORT)
     assert tokens_of(sampler.sample([[1, 2]], **SHORT)) == tokens_of(plain)
 
@@ -742,7 +742,7 @@ def test_what_cannot_be_is_refused_at_once(tiny, name):
 def test_an_engine_without_vllm_ends_the_service(tiny, tmp_path):
     """Before anybody could reach it."""
     given = ["serve.sampler=vllm", f"serve.engine={sys.executable}", "serve.max_rank=8"]
-    with pytest.raises(AssertionError, match="has no vLLM"):
+    with pytest.raises(AssertionError, match=f"python={sys.executable} "):
         start(tiny(), tmp_path / "run", free_port(), *given)
     assert os.path.exists(tmp_path / "run" / "said.txt")
 

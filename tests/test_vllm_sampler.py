@@ -31,6 +31,7 @@ from megatron_vlm.worker import MegatronWorker
 from tests.batches import token_ids
 from tests.chats import picture, say, text
 from tests.engine import ENVIRONMENT, MISSING, READY
+from tests.error_fields import raises
 from tests.reference import load_reference
 from tests.runs import call, my_rows
 from tests.test_decode import answer
@@ -439,14 +440,14 @@ def whole(base: str, weights: Path, out: Path) -> str:
 
 
 def test_a_model_that_its_attention_does_not_take_is_refused(tiny):
-    with pytest.raises(ConfigError, match="heads that are 32, 64, 80"):
+    with raises(ConfigError, key="folder", found=tiny(), problem_has="32, 64, 80, 96, 112, 128"):
         asyncio.run(VllmSampler.start(engine(tiny()), [ONE_THREAD]))
 
 
 def test_a_folder_that_cannot_be_loaded_leaves_the_former_weights(loop, sampler, base, prompts):
     async def steps() -> None:
         before = await ask_all(sampler, prompts[:4], DRAWN)
-        with pytest.raises(SamplerError, match="vLLM has failed"):
+        with raises(SamplerError, place="the engine", problem_has="/no/such/folder"):
             await sampler.update(Checkpoint("/no/such/folder"), 9)
         assert_same(await ask_all(sampler, prompts[:4], DRAWN), before)
 
@@ -454,5 +455,5 @@ def test_a_folder_that_cannot_be_loaded_leaves_the_former_weights(loop, sampler,
 
 
 def test_a_longer_prompt_than_the_engine_takes_is_refused(loop, sampler, prompts):
-    with pytest.raises(ConfigError, match="raise `max_len`"):
+    with raises(ConfigError, key="max_len", problem_has="max_tokens=512"):
         loop.run(sampler.sample(prompts[0], replace(DRAWN, max_tokens=512), [0]))

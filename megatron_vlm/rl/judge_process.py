@@ -151,8 +151,8 @@ def _step(reward: Any, figures: Any, messages: Any) -> Request:
         raise _WrongError(f"gave as figures {_shown(figures)}, not numbers by name")
     if not all(0 < len(name) <= _LONGEST_NAME and name == visible(name) for name in figures):
         raise _WrongError(
-            f"gave as figures {_shown(figures)}, of which one has a name that is no text of 1 to "
-            f"{_LONGEST_NAME} characters"
+            f"gave as figures {_shown(figures)}, of which one has a name that is not a text of "
+            f"1 to {_LONGEST_NAME} characters"
         )
     checked = {
         name: _number(value, f"gave as figure {name!r}", _MOST_FIGURE)
@@ -185,7 +185,7 @@ def _messages(value: Any) -> Any:
     except PackingError as error:
         raise _WrongError(f"gave messages that cannot be sent: {error}") from None
     except DataError as error:
-        raise _WrongError(f"gave messages that are none: {error}") from None
+        raise _WrongError(f"gave messages that cannot be read: {error}") from None
     except Exception as error:  # of theirs, or of what is nested too deeply
         raise _WrongError(f"gave messages that cannot be sent: {said(error)}") from None
     return arriving
