@@ -6,7 +6,6 @@ Whoever opens a named pipe waits for somebody to write into it, and a device may
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 from megatron_vlm.errors import DataError
 
@@ -41,19 +40,19 @@ def home_path(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def require_file(path: str | Path, key: str = "") -> Path:
-    """Return the path of a regular file; anything else is refused before it is opened. `key`: the
-    option or configuration key that names the file, for messages."""
-    named: dict[str, Any] = {"key": key, "found": str(path)} if key else {"place": str(path)}
+def require_file(path: str | Path) -> Path:
+    """Return the path of a regular file; anything else is refused before it is opened."""
     try:
         found = what_is_at(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read: {error}", **named) from error
+        raise DataError(f"cannot be read: {error}", place=str(path)) from error
     if found == "nothing":
         lost = ": it is a link that leads nowhere" if os.path.islink(path) else ""
-        raise DataError(f"does not exist{lost}", **named)
+        raise DataError(f"does not exist{lost}", place=str(path))
     if found != "a file":
-        raise DataError(f"is {found}, and only files are read", allowed="a file", **named)
+        raise DataError(
+            f"is {found}, and only files are read", place=str(path), remedy="give a file"
+        )
     return Path(path)
 
 

@@ -128,7 +128,7 @@ def test_a_home_folder_of_nobody_is_a_path_like_any_other():
     assert str(home_path(path)) == path and home_path("~") == Path.home()
     with pytest.raises(ConfigError, match=r"no-such-user/a.* has no config\.json"):
         read_sizes(path)
-    with pytest.raises(ConfigError, match="--config=~no-such-user/a"):
+    with pytest.raises(ConfigError, match="--config: ~no-such-user/a"):
         ConfigFile.read(path)
 
 
