@@ -85,13 +85,12 @@ class Guard:
             return None
         self.total += 1
         self.in_a_row += 1
-        what = f"loss {loss}, gradient norm {norm}: not applied"
         train = self.cfg.train
         if train.on_nonfinite == "stop" or self.in_a_row > train.max_nonfinite:
             raise TrainError(
-                f"{what}, {self.in_a_row} in a row (train.on_nonfinite={train.on_nonfinite}, "
-                f"train.max_nonfinite={train.max_nonfinite})",
+                f"loss {loss}, gradient norm {norm}: not applied, {self.in_a_row} in a row "
+                f"(train.on_nonfinite={train.on_nonfinite}, train.max_nonfinite={train.max_nonfinite})",
                 place=f"step {step}",
                 remedy="lower optim.lr, or look at the data",
             )
-        return f"step {step}: {what} ({self.total} so far)"
+        return f"step {step}: loss {loss}, gradient norm {norm}: not applied ({self.total} so far)"
