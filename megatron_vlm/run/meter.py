@@ -89,7 +89,8 @@ class Guard:
         if train.on_nonfinite == "stop" or self.in_a_row > train.max_nonfinite:
             raise TrainError(
                 f"loss {loss}, gradient norm {norm}: not applied, {self.in_a_row} in a row "
-                f"(train.on_nonfinite={train.on_nonfinite}, train.max_nonfinite={train.max_nonfinite})",
+                f"(train.on_nonfinite={train.on_nonfinite}, "
+                f"train.max_nonfinite={train.max_nonfinite})",
                 place=f"step {step}",
                 remedy="lower optim.lr, or look at the data",
             )
