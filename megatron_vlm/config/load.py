@@ -21,7 +21,7 @@ from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
 from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
 from megatron_vlm.config.validate import check_values
 from megatron_vlm.config.yaml_text import MOST_DEPTH
-from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_value
+from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
 from megatron_vlm.outside import Outside
 
 _PRIMARY = "train"  # configs/train.yaml
@@ -86,7 +86,8 @@ def read_saved(
         try:
             cfg = from_yaml(text)
         except ConfigError as error:
-            remedy = "; ".join(filter(None, (error.remedy, saved.remedy)))
+            own = "" if error.allowed is None else f"give {show_choices(error.allowed)}"
+            remedy = "; ".join(filter(None, (error.remedy or own, saved.remedy)))
             fields = error.within(saved.name).fields() | {"remedy": remedy}
             raise ConfigError(**fields) from error
     return from_yaml(text, overrides, file) if overrides or file else cfg
