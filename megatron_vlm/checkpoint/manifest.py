@@ -143,7 +143,7 @@ def _parse(raw: Field) -> Manifest:
     files = []
     for name, field in raw["files"].object().items():
         if name != Path(name).name or name in ("", ".."):
-            raise field.error("of a file in the folder of the checkpoint")
+            raise field.error("an entry for a file in the folder of the checkpoint")
         if len(facts := field.items()) != 2:
             raise field.error("a size and a digest")
         files.append(FileRecord(name, facts[0].whole(), facts[1].string()))

@@ -213,7 +213,7 @@ def read_header(file: Path) -> dict[str, Any]:
             side.whole()
         offsets = [place.whole() for place in tensor["data_offsets"].items()]
         if len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise tensor["data_offsets"].error("where the tensor begins and ends")
+            raise tensor["data_offsets"].error("the two places where the tensor begins and ends")
         end = max(end, offsets[1])
     if size < 8 + length + end:
         raise CheckpointError(

@@ -23,7 +23,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,15 +92,26 @@ class Objective:
         """From the name of a registered loss or from a function; options are checked."""
         if isinstance(loss, str):
             if loss not in _REGISTRY:
-                raise _unknown(loss, _REGISTRY, "is not registered", key="loss", found=loss)
+                raise ConfigError(
+                    "is not registered",
+                    key="loss",
+                    found=loss,
+                    allowed=tuple(_REGISTRY),
+                    remedy=_hint(loss, _REGISTRY),
+                )
             loss = _REGISTRY[loss]
         parameters = inspect.signature(loss).parameters.values()
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         known = [*own, "kl_coef", "entropy_coef"]
         for name, value in options.items():
             if name not in known:
-                place = f"loss {loss.__name__}"
-                raise _unknown(name, known, "is not an option", place=place, key=name)
+                raise ConfigError(
+                    "is not an option",
+                    place=f"loss {loss.__name__}",
+                    key=name,
+                    allowed=known,
+                    remedy=_hint(name, known),
+                )
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(
                     place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
@@ -216,8 +226,7 @@ def totals(
     return loss_sum, int(count), weight, reported
 
 
-def _unknown(name: str, known: Iterable[str], problem: str, **fields: Any) -> ConfigError:
-    """The error for a name that is not among the known ones, with the closest of them."""
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Ask for the known name that is closest to this one; empty where none is close."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
-    remedy = f"did you mean {near[0]!r}?" if near else ""
-    return ConfigError(problem, allowed=tuple(known), remedy=remedy, **fields)
+    return f"did you mean {near[0]!r}?" if near else ""
