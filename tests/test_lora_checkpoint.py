@@ -115,7 +115,7 @@ def test_other_adapters_and_other_weights_are_refused(pool, tiny, tmp_path, save
     assert any(re.search(r"\[32, 4\] .*\[32, 8\]", fault) for fault in faults)
     scaled = error(**dict(LORA, alpha=16.0))
     assert (scaled.place, scaled.key, scaled.found) == (str(saved), "lora.alpha", 16.0)
-    assert re.search(r"by 4 .*by 2$", scaled.problem)
+    assert re.search(r"by 4, .*by 2$", scaled.problem)
     name = "model.language_model.layers.0.mlp.down_proj.lora_A.weight"
     assert name in error(rank=0).found
     whole = error(**dict(LORA, targets=("attention",), train=("merger",)))
