@@ -63,7 +63,7 @@ def open_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
     if not isinstance(found, datasets.DatasetDict):
         return found
     if split not in found:
-        raise ConfigError(f"--split {split}: {folder} has {', '.join(found)}")
+        raise ConfigError(key="--split", found=split, place=str(folder), allowed=tuple(found))
     return found[split]
 
 
@@ -75,7 +75,7 @@ def _load(name: str, *args: str | None, **kwargs: Any) -> Any:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = (str(cause) or type(cause).__name__).splitlines()[0]
-        raise ConfigError(f"{name}: `datasets` cannot load it: {reason}") from error
+        raise ConfigError(f"`datasets` cannot load it: {reason}", place=name) from error
 
 
 def rows(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
     except DataError:
         raise
     except Exception as error:  # each of Pillow's formats has its own errors
-        raise DataError(f"{where}: the image cannot be decoded: {error}") from error
+        raise DataError(f"the image cannot be decoded: {error}", place=where) from error
     scale = min(1.0, longest / max(image.size)) if longest else 1.0
     plain = opened.mode == "RGB" and not opened.has_transparency_data
     upright = opened.getexif().get(_ORIENTATION, 1) == 1
@@ -122,13 +122,15 @@ def rgb_picture(value: Any, where: str, longest: int | None = None) -> Picture:
 def _image_bytes(value: Any, where: str) -> bytes:
     """The file of an undecoded image of `datasets`, which has its bytes or its path."""
     if not isinstance(value, dict) or not (value.get("bytes") or value.get("path")):
-        raise DataError(f"{where}: the image is missing")
+        raise DataError("the image is missing", place=where)
     if value.get("bytes"):
         return value["bytes"]
     try:
-        return require_file(value["path"], where).read_bytes()
+        return require_file(value["path"]).read_bytes()
+    except DataError as error:
+        raise error.within(where) from error
     except OSError as error:
-        raise DataError(f"{where}: {value['path']}: {error.strerror}") from error
+        raise DataError(f"{value['path']}: {error.strerror}", place=where) from error
 
 
 def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
@@ -189,7 +191,7 @@ def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
     paths = [folder / f"{split}.jsonl" for split in splits]
     for path in paths:
         if path.exists():
-            raise ConfigError(f"{path} exists; choose a new folder with --out")
+            raise ConfigError("exists", place=str(path), remedy="choose a new folder with --out")
     (folder / "images").mkdir(parents=True, exist_ok=True)
     parts = [path.with_name(path.name + ".part") for path in paths]
     try:
@@ -198,7 +200,9 @@ def output(out: str, splits: Sequence[str]) -> Iterator[Output]:
             result = Output(folder, dict(zip(splits, files, strict=True)))
             yield result
         if not all(result.written[split] for split in splits):
-            raise DataError(f"a split has no records, so none was written\n{result.report()}")
+            raise DataError(
+                f"has no records, so none was written\n{result.report()}", place="a split"
+            )
         for part, path in zip(parts, paths, strict=True):
             os.replace(part, path)
     finally:

@@ -50,7 +50,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--background", action="store_true", help="include BACKGROUND_Google")
     args = parser.parse_args(argv)
     if not 0 <= args.eval_fraction < 1:
-        raise ConfigError(f"--eval-fraction {args.eval_fraction}: give at least 0 and less than 1")
+        raise ConfigError(
+            key="--eval-fraction", found=args.eval_fraction, allowed="at least 0 and less than 1"
+        )
     splits = ["train", "eval"] if args.eval_fraction else ["train"]
     with output(args.out, splits) as result:
         photos = find_photos(args.source, args.split)
@@ -86,7 +88,9 @@ def find_photos(source: str, split: str) -> list[Photo]:
         path for path in sorted(folder.glob("*/*")) if path.suffix.lower() in (".jpg", ".jpeg")
     ]
     if not paths:
-        raise ConfigError(f"{folder} has no CLASS/*.jpg; give the folder 101_ObjectCategories")
+        raise ConfigError(
+            "has no CLASS/*.jpg", place=str(folder), remedy="give the folder 101_ObjectCategories"
+        )
     return [
         Photo(
             where=f"{path.parent.name}/{path.name}",
@@ -107,7 +111,13 @@ def _from_dataset(dataset: Any) -> list[Photo]:
     labels = list(dataset["label"])
     bad = next((row for row, value in enumerate(labels) if value is None or value < 0), None)
     if bad is not None:  # in test splits on the Hub it is -1
-        raise DataError(f"row {bad} has label {labels[bad]}, not a class; choose another --split")
+        raise DataError(
+            "is not a class",
+            place=f"row {bad}",
+            key="label",
+            found=int(labels[bad]),
+            remedy="choose another --split",
+        )
     table = dataset.with_format("arrow")
     return [
         Photo(f"row {row}", names[value], partial(_image_of, table, row))

@@ -34,7 +34,9 @@ def main(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit {args.limit}: give at least 1, or leave it out for all rows")
+        raise ConfigError(
+            key="--limit", found=args.limit, allowed="at least 1, or leave it out for all rows"
+        )
     streaming = args.limit is not None or Path(args.dataset).is_dir()
     with output(args.out, ["train"]) as result:
         dataset = open_dataset(args.dataset, args.subset, args.split, streaming)
@@ -45,7 +47,9 @@ def main(argv: list[str]) -> None:
 def add_row(result: Output, index: int, row: dict[str, Any]) -> None:
     """Write the record of a row, or count why it is left out."""
     if not {"images", "texts"} <= set(row):
-        raise ConfigError(f"the columns are {', '.join(row)}; images and texts are needed")
+        raise ConfigError(
+            "has neither images nor texts", place=f"a row with the columns {', '.join(row)}"
+        )
     turns = [(turn["user"] or "", turn["assistant"] or "") for turn in row["texts"] or []]
     if not row["images"]:
         return result.skip("without images", f"row {index}")

@@ -30,6 +30,7 @@ from megatron_vlm.data.read.records import VideoOptions
 from megatron_vlm.data.read.unknown import UnknownKeysError
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, DataError
 from tests.chats import hf_processor, say
+from tests.error_fields import raises
 from tests.videos import (
     PAD,
     SETTINGS,

@@ -110,7 +110,7 @@ def fail_together(
         failure = error
     failed = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
     decision = agree(vote if failure is None else failed, device)
-    fields: dict[str, Any] = {"problem": message}
+    fields: dict[str, Any] = {"problem": message or ""}
     if decision >= Vote.FAILED and message is None:
         every = all_gather_json(None if failure is None else to_json(failure), None, device)
         fields = from_json(next(each for each in every if each is not None))
