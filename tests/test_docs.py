@@ -192,7 +192,7 @@ def is_said(message: str) -> bool:
     refusal is KEY=VALUE: reason; way out."""
     if any(template.fullmatch(message) for template in templates()):
         return True
-    if re.fullmatch(r"[\w.]+=\S+", message):
+    if re.fullmatch(r"[\w.]+=\S+|ranks? [\d-]+", message):
         return True
     for cut in re.finditer(r"[:;] ", message):
         head, tail = message[: cut.start()], message[cut.end() :]

@@ -156,7 +156,7 @@ def test_cauldron_rows_become_messages(stand_in, tmp_path):
     assert report[3] == "left out 3 with an empty question or answer: row 3; row 5; row 7"
     assert report[4:] == [
         "left out 2 with a corrupt image: row 4, image 1: the image cannot be decoded: image file "
-        "is truncated; row 6, image 0: an image given as bytes is not an "
+        "is truncated; row 6, image 0: an image given as bytes: is not an "
         "image that can be opened: it is none of JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF; "
         "convert it to one of them, or drop it"
     ]
@@ -475,14 +475,14 @@ def test_caltech_as_a_data_set(script, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("dataset", "args", "words"),
     [
-        (label_table([1, -1]), [], "row 1 has label -1, not a class; choose another --split"),
+        (label_table([1, -1]), [], "row 1: label=-1 is not a class; choose another --split"),
         (datasets.Dataset.from_dict({"image": [1], "label": ["emu"]}), [], "a ClassLabel label"),
         (
             label_table([1]),
             ["--eval-fraction", "1"],
-            "--eval-fraction 1.0: give at least 0 and less",
+            "--eval-fraction=1.0; give at least 0 and less",
         ),
-        (label_table([1]), [], "a split has no records"),
+        (label_table([1]), [], "a split: has no records"),
     ],
     ids=["no label", "label not a class", "no train", "no eval"],
 )
