@@ -198,7 +198,7 @@ def test_only_a_small_regular_file_of_text_is_read(tmp_path):
         "pipe": "named pipe",
         "large": f"{MOST_BYTES} bytes",
         "latin": "byte 8",
-        "nothing": "no file",
+        "nothing": "nothing: does not exist",
         ".": "folder",
     }.items():
         with raises(ConfigError, key="--config") as caught:

@@ -291,7 +291,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied(tiny, tmp_path):
 
 
 def test_folder_without_a_checkpoint(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.path='.*' has no config\.json"):
+    with pytest.raises(ConfigError, match=r"model\.path=.* has no config\.json"):
         HFCheckpoint(tmp_path)
 
 

@@ -527,7 +527,7 @@ WRONG_STEPS = {
     "EnvStep(1, ['next'])": "what it says: message 0: must be an object, not a str",
     "EnvStep(1, [{'role': 'usr', 'content': ''}])": "message 0: role=usr; give system, user",
     "EnvStep(1, [{'role': 'user', 'content': [{'type': 'image', 'image': 1}]}])": (
-        "an image is a path, URL, bytes or PIL image, not"
+        "an image must be a path, URL, bytes or PIL image, not"
     ),
     "EnvStep(1, [{'role': 'user', 'content': {1}}])": "[0].content is of type set",
     "EnvStep(1, [], {'n': float('inf')})": "gave as figure 'n' inf (float), not a finite number",
@@ -552,7 +552,7 @@ def test_wrong_results_of_an_environment(judging):
     )
     futures = answers(judges, *WRONG_STEPS, record={"first": "None"})
     for said, error in zip(WRONG_STEPS.values(), rewards(futures), strict=True):
-        assert "rewards.py:Wrong: step " in error and said in error
+        assert "rewards.py:Wrong: step " in error and said in error, error
     for place, (first, said) in enumerate(
         {"[]": "returned no messages; for those of the record it is None", "1": "messages 1 (int)"}
         .items()

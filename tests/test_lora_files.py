@@ -174,10 +174,13 @@ def test_what_does_not_fit_is_refused(pool, tiny, tmp_path):
     assert "adapter_config.json: peft_type=IA3 " in said(edit=config(peft_type="IA3"))
     missing = said(edit=lambda folder: (folder / "adapter_config.json").unlink())
     assert "adapter_config.json" in missing
-    assert "none of attention, mlp" in said(targets=("q_prj",), path=None)
+    assert "lora.targets=q_prj matches no linear layer" in said(targets=("q_prj",), path=None)
     assert "only repeat it" in said(targets=("merger",), train=("merger",), path=None)
     case = replace(layout(freeze_vision=True), lora=dict(ALL.ours))
-    assert "model.freeze_vision=true keeps as it is" in pool.run(refused, 1, tiny(), case)[0]
+    assert (
+        "model.freeze_vision=true keeps the part vision as it is"
+        in pool.run(refused, 1, tiny(), case)[0]
+    )
     with pytest.raises(ConfigError, match=r"give its base model as model.path and this folder"):
         HFCheckpoint(str(folder))
 

@@ -160,7 +160,7 @@ def test_what_peft_writes_is_loaded(sizes, pool, tiny, tmp_path, record_property
     assert pool.run(log_probs_here, 1, path, case)[0]  # as PEFT had loaded it
     without = dict(vars(found), targets=tuple(t for t in found.targets if t != "lm_head"))
     said = pool.run(refused, 1, path, replace(case, lora=without))[0]
-    assert ": lora.targets=" in said and " 2 of them" in said
+    assert ": lora.targets=" in said and " 3 of them" in said
 
 
 LORA = dict(rank=4, alpha=8.0, targets=("attention", "head"), dropout=0.2)

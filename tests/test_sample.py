@@ -280,7 +280,7 @@ def test_video_patches_expand_without_repeating():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"do_resize": False}, "do_resize is False; only true is supported"),
+        ({"do_resize": False}, "do_resize=false is not supported; give true"),
         ({"size": {"shortest_edge": 9999, "longest_edge": 99}}, "min_pixels=9999 .*max_pixels=99"),
         (None, "the checkpoint's image processor settings are needed"),
     ],

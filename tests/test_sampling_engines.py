@@ -147,7 +147,7 @@ def test_named_weights_are_those_of_an_export(name, pool, tiny, tmp_path):
 
 def test_named_weights_are_refused_beside_adapters(pool, tiny):
     case = replace(layout(), lora={"rank": 4})
-    with pytest.raises(RuntimeError, match=r"ConfigError: lora\.rank=4: the weights that are str"):
+    with pytest.raises(RuntimeError, match=r"ConfigError: lora\.rank=4: the streamed weights"):
         pool.run(call, 1, tiny(), case, methodcaller("named_weights"))
 
 

@@ -380,7 +380,7 @@ def test_what_is_not_supported_is_said_by_name(service):
         ({"sampling_params": {"stop": {}}}, "sampling_params.stop: give"),
         (
             {"topk_sample_logprobs": 600},
-            "topk_sample_logprobs=600: the model has 509",
+            "topk_sample_logprobs=600 exceeds the 509 tokens",
         ),
         # Before anything is drawn for a loss that will be refused.
         ({"record_stability_info": True}, "record_stability_info: the loss stable_reinforce"),

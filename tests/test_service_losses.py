@@ -282,7 +282,7 @@ def test_wrong_datums_are_refused_by_name(pool, tiny):
     sampled = {**ids, "advantages": [1.0] * 3}
     wrong = {
         "data[1].model_input.chunks[0]: tokens[1]=509": ([[1, VOCAB, 2]], ids, "cross_entropy"),
-        "data[1]: targets[2]=600": (good, {"target_tokens": [1, 2, 600]}, "cross_entropy"),
+        "data[1]: targets[2,0]=600": (good, {"target_tokens": [1, 2, 600]}, "cross_entropy"),
         '"target_tokens"] has 3 entries, and model_input has 4 tokens': (
             [[1, 2, 3, 4]],
             ids,

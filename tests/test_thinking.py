@@ -182,7 +182,7 @@ def test_reasoning_that_the_template_does_not_show_is_refused(tiny, tmp_path):
 
 def test_only_an_assistant_thinks(thinking):
     record = {"messages": [say("user", "a", reasoning="c"), say("assistant", "b")]}
-    with pytest.raises(DataError, match=r"x:1: message 0 \(user\) has reasoning; only messages of"):
+    with pytest.raises(DataError, match=r"x:1: message 0: reasoning is in a message of role user"):
         thinking[0]().encode(record, "x:1")
 
 

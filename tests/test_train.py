@@ -376,7 +376,7 @@ def test_a_signal_saves_and_stops_with_its_own_status(whole, tiny):
     [
         ("data.train=nowhere.jsonl", "data.train=nowhere.jsonl: "),
         ("model.path=nowhere", "model.path=nowhere has no config.json"),
-        ("parallel.sequence_parallel=true", "parallel.sequence_parallel=True"),
+        ("parallel.sequence_parallel=true", "parallel.sequence_parallel=true"),
         ("optim.lrr=1", "optim.lrr is not a configuration key; did you mean 'optim.lr'"),
     ],
 )
