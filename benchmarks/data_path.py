@@ -14,15 +14,15 @@ from record import record
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatron_vlm import Row
-from megatron_vlm.data.batch.batching import Limits, RowSize, measure, naive_plan, plan_batch
-from megatron_vlm.data.batch.micro_batch import collate
-from megatron_vlm.data.encode.row import PlacedRow
+from megatron_vlm.data.batches.balance import Limits, RowSize, measure, naive_plan, plan_batch
+from megatron_vlm.data.batches.micro_batch import collate
 from megatron_vlm.data.media.images import (
     ImageSettings,
     expand_patches,
     image_patches,
     normalisation_table,
 )
+from megatron_vlm.data.tokens.row import PlacedRow
 
 SIZES = ((480, 640), (768, 1024), (333, 500), (1080, 1920), (224, 224), (600, 400))
 ROWS, RANKS = 1024, 64

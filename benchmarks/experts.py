@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, Qwen3VLMoeForConditionalGeneration
 from transformers.utils import logging
 
 from megatron_vlm import Row, write_tiny
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
 from megatron_vlm.config.schema import ParallelConfig
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS
-from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 
 DENSE = SPECS["_2b_shares"]
 # 4 of 16 experts are as wide together as the dense model's MLP.

@@ -20,7 +20,7 @@ ALL_AT_ONCE = ("1k",)  # at 4k torch's own takes more than 7 GB
 
 def measure(pipe: Connection, tokens: int, ours: bool) -> None:
     """In a process of its own, whose peak never sinks."""
-    from megatron_vlm.model.head import predict
+    from megatron_vlm.model.log_probs import predict
 
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

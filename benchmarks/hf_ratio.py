@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
 from megatron_vlm import Config, MegatronWorker, Row, TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
 from megatron_vlm.config.schema import (
     LoraConfig,
     ModelConfig,
@@ -33,14 +34,13 @@ from megatron_vlm.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.planner.auto import decide, with_layers
-from megatron_vlm.planner.shapes import Mix
-from megatron_vlm.products import take_faster_products
+from megatron_vlm.family.cpu_matmul import take_faster_products
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.planner.auto_split import decide, with_layers
+from megatron_vlm.planner.row_sizes import Mix
 
 WARM_UP, REPEATS = 2, 10
 LEARNING_RATE = 1e-5

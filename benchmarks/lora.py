@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 from transformers.utils import logging
 
 from megatron_vlm import Config, Row, write_tiny
-from megatron_vlm.config.lora import USUAL
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS
+from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.planner.memory import stage_memory
 

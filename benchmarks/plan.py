@@ -28,19 +28,19 @@ from row_sizes import sizes_of_row
 from transformers.utils import logging
 
 from megatron_vlm import Config, Row, TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, train_tokenizer
 from megatron_vlm.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, train_tokenizer
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.auto import decide
-from megatron_vlm.planner.costs import trained
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.auto_split import decide
+from megatron_vlm.planner.flops import Pass, Work, accumulate, micro_work
+from megatron_vlm.planner.layer_split import even_split
+from megatron_vlm.planner.pipeline_time import trained
+from megatron_vlm.planner.row_sizes import Mix
 from megatron_vlm.planner.schedule import one_f_one_b
-from megatron_vlm.planner.shapes import Mix
-from megatron_vlm.planner.split import even_split
-from megatron_vlm.planner.work import Pass, Work, accumulate, micro_work
 
 # The tower takes about as long as the decoder on these rows.
 SPEC = TinySpec(

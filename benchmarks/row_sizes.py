@@ -1,8 +1,8 @@
 """A row as the planner knows it."""
 
 from megatron_vlm import Row
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.planner.shapes import BatchSizes
+from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.planner.row_sizes import BatchSizes
 
 
 def sizes_of_row(row: Row) -> BatchSizes:

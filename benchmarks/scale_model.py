@@ -12,12 +12,12 @@ import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLMoeConfig
 
 from megatron_vlm.config.schema import ParallelConfig
-from megatron_vlm.data.batch.batching import Plan, RowSize
-from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.data.batches.balance import Plan, RowSize
+from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family import qwen3_vl, qwen3_vl_moe
-from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.machine import all_to_all
+from megatron_vlm.family.qwen3_vl import dense, moe
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.hardware import all_to_all
 from megatron_vlm.planner.schedule import one_f_one_b
 
 
@@ -57,7 +57,7 @@ class Setup:
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        family = qwen3_vl_moe if isinstance(self.config, Qwen3VLMoeConfig) else qwen3_vl
+        family = moe if isinstance(self.config, Qwen3VLMoeConfig) else dense
         return family.sizes_of(self.config)
 
     @cached_property

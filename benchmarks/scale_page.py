@@ -10,8 +10,8 @@ import numpy as np
 import rich
 import rich.table
 
-from megatron_vlm.data.batch.batching import Balance
-from megatron_vlm.display.html import Html, tag
+from megatron_vlm.data.batches.balance import Balance
+from megatron_vlm.report.html import Html, tag
 
 NAMES = ("rows in order, 4 each", "rows in order, 1 each", "our plan")
 

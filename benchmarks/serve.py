@@ -36,9 +36,9 @@ from megatron_vlm import (
     write_tiny,
 )
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.service.front.keys import add_key
-from megatron_vlm.step.backward import LossCall, run_backward
+from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.serve.http.api_keys import add_key
+from megatron_vlm.training.backward import LossCall, run_backward
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.pool import free_port

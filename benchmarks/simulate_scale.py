@@ -30,8 +30,8 @@ from scale_model import (
 )
 from scale_page import NAMES, Point, Table, picture, write
 
-from megatron_vlm.data.batch.batching import Limits, Plan, measure, naive_plan, plan_batch
-from megatron_vlm.data.batch.cost import WorkModel
+from megatron_vlm.data.batches.balance import Limits, Plan, measure, naive_plan, plan_batch
+from megatron_vlm.data.batches.cost import WorkModel
 
 DOCS = Path(__file__).parent.parent / "docs"
 RANKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)

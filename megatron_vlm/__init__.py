@@ -8,16 +8,11 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING
 
-from megatron_vlm.fusions import compile_as_called
-from megatron_vlm.no_wandb import keep_wandb_from_megatron
+from megatron_vlm.io.lazy_fusions import compile_as_called
+from megatron_vlm.io.wandb_blocker import keep_wandb_from_megatron
 
 if TYPE_CHECKING:
-    from megatron_vlm.config import Config, load_config
-    from megatron_vlm.data.encode.row import Row
-    from megatron_vlm.data.encode.row_maker import RowMaker
-    from megatron_vlm.data.tensors.tensor_batch import TensorBatch
-    from megatron_vlm.data.tensors.tensor_list import TensorList
-    from megatron_vlm.demo.shapes import (
+    from megatron_vlm.commands.demo.coloured_shapes import (
         COLOURS,
         SHAPES,
         Scene,
@@ -26,8 +21,23 @@ if TYPE_CHECKING:
         draw,
         write_shapes,
     )
-    from megatron_vlm.demo.tiny import write_tiny
-    from megatron_vlm.demo.tiny_spec import TinySpec
+    from megatron_vlm.commands.demo.tiny_model import write_tiny
+    from megatron_vlm.commands.demo.tiny_spec import TinySpec
+    from megatron_vlm.config import Config, load_config
+    from megatron_vlm.controller import WorkerError, WorkerGroup, local_group
+    from megatron_vlm.controller.ray_actors import share_ray_group, start_ray_group
+    from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+    from megatron_vlm.data.tensors.tensor_list import TensorList
+    from megatron_vlm.data.tokens.row import Row
+    from megatron_vlm.data.tokens.row_maker import RowMaker
+    from megatron_vlm.engines import (
+        Adapter,
+        Checkpoint,
+        EngineSettings,
+        Sampler,
+        SamplerError,
+        VllmSampler,
+    )
     from megatron_vlm.errors import (
         CheckpointError,
         ConfigError,
@@ -36,22 +46,12 @@ if TYPE_CHECKING:
         MegatronVLMError,
         TrainError,
     )
-    from megatron_vlm.group import WorkerError, WorkerGroup, local_group
-    from megatron_vlm.group.ray_group import share_ray_group, start_ray_group
     from megatron_vlm.rl.environment import Environment, EnvStep
-    from megatron_vlm.sampling import (
-        Adapter,
-        Checkpoint,
-        EngineSettings,
-        Sampler,
-        SamplerError,
-        VllmSampler,
-    )
-    from megatron_vlm.step.backward import StepMetrics
-    from megatron_vlm.step.completions import Completion, SamplingSettings
-    from megatron_vlm.step.losses import register
-    from megatron_vlm.step.optimizer import AdamStep
-    from megatron_vlm.worker import MegatronWorker
+    from megatron_vlm.training.backward import StepMetrics
+    from megatron_vlm.training.completions import Completion, SamplingSettings
+    from megatron_vlm.training.losses import register
+    from megatron_vlm.training.optimizer import AdamStep
+    from megatron_vlm.training.worker import MegatronWorker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -100,32 +100,32 @@ __all__ = [
 # Module of each public name, as in the imports above.
 _MODULES = {
     "config": ("Config", "load_config"),
-    "data.encode.row": ("Row",),
-    "data.encode.row_maker": ("RowMaker",),
+    "data.tokens.row": ("Row",),
+    "data.tokens.row_maker": ("RowMaker",),
     "data.tensors.tensor_batch": ("TensorBatch",),
     "data.tensors.tensor_list": ("TensorList",),
-    "demo.shapes": (
+    "commands.demo.coloured_shapes": (
         *("COLOURS", "SHAPES", "Scene", "Shape", "ShapesSpec"),
         *("draw", "write_shapes"),
     ),
-    "demo.tiny": ("write_tiny",),
-    "demo.tiny_spec": ("TinySpec",),
+    "commands.demo.tiny_model": ("write_tiny",),
+    "commands.demo.tiny_spec": ("TinySpec",),
     "errors": (
         *("CheckpointError", "ConfigError", "DataError"),
         *("LostError", "MegatronVLMError", "TrainError"),
     ),
-    "group": ("WorkerError", "WorkerGroup", "local_group"),
-    "group.ray_group": ("share_ray_group", "start_ray_group"),
+    "controller": ("WorkerError", "WorkerGroup", "local_group"),
+    "controller.ray_actors": ("share_ray_group", "start_ray_group"),
     "rl.environment": ("EnvStep", "Environment"),
-    "sampling": (
+    "engines": (
         *("Adapter", "Checkpoint", "EngineSettings"),
         *("Sampler", "SamplerError", "VllmSampler"),
     ),
-    "step.backward": ("StepMetrics",),
-    "step.completions": ("Completion", "SamplingSettings"),
-    "step.losses": ("register",),
-    "step.optimizer": ("AdamStep",),
-    "worker": ("MegatronWorker",),
+    "training.backward": ("StepMetrics",),
+    "training.completions": ("Completion", "SamplingSettings"),
+    "training.losses": ("register",),
+    "training.optimizer": ("AdamStep",),
+    "training.worker": ("MegatronWorker",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 

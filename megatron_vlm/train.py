@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.checks import check_training
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.validate import check_training
-from megatron_vlm.data.server import start_server
+from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.distributed.dims import loads_data
 from megatron_vlm.distributed.process import (
     rank_of_process,
@@ -21,15 +21,15 @@ from megatron_vlm.distributed.process import (
     world_of_process,
 )
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.early import check_run
 from megatron_vlm.hf.push import check_push
-from megatron_vlm.run.model import with_model
-from megatron_vlm.run.settings import check_unnamed
-from megatron_vlm.run.sinks import check_installed
-from megatron_vlm.step.schedule import lr_at
+from megatron_vlm.run.config_changes import check_unnamed
+from megatron_vlm.run.log_sinks import check_installed
+from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.training.lr_schedule import lr_at
+from megatron_vlm.training.preflight import check_run
 
 if TYPE_CHECKING:
-    from megatron_vlm.distributed.agree import Signals
+    from megatron_vlm.distributed.agreement import Signals
     from megatron_vlm.run.run import Run
 
 

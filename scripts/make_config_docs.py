@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import MISSING
 
 from megatron_vlm.config import config_dir, schema
-from megatron_vlm.config.sources import EvalSource, SourceSpec
+from megatron_vlm.config.data_sources import EvalSource, SourceSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- {} begin -->\n", "<!-- {} end -->\n"

@@ -12,15 +12,15 @@ from pathlib import Path
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megatron_vlm import Config
-from megatron_vlm.config.lora import USUAL
 from megatron_vlm.config.schema import LoraConfig, ModelConfig, TrainConfig
+from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.distributed.device import PEAK_FLOPS_BF16
-from megatron_vlm.family import qwen3_vl_moe
-from megatron_vlm.family.qwen3_vl import sizes_of
-from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.machine import gpu
+from megatron_vlm.family.qwen3_vl import moe
+from megatron_vlm.family.qwen3_vl.dense import sizes_of
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.hardware import gpu
+from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, search
-from megatron_vlm.planner.shapes import assumed_mix
 
 PAGE = Path(__file__).parent.parent / "docs" / "what-fits.md"
 BEGIN, END = "<!-- fits begin -->\n", "<!-- fits end -->\n"
@@ -72,7 +72,7 @@ def sizes_of_model(name: str) -> ModelSizes:
 
 
 def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> ModelSizes:
-    return qwen3_vl_moe.sizes_of(
+    return moe.sizes_of(
         Qwen3VLMoeConfig(
             text_config=dict(
                 num_hidden_layers=layers,

@@ -18,9 +18,9 @@ import PIL.ImageOps
 
 from megatron_vlm import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
-from megatron_vlm.data.read.records import Image
-from megatron_vlm.display.text import visible
-from megatron_vlm.paths import require_file
+from megatron_vlm.data.records.record import Image
+from megatron_vlm.io.paths import require_file
+from megatron_vlm.io.printable import visible
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _TABLES = ("state.json", "dataset_dict.json", "*.parquet", "data/*.parquet")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.demo.tiny import TinySpec, train_tokenizer
+from megatron_vlm.commands.demo.tiny_model import TinySpec, train_tokenizer
+from megatron_vlm.data.tokens.row import IGNORE, Row
 
 PATCH_VALUES = 3 * 2 * 16 * 16
 

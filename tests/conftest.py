@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
 from tests.nursery import Nursery
 from tests.pool import Pool

@@ -14,9 +14,9 @@ from typing import Any
 
 import PIL.Image
 
-from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.images import ImageSettings
-from megatron_vlm.sampling.prompt import seen
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.engines.prompts import seen
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = ROOT / ".venv-vllm"

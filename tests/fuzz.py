@@ -82,7 +82,7 @@ def _peak(reset: bool = False) -> float:
 
 
 def _checkpoint(folder: Path) -> Path:
-    from megatron_vlm.demo.tiny import TinySpec, write_tiny
+    from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 
     path = folder / "model"
     sizes = dict(hidden=16, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=8)
@@ -106,7 +106,7 @@ def _settings(folder: Path, name: str, read: Callable[[Path], object]) -> Attemp
 def config_json(folder: Path) -> Attempt:
     def read(path: Path) -> None:
         from megatron_vlm.family import read_sizes
-        from megatron_vlm.family.early import read_counts
+        from megatron_vlm.family.config_json import read_counts
 
         failure = None
         try:
@@ -132,7 +132,7 @@ def config_json(folder: Path) -> Attempt:
 
 def generation_config(folder: Path) -> Attempt:
     def read(path: Path) -> None:
-        from megatron_vlm.data.encode.tokenizer import stop_ids
+        from megatron_vlm.data.tokens.tokenizer import stop_ids
 
         assert all(type(token) is int for token in stop_ids(path, 3))
 
@@ -198,9 +198,9 @@ def processor_config(folder: Path) -> Attempt:
 def _encode(path: Path) -> None:
     """Make the encoder of a checkpoint, and encode a chat with it."""
     from megatron_vlm.config.schema import DataConfig
-    from megatron_vlm.data.encode.reader import make_encoder
     from megatron_vlm.data.media.media import MediaPolicy
-    from megatron_vlm.data.read.formats import parse_record
+    from megatron_vlm.data.records.formats import parse_record
+    from megatron_vlm.data.tokens.reader import make_encoder
 
     encoder = make_encoder(str(path), DataConfig(max_tokens=4096, special_tokens="escape"))
     record = {"messages": [{"role": "user", "content": "question <|im_end|>"}, ANSWER]}
@@ -236,8 +236,8 @@ def chat_template(folder: Path) -> Attempt:
 def _load(path: Path) -> None:
     """Every tensor of a checkpoint, which must be as in the file."""
     from megatron_vlm.hf.digest import digests
-    from megatron_vlm.hf.load import check_tensors
-    from megatron_vlm.hf.source import HFCheckpoint
+    from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+    from megatron_vlm.hf.load_weights import check_tensors
 
     source = HFCheckpoint(path)
     try:
@@ -310,7 +310,7 @@ def complete_json(folder: Path) -> Attempt:
     valid = (path / "complete.json").read_bytes()
 
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.checkpoint.store import find_checkpoint, last_serial
+        from megatron_vlm.checkpoint.retention import find_checkpoint, last_serial
 
         if chance.random() < 0.5:
             content = mutate_bytes(valid, chance)
@@ -329,10 +329,10 @@ def checkpoint_texts(folder: Path) -> Attempt:
     """index.json, state.json and config.yaml of a checkpoint with a right complete.json."""
     import torch
 
-    from megatron_vlm.checkpoint.pieces import make_index, safetensors_chunks
+    from megatron_vlm.checkpoint.tensor_pieces import make_index, safetensors_chunks
     from megatron_vlm.config import to_yaml
     from megatron_vlm.config.schema import Config, ModelConfig
-    from megatron_vlm.hf.source import HFCheckpoint
+    from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 
     model = _checkpoint(folder)
     source = HFCheckpoint(model)
@@ -359,7 +359,7 @@ def checkpoint_texts(folder: Path) -> Attempt:
     values = {"index.json": index, "state.json": state}
 
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.checkpoint.export import export_checkpoint
+        from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 
         name = chance.choice([*files])
         if name in values and chance.random() < 0.7:
@@ -376,11 +376,11 @@ def checkpoint_texts(folder: Path) -> Attempt:
 
 def cache(folder: Path) -> Attempt:
     """A chunk of the cache of encoded text: read, or made again."""
+    from megatron_vlm.config.data_sources import SourceSpec
     from megatron_vlm.config.schema import DataConfig
-    from megatron_vlm.config.sources import SourceSpec
-    from megatron_vlm.data.encode.index import build_index
-    from megatron_vlm.data.encode.reader import make_encoder, make_reader
-    from megatron_vlm.data.read.sources import open_source
+    from megatron_vlm.data.sources.source import open_source
+    from megatron_vlm.data.tokens.index import build_index
+    from megatron_vlm.data.tokens.reader import make_encoder, make_reader
     from megatron_vlm.family import read_sizes
 
     model = _checkpoint(folder)
@@ -423,8 +423,8 @@ def model_card_of_base(folder: Path) -> Attempt:
     def attempt(chance: random.Random) -> str:
         import yaml  # type: ignore[import-untyped]
 
-        from megatron_vlm.hf.card import model_card
-        from megatron_vlm.hf.source import HFCheckpoint
+        from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+        from megatron_vlm.hf.model_card import model_card
 
         (path / "README.md").write_bytes(mutate_bytes(valid, chance))
         _, head, body = model_card(HFCheckpoint(path)).split("---\n", 2)
@@ -438,7 +438,7 @@ def model_card_of_base(folder: Path) -> Attempt:
 
 def candidates(folder: Path) -> Attempt:
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.evaluation.evaluate import read_candidates
+        from megatron_vlm.run.evaluation.evaluate import read_candidates
 
         (folder / "names.txt").write_bytes(
             mutate_bytes("cat\nSeepferd\u00e4\ndog\n".encode(), chance)
@@ -458,7 +458,14 @@ def candidates(folder: Path) -> Attempt:
 def metrics_jsonl(folder: Path) -> Attempt:
     from dataclasses import fields
 
-    from megatron_vlm.run.lines import EvalLine, EventLine, RlLine, StartLine, StepLine, to_json
+    from megatron_vlm.report.metrics_lines import (
+        EvalLine,
+        EventLine,
+        RlLine,
+        StartLine,
+        StepLine,
+        to_json,
+    )
 
     # Of each type that a field has, one value.
     plain = {"int": 3, "str": "a", "bool": False, "float": 0.5}
@@ -487,7 +494,7 @@ def metrics_jsonl(folder: Path) -> Attempt:
     samples = [{"step": step, **asked} for step in range(3)]
 
     def attempt(chance: random.Random) -> str:
-        from megatron_vlm.run.report import write_report
+        from megatron_vlm.report.run import write_report
 
         drawn = [json.dumps(sample).encode() for sample in samples]
         drawn[chance.randrange(3)] = mutate_json(samples[1], chance)
@@ -547,7 +554,7 @@ def _picture(folder: Path) -> None:
 
 def records(folder: Path) -> Attempt:
     """Values that a service is given, or that a line of JSON holds."""
-    from megatron_vlm.data.encode.row_maker import RowMaker
+    from megatron_vlm.data.tokens.row_maker import RowMaker
 
     _picture(folder)
     options = [{}, {"special_tokens": "escape"}]
@@ -565,11 +572,11 @@ def records(folder: Path) -> Attempt:
 
 
 def _read_all(path: Path, streaming: bool) -> str:
+    from megatron_vlm.config.data_sources import SourceSpec
     from megatron_vlm.config.schema import DataConfig
-    from megatron_vlm.config.sources import SourceSpec
-    from megatron_vlm.data.read.formats import parse_record
-    from megatron_vlm.data.read.sources import open_source
-    from megatron_vlm.data.read.stream import open_stream
+    from megatron_vlm.data.records.formats import parse_record
+    from megatron_vlm.data.sources.source import open_source
+    from megatron_vlm.data.sources.stream import open_stream
 
     spec, refused = SourceSpec(str(path)), 0
 
@@ -729,7 +736,7 @@ def _pictures(kind: str) -> Callable[[Path], Attempt]:
         import PIL.Image
 
         from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
-        from megatron_vlm.data.read.records import Image
+        from megatron_vlm.data.records.record import Image
 
         picture = PIL.Image.linear_gradient("L").convert("RGB").resize((40, 30))
         exif = PIL.Image.Exif()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.hf.experts import Form
+from megatron_vlm.hf.expert_layouts import Form
 
 
 def stored_as(folder: str, out: Path, form: Form) -> str:

@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 # Ours bring theirs along.
-IMPORTED = ("megatron_vlm.group", "megatron_vlm.run.run", "tests.reference", "tests.runs", "pytest")
+IMPORTED = (
+    "megatron_vlm.controller",
+    "megatron_vlm.run.run",
+    "tests.reference",
+    "tests.runs",
+    "pytest",
+)
 
 
 @dataclass(frozen=True)

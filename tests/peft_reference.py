@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from tests.reference import Reference, load_reference, row_log_probs
 
 # What our groups of targets are, in PEFT's regular expressions.

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers import Qwen3VLForConditionalGeneration as HFModel
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import IGNORE, Row
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from megatron_vlm.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.hf.export import gather_tensors
-from megatron_vlm.hf.names import Entry, Origin
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.training.worker import MegatronWorker
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from megatron_vlm.service.wire.schema import message
+from megatron_vlm.serve.protocol.protobuf import message
 from tests.ports import descendants
 from tests.service_requests import Chunks, Picture, request
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.service.wire.schema import message
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.serve.protocol.protobuf import message
 from tests.batches import token_ids
 
 FLOAT32, INT64 = 1, 2

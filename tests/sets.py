@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.config.sources import parse_sources
-from megatron_vlm.data.batch.dataset import DataSet, open_data
+from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.family import read_sizes
 from tests.chats import picture, say, text
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_vlm.service.front import forms
-from megatron_vlm.service.journal.calls import model_id, sampler_id
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import (
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.journal.calls import model_id, sampler_id
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import (
     Changes,
     Failure,
     ModelChange,
@@ -21,9 +21,9 @@ from megatron_vlm.service.journal.values import (
     Saved,
     tinker_path,
 )
-from megatron_vlm.service.wire.answers import write_forward_backward, write_samples
-from megatron_vlm.service.wire.requests import read_forward_backward
-from megatron_vlm.service.wire.values import Sampled, Samples
+from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
+from megatron_vlm.serve.protocol.payloads import Sampled, Samples
+from megatron_vlm.serve.protocol.requests import read_forward_backward
 
 
 def answer(value):
@@ -91,7 +91,7 @@ class StandIn:
         return Outcome(write_forward_backward(outputs, metrics), "protobuf"), Changes()
 
     def _optim_step(self, call, body):
-        rate = forms.OptimStep.model_validate_json(body).adam_params.learning_rate
+        rate = schemas.OptimStep.model_validate_json(body).adam_params.learning_rate
         return answer({"metrics": {"lr:mean": rate}, "type": "optim_step"}), Changes()
 
     def _folder(self, call) -> Path:
@@ -111,22 +111,22 @@ class StandIn:
         return said, Changes(checkpoints=(made,), saved=saved)
 
     def _save_weights(self, call, body):
-        return self._saved(call, body, "training", forms.SaveWeights)
+        return self._saved(call, body, "training", schemas.SaveWeights)
 
     def _save_weights_external(self, call, body):
-        return self._saved(call, body, "external", forms.SaveWeightsExternal)
+        return self._saved(call, body, "external", schemas.SaveWeightsExternal)
 
     def _save_weights_for_sampler(self, call, body):
-        form = forms.SaveWeightsForSampler.model_validate_json(body)
+        form = schemas.SaveWeightsForSampler.model_validate_json(body)
         if form.path is not None:
-            return self._saved(call, body, "sampler", forms.SaveWeightsForSampler)
+            return self._saved(call, body, "sampler", schemas.SaveWeightsForSampler)
         model = self.journal.model(call.owner)
         name = sampler_id(model.session, form.sampling_session_seq_id)
         new = NewSampler(name, model.session, model.id, model.base_model, self._folder(call))
         return answer({"sampling_session_id": name}), Changes(samplers=(new,))
 
     def _asample(self, call, body):
-        form = forms.SampleForm.model_validate_json(body)
+        form = schemas.SampleForm.model_validate_json(body)
         length = sum(len(c.get("tokens", ())) for c in form.prompt.chunks)
         tokens = np.arange(1, 4, dtype=np.int32)
         one = Sampled(tokens, np.full(3, -0.25, np.float32), stopped=True)

@@ -148,6 +148,6 @@ class StandIn:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    from link import Link
+    from channel import Link
 
     StandIn(Link(int(sys.argv[2]), int(sys.argv[3]))).run()

@@ -4,10 +4,10 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_vlm.service.front.app import make_app
-from megatron_vlm.service.front.desk import ServerFacts
-from megatron_vlm.service.front.limits import RequestLimits
-from megatron_vlm.service.front.server import FrontServer
+from megatron_vlm.serve.http.app import make_app
+from megatron_vlm.serve.http.context import ServerFacts
+from megatron_vlm.serve.http.http_server import FrontServer
+from megatron_vlm.serve.http.request_limits import RequestLimits
 from tests.stand_in_calls import StandIn, opened
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.controller import local_group
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
-from megatron_vlm.group import local_group
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import Case, call, collect_grads, my_rows
 from tests.test_moe import EXPERTS

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.controller import local_group
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.group import local_group
-from megatron_vlm.hf.export import gather_tensors
-from megatron_vlm.step.optimizer import AdamStep
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.reference import load_reference, row_log_probs

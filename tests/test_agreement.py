@@ -18,25 +18,25 @@ import pytest
 import torch
 
 from megatron_vlm.cli import main
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.data.media.pixels import PixelTables
-from megatron_vlm.distributed.process import UNLIKE
-from megatron_vlm.evaluation.sets import question_of
-from megatron_vlm.sampling.engine import EngineSettings
-from megatron_vlm.sampling.inspection import Seen, SeenMedia
-from megatron_vlm.sampling.prompt import Prompts
-from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.tools.agreement.command import run_agree
-from megatron_vlm.tools.agreement.content import (
+from megatron_vlm.commands.agree.agree_ranks import run_agree
+from megatron_vlm.commands.agree.compare import (
     Agreement,
     ComparedPrompt,
     TokenPair,
     compare,
     token_pairs,
 )
-from megatron_vlm.tools.agreement.page import render_page
-from megatron_vlm.tools.agreement.plots import plots
-from megatron_vlm.tools.agreement.words import Words
+from megatron_vlm.commands.agree.page import render_page
+from megatron_vlm.commands.agree.plots import plots
+from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.distributed.process import UNLIKE
+from megatron_vlm.engines.inspection import Seen, SeenMedia
+from megatron_vlm.engines.prompts import Prompts
+from megatron_vlm.engines.vllm_process import EngineSettings
+from megatron_vlm.run.evaluation.held_out_sets import question_of
+from megatron_vlm.training.completions import Completion, SamplingSettings
 from tests.runs import call
 from tests.sets import open_set, write_set
 from tests.stand_in_engine import REPLAYS, replay_of

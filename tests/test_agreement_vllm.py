@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 PROMPTS = 12
-SERVER = Path(__file__).parent.parent / "megatron_vlm" / "sampling" / "server"
+SERVER = Path(__file__).parent.parent / "megatron_vlm" / "engines" / "server"
 TP2_PP2 = {"parallel.tp": 2, "parallel.pp": 2}
 # Pictures and videos that vLLM's own processor would make smaller: here it takes 65536 pixels.
 LARGE = {"data.min_pixels": 80_000, "data.max_pixels": 120_000, "data.video_max_pixels": 200_000}

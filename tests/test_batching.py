@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from megatron_vlm.data.batch.batching import (
+from megatron_vlm.data.batches.balance import (
     Limits,
     RowSize,
     level,
@@ -16,14 +16,14 @@ from megatron_vlm.data.batch.batching import (
     naive_plan,
     plan_batch,
 )
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.batch.micro_batch import collate, filler_batch
-from megatron_vlm.data.batch.order import Order, all_of
-from megatron_vlm.data.deal import deal
-from megatron_vlm.data.encode.row import IGNORE, Row, place_row
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.micro_batch import collate, filler_batch
+from megatron_vlm.data.batches.order import Order, all_of
+from megatron_vlm.data.even_split import deal
+from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.qwen3_vl import mrope_positions, sizes_of
-from megatron_vlm.family.sizes import Tokens
+from megatron_vlm.family.qwen3_vl.dense import mrope_positions, sizes_of
+from megatron_vlm.family.spec import Tokens
 from tests.batches import MIXED, make_rows, token_ids
 
 IDS = token_ids()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from megatron_vlm.distributed.agree import Stopped
+from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.beside import beside
 from megatron_vlm.errors import CheckpointError
 

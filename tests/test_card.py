@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from megatron_vlm import __version__
-from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, OptimConfig
-from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.hf.card import Training, model_card, versions
-from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.model_card import Training, model_card, versions
 from tests.sets import write_set
 from tests.test_run_folder import Folder
 

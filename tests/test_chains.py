@@ -15,8 +15,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.chains import Chains, compiles, lacking_compiler
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model.fused_ops import Chains, compiles, lacking_compiler
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.reference import run_reference

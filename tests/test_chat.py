@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.encode import chat
-from megatron_vlm.data.encode.chat import ChatRenderer
-from megatron_vlm.data.encode.reader import make_encoder, make_reader
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.data.encode.sample import Dropped
 from megatron_vlm.data.media.images import expand_patches, normalisation_table
+from megatron_vlm.data.tokens import chat_template
+from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
+from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.data.tokens.sample import Dropped
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen3_vl import MARKS
+from megatron_vlm.family.qwen3_vl.dense import MARKS
 from tests.chats import CHATS, hf_encode, hf_processor, image, say, text
 from tests.error_fields import raises
 
@@ -363,7 +363,7 @@ ENDLESS = """
 
 def test_a_template_that_never_ends_is_refused(tiny, tmp_path, monkeypatch):
     """In any thread; where it is endless for a record, or for what opens an answer."""
-    monkeypatch.setattr(chat, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(chat_template, "_PATIENCE_S", 0.3)
     model = shutil.copytree(tiny(), tmp_path / "model")
     template = model / "chat_template.jinja"
     when = "{%- if messages[0].content == 'loop' or add_generation_prompt %}"

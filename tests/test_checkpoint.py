@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.checkpoint.export import export_checkpoint
-from megatron_vlm.checkpoint.pieces import (
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.checkpoint.retention import find_latest, step_folder
+from megatron_vlm.checkpoint.save_load import load, save
+from megatron_vlm.checkpoint.tensor_pieces import (
     Piece,
     PieceReader,
     RowBlock,
@@ -27,11 +29,9 @@ from megatron_vlm.checkpoint.pieces import (
     make_index,
     rectangles,
 )
-from megatron_vlm.checkpoint.state import load, save
-from megatron_vlm.checkpoint.store import find_latest, step_folder
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.folders import partial_of
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.io.atomic import partial_of
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.limits import files_of_at_most
@@ -191,18 +191,18 @@ def test_steps_at_changing_layouts(pool, tiny, tmp_path, record_property):
 
 def save_slowly(path: str, case: Case, run: Path) -> None:
     """Save as it is, then in the background while training goes on; rank 1's disk is slow."""
-    from megatron_vlm.checkpoint import state
+    from megatron_vlm.checkpoint import save_load
 
     worker = MegatronWorker(replace(case, optim={"lr": LR}).config(path))
     save(worker, step_folder(run, 1), progress(1))
-    gate, write_file = threading.Event(), state.write_file
+    gate, write_file = threading.Event(), save_load.write_file
 
-    def write_late(path: Path, chunks: Any) -> state.FileRecord:
+    def write_late(path: Path, chunks: Any) -> save_load.FileRecord:
         if path.name == "rank-00001.safetensors":
             gate.wait()
         return write_file(path, chunks)
 
-    state.write_file = write_late
+    save_load.write_file = write_late
     try:
         pending = save(worker, step_folder(run, 2), progress(1), async_save=True)
         worker.forward_backward(my_rows(make_rows(MIXED)))
@@ -214,7 +214,7 @@ def save_slowly(path: str, case: Case, run: Path) -> None:
         assert step_folder(run, 2).exists()  # one is written at a time
         assert pending.finish(blocking=False) and pending.finish()
     finally:
-        state.write_file = write_file
+        save_load.write_file = write_file
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(pool, tiny, tmp_path):

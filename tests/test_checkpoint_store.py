@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, verify, write_file
-from megatron_vlm.checkpoint.store import (
+from megatron_vlm.checkpoint.retention import (
     check_leftovers,
     commit,
     find_latest,
@@ -24,7 +24,7 @@ from megatron_vlm.checkpoint.store import (
     step_folder,
 )
 from megatron_vlm.errors import CheckpointError, ConfigError
-from megatron_vlm.folders import MARK, begin, partial_of
+from megatron_vlm.io.atomic import MARK, begin, partial_of
 from tests.error_fields import raises
 
 ROOT = Path(__file__).parent.parent
@@ -345,7 +345,7 @@ def test_commit_looks_for_every_file(tmp_path):
 
 
 def test_no_torch():
-    code = "import sys, megatron_vlm.checkpoint.store; assert 'torch' not in sys.modules"
+    code = "import sys, megatron_vlm.checkpoint.retention; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -353,8 +353,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file
-from megatron_vlm.checkpoint.store import commit, find_latest, keep, step_folder
-from megatron_vlm.folders import begin
+from megatron_vlm.checkpoint.retention import commit, find_latest, keep, step_folder
+from megatron_vlm.io.atomic import begin
 run = Path(sys.argv[1])
 latest = find_latest(run)
 step = 0 if latest is None else int(latest.name[5:13])

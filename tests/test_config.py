@@ -10,10 +10,10 @@ from typing import Any, get_args
 import pytest
 
 from megatron_vlm.config import config_dir, from_yaml, known_keys, load_config, to_yaml
+from megatron_vlm.config.checks import check_training, require
+from megatron_vlm.config.data_sources import SourceSpec, parse_sets, parse_sources
 from megatron_vlm.config.ranges import RANGES, check_ranges, numeric_keys
 from megatron_vlm.config.schema import Config, key_types
-from megatron_vlm.config.sources import SourceSpec, parse_sets, parse_sources
-from megatron_vlm.config.validate import check_training, require
 from megatron_vlm.errors import NOT_GIVEN, ConfigError
 from tests.error_fields import raises
 

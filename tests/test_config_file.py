@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vlm.cli import main
-from megatron_vlm.cli.commands import make_parser
+from megatron_vlm.cli.parser import make_parser
+from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import ConfigFile, from_yaml, load_config, to_yaml
 from megatron_vlm.config.arguments import configured, parse
-from megatron_vlm.config.file import MOST_BYTES
+from megatron_vlm.config.config_file import MOST_BYTES
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
-from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.evaluation.command import locate
 from megatron_vlm.train import run_train
 from tests.error_fields import raises
 

@@ -14,8 +14,8 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import family_of, read_sizes
 from megatron_vlm.model.constraints import check_built, check_config
-from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.training.worker import MegatronWorker
 from tests.error_fields import raises
 
 DIMS = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(4,))

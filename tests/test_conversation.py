@@ -15,14 +15,14 @@ import torch
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.video_utils import read_video_pyav
 
-from megatron_vlm.chat.conversation import Conversation
-from megatron_vlm.chat.start import Settings, find_model
-from megatron_vlm.chat.terminal import HELP, talk, typed
 from megatron_vlm.cli import main
-from megatron_vlm.display.text import visible
+from megatron_vlm.commands.chat.command import Settings, find_model
+from megatron_vlm.commands.chat.conversation import Conversation
+from megatron_vlm.commands.chat.terminal import HELP, talk, typed
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.sizes import Part
-from megatron_vlm.step.decode import generate
+from megatron_vlm.family.spec import Part
+from megatron_vlm.io.printable import visible
+from megatron_vlm.training.generate import generate
 from tests.chats import data_uri, hf_encode, hf_processor, picture
 from tests.error_fields import raises
 from tests.videos import END, PAD, START, Oracle, make_video

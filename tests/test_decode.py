@@ -15,13 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.data.media.pixels import PixelTables
-from megatron_vlm.model.cache import KVCache
-from megatron_vlm.step.completions import SamplingSettings
-from megatron_vlm.step.decode import candidate_log_probs, generate
-from megatron_vlm.step.sampling import pick, whole_logits
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.model.kv_cache import KVCache
+from megatron_vlm.training.completions import SamplingSettings
+from megatron_vlm.training.generate import candidate_log_probs, generate
+from megatron_vlm.training.token_sampling import pick, whole_logits
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, PATCH_VALUES, RowSpec, make_rows, token_ids
 from tests.reference import inputs_of, load_reference, row_log_probs
 from tests.runs import Case, call, my_rows

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron_vlm.cli.commands import make_parser
+from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config import ConfigFile, config_dir, from_yaml, load_config, to_yaml
 from megatron_vlm.config.arguments import parse
 from tests import error_messages

@@ -14,9 +14,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from megatron_vlm.distributed.device import Gpu, find_gpus
-from megatron_vlm.tools import doctor, machine
-from megatron_vlm.tools.doctor import (
+from megatron_vlm.commands import doctor, machine_facts
+from megatron_vlm.commands.doctor import (
     EXTRAS,
     MISSING,
     OK,
@@ -34,7 +33,13 @@ from megatron_vlm.tools.doctor import (
     run_doctor,
     shm_check,
 )
-from megatron_vlm.tools.machine import gloo_problem, import_problem, installed, requirements
+from megatron_vlm.commands.machine_facts import (
+    gloo_problem,
+    import_problem,
+    installed,
+    requirements,
+)
+from megatron_vlm.distributed.device import Gpu, find_gpus
 
 GIB = 2**30
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, True, 989e12)
@@ -105,7 +110,7 @@ def test_without_torch_the_rest_is_still_checked(monkeypatch):
     def fails(name):
         return "ImportError: libcudart.so.12: cannot open" if name == "torch" else None
 
-    monkeypatch.setattr(machine, "import_problem", fails)
+    monkeypatch.setattr(machine_facts, "import_problem", fails)
     found = {check.name: check for check in all_checks()}
     assert found["torch"].status == found["GPU and gloo"].status == MISSING
     assert "libcudart" in found["torch"].found
@@ -161,16 +166,16 @@ def test_ranges_are_those_of_pyproject():
     assert required == [str(Requirement(t)) for t in project["project"]["dependencies"]]
     assert [r.name for extra, r in found if extra] == ["transformer-engine", "ray", "av"]
     assert [r.name for extra, r in requirements(()) if extra] == []
-    assert str(machine.python_range()) == project["project"]["requires-python"]
+    assert str(machine_facts.python_range()) == project["project"]["requires-python"]
 
 
 def test_without_a_checkout_the_installed_ranges_count(monkeypatch):
-    monkeypatch.setattr(machine, "__file__", "/no/such/folder/machine.py")
+    monkeypatch.setattr(machine_facts, "__file__", "/no/such/folder/machine.py")
     found = requirements(EXTRAS)
     assert ("", "megatron-core") in [(extra, r.name) for extra, r in found]
     assert ("ray", "ray") in [(extra, r.name) for extra, r in found]
     assert "pytest" not in [r.name for _, r in found]
-    assert machine.python_range() == SpecifierSet(">=3.11")
+    assert machine_facts.python_range() == SpecifierSet(">=3.11")
 
 
 def test_what_is_installed_and_imports():
@@ -203,8 +208,8 @@ def test_no_gpu_is_fine_and_one_that_torch_does_not_see_is_not(tmp_path, monkeyp
     program.write_text("#!/bin/sh\necho 550.54\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine, "requirements", lambda extras: [])
-    monkeypatch.setattr(machine, "gloo_problem", lambda: None)
+    monkeypatch.setattr(machine_facts, "requirements", lambda extras: [])
+    monkeypatch.setattr(machine_facts, "gloo_problem", lambda: None)
     found = {check.name: check for check in all_checks()}
     assert found["GPU"].status == MISSING and "NCCL" not in found
     assert found["GPU"].found == f"torch sees none, though {program} is there; driver 550.54"
@@ -217,16 +222,16 @@ def test_the_devices_of_this_machine(here):
     gpus = find_gpus()
     assert len(gpus) == torch.cuda.device_count() and gpus[0].memory > GIB
     assert gpus[0].name in here["GPU"].found and here["NCCL"].status == OK
-    assert machine.driver_version() in here["GPU"].found
+    assert machine_facts.driver_version() in here["GPU"].found
 
 
 def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.driver_version() is None
+    assert machine_facts.driver_version() is None
     for script, found in (("echo 550.54; echo 550.54", "550.54"), ("echo no; exit 9", None)):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        assert machine.driver_version() == found
+        assert machine_facts.driver_version() == found
 
 
 @pytest.mark.parametrize(
@@ -239,7 +244,7 @@ def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     ],
 )
 def test_two_processes_that_cannot_talk(program, problem, monkeypatch):
-    monkeypatch.setattr(machine, "_TALK_S", 0.0)
+    monkeypatch.setattr(machine_facts, "_TALK_S", 0.0)
     start_s = 0.5 if "sleep" in program else 60
     assert gloo_problem(program, start_s) == problem
 

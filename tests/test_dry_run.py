@@ -5,15 +5,15 @@ import json
 import shutil
 from dataclasses import replace
 
+from megatron_vlm.commands.dry_run import dry_run, plan_steps, size_text, warning
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import LaunchConfig, TrainConfig
-from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.data.batch.batching import Limits
-from megatron_vlm.data.batch.loader import Loader, Replica
+from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.planner.memory import StageMemory
-from megatron_vlm.tools.dry_run import dry_run, plan_steps, size_text, warning
 from tests.chats import image, say
 from tests.sets import data_config, open_set, write_set
 from tests.test_parity import layout

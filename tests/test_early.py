@@ -15,10 +15,10 @@ import pytest
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.distributed.dims import ParallelDims, loads_data
-from megatron_vlm.early import check_data, check_model, check_run
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.early import Counts, read_counts
+from megatron_vlm.family.config_json import Counts, read_counts
+from megatron_vlm.training.preflight import check_data, check_model, check_run
 from tests.test_model_fields import CARRIED, REFUSED, RELEASED, TINY, changed, released
 
 # Of each command, what is wrong and what is said. {base} is a checkpoint, {data} a data file.
@@ -137,14 +137,14 @@ RL, SERVE = "rl.reward=m:f train.global_batch_size=2 train.steps=1", "serve.port
     [
         # omegaconf is the first of all that the command's arguments need.
         ("cli", "train {ok}", "omegaconf", signal.SIGTERM),
-        ("cli", "train {ok} parallel.pp=2", "megatron_vlm.launch", signal.SIGUSR1),
+        ("cli", "train {ok} parallel.pp=2", "megatron_vlm.distributed.launch", signal.SIGUSR1),
         ("cli", "rl {ok} " + RL, "torch", signal.SIGINT),
         ("cli", "serve model.path={base} " + SERVE, "torch", signal.SIGTERM),
         ("cli", "--debug eval {base} data.eval={data}", "torch", signal.SIGTERM),
         ("train", "{ok}", "torch", signal.SIGTERM),
         ("rl", "{ok} " + RL, "torch", signal.SIGTERM),
         ("serve", "model.path={base} " + SERVE, "torch", signal.SIGTERM),
-        ("evaluation.command", "{base} data.eval={data}", "torch", signal.SIGTERM),
+        ("commands.eval", "{base} data.eval={data}", "torch", signal.SIGTERM),
     ],
 )
 def test_a_signal_while_it_imports_ends_it_as_one_before_the_first_step(
@@ -181,7 +181,7 @@ def test_a_worker_does_not_load_what_only_megatron_would():
     """torch's compiler, for fusions that are not called: what is compiled here loads it then. And
     wandb, which makes folders in TMPDIR that a killed process leaves; others may import it."""
     script = """
-import importlib.util, sys, megatron_vlm.worker
+import importlib.util, sys, megatron_vlm.training.worker
 print(sorted({"torch._inductor.compile_fx", "wandb"} & set(sys.modules)))
 print(importlib.util.find_spec("wandb") is not None)
 """

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.processes import in_processes
-from megatron_vlm.data.scratch import scratch_folder
-from megatron_vlm.launch.launch import ray_address
-from megatron_vlm.sampling.engine import _environment
+from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.distributed.launch.launch import ray_address
+from megatron_vlm.engines.vllm_process import _environment
+from megatron_vlm.io.scratch import scratch_folder
 from tests.endings import END_S, Marked
 from tests.sets import write_set
 from tests.test_train import command, outside_of_jobs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.sampling.server.adapters import linear_layer, write_nothing
+from megatron_vlm.engines.server.adapter_folders import linear_layer, write_nothing
 
 
 def _renamed(model: str, out: Path, old: str, new: str, shards: int = 1) -> Path:

@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from megatron_vlm.config.data_sources import parse_sets
 from megatron_vlm.config.schema import CheckpointConfig, EvalConfig
-from megatron_vlm.config.sources import parse_sets
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.data.media.pixels import PixelTables
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.evaluation.evaluate import Examiner, read_candidates
-from megatron_vlm.evaluation.sets import cut_row, first_of, last_answer
 from megatron_vlm.family import read_sizes
+from megatron_vlm.run.evaluation.evaluate import Examiner, read_candidates
+from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_of, last_answer
 from megatron_vlm.run.progress import Progress
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
 from tests.runs import Case
 from tests.sets import data_config, open_set, write_set

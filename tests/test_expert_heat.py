@@ -11,9 +11,9 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.run.lines import MOST_LOADS, LoadLine, from_json, tells_load, to_json
-from megatron_vlm.run.report import write_report
-from megatron_vlm.run.report.metrics import read_metrics
+from megatron_vlm.report.metrics_lines import MOST_LOADS, LoadLine, from_json, tells_load, to_json
+from megatron_vlm.report.run import write_report
+from megatron_vlm.report.run.metrics_arrays import read_metrics
 from tests.sets import write_set
 from tests.test_moe import EXPERTS
 from tests.test_run_report import browse, colour, in_a_browser, read_page, start, step, write_run

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.config import load_config
-from megatron_vlm.data.processes import in_processes
-from megatron_vlm.distributed.agree import Vote, fail_together, meet
+from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.distributed.agreement import Vote, fail_together, meet
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train

@@ -8,8 +8,8 @@ from collections import Counter
 import PIL.Image
 import pytest
 
-from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.records import (
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.record import (
     Chat,
     Chunks,
     Image,
@@ -18,7 +18,7 @@ from megatron_vlm.data.read.records import (
     Video,
     VideoOptions,
 )
-from megatron_vlm.data.read.unknown import UnknownKeysError
+from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.errors import DataError
 from tests.error_fields import raises
 
@@ -671,7 +671,9 @@ def test_a_slip_of_a_format_is_answered():
 
 
 def test_names_of_media_are_looked_at_in_no_time():
-    from megatron_vlm.data.read.unknown import looks_like_media  # as a hostile file may name them
+    from megatron_vlm.data.records.unknown_keys import (
+        looks_like_media,  # as a hostile file may name them
+    )
 
     assert not any(looks_like_media(f"image{'1_' * 40}x" * n, "a") for n in range(1, 50))
 

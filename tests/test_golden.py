@@ -44,7 +44,7 @@ LAYOUTS = {"trainer": [], "trainer_pp2": ["parallel.pp=2", "model.recompute=full
 def run_worker(path: str) -> list[dict[str, str]]:
     """Loss and gradient norm of each step, every digit."""
     from megatron_vlm.config import load_config
-    from megatron_vlm.worker import MegatronWorker
+    from megatron_vlm.training.worker import MegatronWorker
     from tests.batches import MIXED, make_rows
 
     worker = MegatronWorker(load_config(["model=tiny_cpu", f"model.path={path}"]))
@@ -93,7 +93,7 @@ def run_trainer(folder: Path, layout: list[str]) -> list[dict[str, str]]:
 
 def run(name: str) -> list[dict[str, str]]:
     """One entry of the file."""
-    from megatron_vlm.demo.tiny import write_tiny
+    from megatron_vlm.commands.demo.tiny_model import write_tiny
 
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(f"{folder}/tiny")

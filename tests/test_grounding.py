@@ -23,23 +23,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megatron_vlm.commands.inspect.page import render_page
+from megatron_vlm.commands.inspect.statistics import collect
+from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config import load_config
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.data.batch.dataset import open_data
-from megatron_vlm.data.encode.grounding import grounded
-from megatron_vlm.data.encode.reader import make_encoder, make_reader
-from megatron_vlm.data.encode.row_maker import RowMaker
-from megatron_vlm.data.encode.views import show_sample
-from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.records import Chat
-from megatron_vlm.data.read.stream import open_stream
-from megatron_vlm.data.read.unknown import UnknownKeysError
+from megatron_vlm.data.batches.dataset import open_data
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.record import Chat
+from megatron_vlm.data.records.unknown_keys import UnknownKeysError
+from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.tokens.boxes_as_text import grounded
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
+from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.sample_views import show_sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.tools.inspection.collect import collect
-from megatron_vlm.tools.inspection.page import render_page
-from megatron_vlm.tools.inspection.terminal import print_inspection
 from tests.chats import say
 from tests.error_fields import raises
 from tests.sets import open_set

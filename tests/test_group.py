@@ -16,15 +16,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.controller import WorkerError, WorkerGroup, local_group
+from megatron_vlm.controller.split_batch import even_parts, prompt_parts
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.group import WorkerError, WorkerGroup, local_group
-from megatron_vlm.group.parts import even_parts, prompt_parts
-from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.error_fields import raises
 from tests.runs import Case

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_vlm.controller import WorkerError, WorkerGroup
 from megatron_vlm.data.tensors.rows import batch_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError
-from megatron_vlm.group import WorkerError, WorkerGroup
 from tests.error_fields import raises
 from tests.runs import call
 from tests.test_group import ODD, TOLERANCE, check_same, in_turn, run_in_turn
@@ -27,8 +27,8 @@ from tests.test_parity import layout
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ray = pytest.importorskip("ray", reason="needs the extra: pip install 'megatron_vlm[ray]'")
-    from megatron_vlm.group import ray_group
-    from megatron_vlm.group.ray_group import WorkerActor, share_ray_group, start_ray_group
+    from megatron_vlm.controller import ray_actors
+    from megatron_vlm.controller.ray_actors import WorkerActor, share_ray_group, start_ray_group
 
 # Of Ray and what it imports; not ours to fix.
 pytestmark = [
@@ -61,7 +61,7 @@ class WeighingActor(WorkerActor):
 @pytest.fixture(scope="module")
 def group(cluster, tiny) -> Iterator[WorkerGroup]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_group, "WorkerActor", WeighingActor)
+        patch.setattr(ray_actors, "WorkerActor", WeighingActor)
         made = start_ray_group(layout(pp=2).config(tiny()), processes=4, cpus=CPUS)
     yield made
     made.close()
@@ -163,7 +163,7 @@ def test_ray_may_be_shut_down_while_calls_are_under_way():
     """In a process of its own, which ends while its calls are under way."""
     code = """
 import ray
-from megatron_vlm.group.ray_group import Crew
+from megatron_vlm.controller.ray_actors import Crew
 
 @ray.remote
 class Slow:
@@ -215,7 +215,7 @@ def test_actors_get_a_gpu_where_there_are_some():
 
 def test_a_process_that_dies_ends_the_group(group, monkeypatch):
     """The last test of this group."""
-    monkeypatch.setattr(ray_group, "GRACE_S", 1.0)
+    monkeypatch.setattr(ray_actors, "GRACE_S", 1.0)
     ray.kill(group.ranks.crew.actors[3])
     for future in (group.forward(ODD), group.optim_step()):
         with raises(WorkerError, place="the group has ended: rank 3"):

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import config_dir, known_keys, load_config
-from megatron_vlm.config.guesses import _OTHER, _SAME, hint, meant, refused_option, sentence
+from megatron_vlm.config.key_hints import _OTHER, _SAME, hint, meant, refused_option, sentence
 from megatron_vlm.config.schema import leaves
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.model import head
-from megatron_vlm.model.head import predict
+from megatron_vlm.model import log_probs as head
+from megatron_vlm.model.log_probs import predict
 
 TOKENS, WIDTH, VOCAB = 37, 24, 203
 # Relative to the largest value, fp32 against fp64. Measured worst over all cases: 2.8e-6.

@@ -23,12 +23,12 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE, LEGACY_PROCESSOR_CHAT_TEM
 
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.export import export_hf
-from megatron_vlm.hf.files import SETTINGS, copy_files
-from megatron_vlm.hf.load import check_tensors, check_tied
-from megatron_vlm.hf.names import _gate_up, _qkv, vocab_rows
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.companion_files import SETTINGS, copy_files
+from megatron_vlm.hf.export_weights import export_hf
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors, check_tied
+from megatron_vlm.hf.weight_map import _gate_up, _qkv, vocab_rows
+from megatron_vlm.training.worker import MegatronWorker
 from tests.error_fields import raises
 from tests.runs import Case, call
 from tests.test_parity import layout
@@ -306,7 +306,7 @@ def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
 
 def _values_read(worker: MegatronWorker) -> int:
     """Load again, counting what is read."""
-    from megatron_vlm.hf.load import load_hf
+    from megatron_vlm.hf.load_weights import load_hf
 
     class Counting(HFCheckpoint):
         values = 0

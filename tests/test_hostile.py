@@ -20,12 +20,12 @@ import pytest
 from rich.console import Console
 
 from megatron_vlm.cli import main
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.sources import SourceSpec
 from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
 from megatron_vlm.data.media.video_file import iter_frames, probe_video
-from megatron_vlm.data.read.records import Image
-from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.data.records.record import Image
+from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.run.log import RunLog
@@ -237,7 +237,7 @@ def test_frames_of_a_video_are_bounded(tmp_path):
 
 
 def encode_word(model: str) -> str:
-    from megatron_vlm.data.encode.row_maker import RowMaker  # with torch, which takes seconds
+    from megatron_vlm.data.tokens.row_maker import RowMaker  # with torch, which takes seconds
 
     maker = RowMaker(model, max_tokens=512)
     word = {"role": "assistant", "content": "a" * 10**7}

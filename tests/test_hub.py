@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.cli import main
+from megatron_vlm.commands.doctor import MISSING, OK, Check, model_check
+from megatron_vlm.commands.dry_run import dry_run
+from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import load_config, to_yaml
+from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.config.sources import parse_sources
-from megatron_vlm.data.encode.row_maker import RowMaker
-from megatron_vlm.data.read.sources import open_source
-from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.data.sources.source import open_source
+from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.evaluation.command import locate
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.push import check_push, push
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.hub import HubName, folder_of, hub_name, pin
-from megatron_vlm.run.model import with_model
-from megatron_vlm.tools.doctor import MISSING, OK, Check, model_check
-from megatron_vlm.tools.dry_run import dry_run
+from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
+from megatron_vlm.run.resolve_model import with_model
 from tests.alone import ROOT
 from tests.chats import say, text
 from tests.error_fields import raises

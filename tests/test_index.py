@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
-from megatron_vlm.data.batch.remarks import Remarks
-from megatron_vlm.data.encode import index as indexing
-from megatron_vlm.data.encode.reader import Reader
+from megatron_vlm.data.batches.data_warnings import Remarks
+from megatron_vlm.data.tokens import index as indexing
+from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.errors import DataError
 from tests.chats import CHATS, say
 from tests.error_fields import raises
@@ -108,7 +108,7 @@ def test_every_deciding_setting_makes_a_new_entry(change, tiny, tmp_path, monkey
 
 def test_what_is_ignored_is_part_of_the_fingerprint(tiny, tmp_path):
     """By which a resumed run knows its data."""
-    from megatron_vlm.feed.fingerprint import fingerprint  # Megatron is slow to import
+    from megatron_vlm.training.data_fingerprint import fingerprint  # Megatron is slow to import
 
     data = open_set(write_set(tmp_path), tiny(), tmp_path / "cache")
     rules: tuple[dict[str, Any], ...] = ({}, {"ignore_keys": ("reward",)})

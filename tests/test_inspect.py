@@ -20,21 +20,21 @@ import PIL.Image
 import pytest
 from rich.console import Console
 
+from megatron_vlm.commands.inspect.command import run_inspect
+from megatron_vlm.commands.inspect.page import bins, render_page, tag
+from megatron_vlm.commands.inspect.statistics import collect, figure
+from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config import load_config
-from megatron_vlm.data.batch.batching import Limits, group_cost, plan_batch
-from megatron_vlm.data.batch.dataset import open_data
-from megatron_vlm.data.encode.chat import START
-from megatron_vlm.data.encode.views import unpatch
+from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
+from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
-from megatron_vlm.display.text import visible
+from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.sample_views import unpatch
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.qwen3_vl import MARKS
-from megatron_vlm.tools.inspection.collect import collect, figure
-from megatron_vlm.tools.inspection.command import run_inspect
-from megatron_vlm.tools.inspection.page import bins, render_page, tag
-from megatron_vlm.tools.inspection.terminal import print_inspection
+from megatron_vlm.family.qwen3_vl.dense import MARKS
+from megatron_vlm.io.printable import visible
 from tests.chats import CHATS, data_uri, image, picture, say, text
 
 PINK, TEAL = (200, 30, 120), (20, 140, 130)
@@ -293,7 +293,7 @@ def test_padding_and_balance_by_hand(look, ranks):
 
 
 def test_only_the_first_steps_of_a_long_epoch_are_planned(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.tools.inspection.collect.MOST_STEPS", 2)
+    monkeypatch.setattr("megatron_vlm.commands.inspect.statistics.MOST_STEPS", 2)
     _, inspection = look("train.global_batch_size=4")
     assert (inspection.batching.steps, inspection.batching.measured) == (4, 2)
     assert "the first 2 of 4 steps" in inspection.batching.caption
@@ -390,7 +390,7 @@ def test_budgets_of_videos_are_named_and_followed(look):
 
 
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.data.encode.views.MOST_FRAMES", 2)
+    monkeypatch.setattr("megatron_vlm.data.tokens.sample_views.MOST_FRAMES", 2)
     _, inspection = look(pictures=True)
     page = render_page(replace(inspection, shown=(shown(inspection, "video"),)))
     assert page.count("<img") == 4 and page.count("<figcaption") == 2
@@ -528,7 +528,7 @@ def test_warnings_of_the_data_stand_in_the_report_alone(overrides, folder, caplo
 
 
 def test_megatron_is_not_imported():
-    code = "import sys, megatron_vlm.tools.inspection.command\nassert 'megatron' not in sys.modules"
+    code = "import sys, megatron_vlm.commands.inspect.command\nassert 'megatron' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

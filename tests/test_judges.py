@@ -21,8 +21,8 @@ import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.rl.environment import EnvStep
-from megatron_vlm.rl.judges import Judges, JudgeSettings
-from megatron_vlm.rl.packing import PackingError, repacked
+from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
+from megatron_vlm.rl.rewards.serialize import PackingError, repacked
 from tests.endings import END_S, Marked
 from tests.error_fields import raises
 from tests.test_train import outside_of_jobs
@@ -134,7 +134,7 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
         """
         import json
         from neighbour import parse
-        from megatron_vlm.paths import require_file
+        from megatron_vlm.io.paths import require_file
 
         def score(record, answer):
             return globals()[record["by"]](answer)
@@ -710,7 +710,7 @@ def test_closing_cancels_what_waits(judging):
 
 HOLDING = """
 import sys
-from megatron_vlm.rl.judges import Judges, JudgeSettings
+from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
 
 judges = Judges(JudgeSettings(sys.argv[1], None, 2, 600.0, None))
 for number, answer in enumerate(["time.sleep(600)", "sum(range(10**13))"]):

@@ -12,7 +12,7 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.model.kernels import AttentionShape, choose_kernel, fastest, first_of
+from megatron_vlm.model.attention_kernels import AttentionShape, choose_kernel, fastest, first_of
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.reference import run_reference

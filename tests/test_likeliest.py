@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.controller import local_group
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.group import local_group
-from megatron_vlm.model import head
-from megatron_vlm.step.completions import SamplingSettings
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model import log_probs as head
+from megatron_vlm.training.completions import SamplingSettings
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import load_reference, row_logits
 from tests.runs import call

@@ -11,16 +11,16 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_vlm.data.batch import loader as loading
-from megatron_vlm.data.batch.batching import Limits
-from megatron_vlm.data.batch.loader import Loader, Replica
-from megatron_vlm.data.batch.position import Position
-from megatron_vlm.data.encode import reader as reading
-from megatron_vlm.data.processes import in_processes
+from megatron_vlm.data.batches import loader as loading
+from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.tokens import reader as reading
+from megatron_vlm.data.worker_processes import in_processes
 from megatron_vlm.errors import DataError
-from megatron_vlm.feed.feeder import SharedBatches
-from megatron_vlm.feed.share import share_batch
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.broadcast import share_batch
+from megatron_vlm.training.data_feed import SharedBatches
+from megatron_vlm.training.worker import MegatronWorker
 from tests.chats import picture, say, text
 from tests.error_fields import raises
 from tests.runs import call

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from megatron_vlm.config.schema import Config, LaunchConfig, ParallelConfig
+from megatron_vlm.distributed.launch.launch import launch, processes_for
+from megatron_vlm.distributed.launch.local_launcher import run_job
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.launch.launch import launch, processes_for
-from megatron_vlm.launch.local_job import run_job
 from tests.error_fields import raises
 
 PROGRAM = """
@@ -66,7 +66,7 @@ sys.exit(5)
 
 
 def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.launch.restart.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.GRACE_S", 0.5)
     start = time.monotonic()
     assert job("time.sleep(60) if rank == 0 else sys.exit(7)") == 7
     assert time.monotonic() - start < 30
@@ -77,7 +77,7 @@ def test_the_first_failure_counts_and_ends_the_others(job, tmp_path, capfd, monk
 
 
 def test_a_killed_rank_is_named(job, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.launch.restart.GRACE_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.GRACE_S", 0.5)
     assert job("rank or os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)") == 137
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
 
@@ -179,7 +179,7 @@ def interrupt_twice(folder: Path) -> None:
 
 def test_a_second_interrupt_ends_ranks_that_do_not_hear_it(job, tmp_path, monkeypatch):
     """As in a collective: Python's handler does not run there."""
-    monkeypatch.setattr("megatron_vlm.launch.local_job.STOP_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.distributed.launch.local_launcher.STOP_S", 0.5)
     body = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 open(f"{sys.argv[1]}/ready-{rank}", "w").close()
@@ -193,7 +193,7 @@ time.sleep(60)
 
 
 def test_a_rank_that_does_not_end_with_the_others_is_ended(job, capfd, monkeypatch):
-    monkeypatch.setattr("megatron_vlm.launch.restart.LAST_S", 0.5)
+    monkeypatch.setattr("megatron_vlm.distributed.launch.restart.LAST_S", 0.5)
     assert job("rank and time.sleep(60)") == 70
     assert "1 of the ranks did not end in 0 s after another had" in capfd.readouterr().err
 
@@ -205,7 +205,7 @@ time.sleep(60)
 """
     (tmp_path / "job_program.py").write_text(PROGRAM + body)
     call = f"run_job('job_program', [{str(tmp_path)!r}], 2)"
-    code = f"from megatron_vlm.launch.local_job import run_job; {call}"
+    code = f"from megatron_vlm.distributed.launch.local_launcher import run_job; {call}"
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
     try:

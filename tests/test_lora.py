@@ -11,13 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.family.adapters import AdaptedLinear, Slot
-from megatron_vlm.family.sizes import Part, TensorSpec
-from megatron_vlm.hf.adapter_form import FileTensor
-from megatron_vlm.hf.export import gather_tensors
-from megatron_vlm.hf.names import Origin
+from megatron_vlm.family.spec import Part, TensorSpec
+from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.weight_map import Origin
+from megatron_vlm.lora.layers import Adapters, ExpertAdapters, drawing
+from megatron_vlm.lora.peft_tensors import FileTensor
+from megatron_vlm.lora.targets import AdaptedLinear, Slot
 from megatron_vlm.model.experts import times
-from megatron_vlm.model.lora import Adapters, ExpertAdapters, drawing
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.peft_reference import Adapter, peft_model, run_peft, save, train_peft
 from tests.runs import call, loss_and_grads, train

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.checkpoint.state import load
-from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.save_load import load
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.worker import MegatronWorker
 from tests.runs import Case
 from tests.test_checkpoint import Part, bf16, go, whole
 from tests.test_parity import layout

@@ -4,13 +4,13 @@
 import pytest
 
 from megatron_vlm.config import from_yaml, load_config, to_yaml
-from megatron_vlm.config.lora import exports, learns, scale_of
+from megatron_vlm.config.trainable import exports, learns, scale_of
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.adapters import adapted, module_of
-from megatron_vlm.hf.adapters import adapted_weights
+from megatron_vlm.lora.targets import adapted, module_of
+from megatron_vlm.lora.weights import adapted_weights
 from megatron_vlm.model.constraints import check_supported
-from megatron_vlm.rl.engines import in_tower
+from megatron_vlm.rl.vllm_engines import in_tower
 from tests.error_fields import raises
 
 HAS = ["model.path=x", "lora=default"]

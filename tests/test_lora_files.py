@@ -15,21 +15,21 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.chat.start import Settings, find_model
-from megatron_vlm.checkpoint.export import export_checkpoint
-from megatron_vlm.checkpoint.state import save
-from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.cli import main
-from megatron_vlm.config.lora import scale_of
+from megatron_vlm.commands.chat.command import Settings, find_model
 from megatron_vlm.config.schema import CheckpointConfig, LoraConfig
+from megatron_vlm.config.trainable import scale_of
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.adapters import adapted
-from megatron_vlm.hf.adapter_files import base_of, lora_of
-from megatron_vlm.hf.adapters import adapted_weights, serving_remark
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.hf.stages import short
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.lora.peft_folder import base_of, lora_of
+from megatron_vlm.lora.targets import adapted
+from megatron_vlm.lora.weights import adapted_weights, serving_remark
+from megatron_vlm.report.layout_table import short
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.peft_reference import Adapter, peft_model
 from tests.peft_reference import save as save_peft
@@ -292,7 +292,7 @@ def score(where: str, overrides: list[str]) -> str:
     from contextlib import redirect_stdout
     from io import StringIO
 
-    from megatron_vlm.evaluation.command import run_eval
+    from megatron_vlm.commands.eval import run_eval
 
     with redirect_stdout(StringIO()) as out:
         run_eval([where, *overrides])
@@ -315,7 +315,7 @@ def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny
 
 
 def ask(given: str) -> str:
-    from megatron_vlm.chat.conversation import Conversation
+    from megatron_vlm.commands.chat.conversation import Conversation
 
     base, adapter = find_model(given)
     conversation = Conversation(base, Settings(max_new_tokens=4), adapter)

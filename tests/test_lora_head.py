@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.group import local_group
-from megatron_vlm.model import head
-from megatron_vlm.model.head import _Gradients
-from megatron_vlm.model.lora import Adapters
-from megatron_vlm.step.decode import generate
-from megatron_vlm.step.sampling import whole_logits
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.controller import local_group
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.lora.layers import Adapters
+from megatron_vlm.model import log_probs as head
+from megatron_vlm.model.log_probs import _Gradients
+from megatron_vlm.training.generate import generate
+from megatron_vlm.training.token_sampling import whole_logits
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import make_rows
 from tests.peft_reference import (
     Adapter,

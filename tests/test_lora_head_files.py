@@ -13,14 +13,14 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_vlm.checkpoint.export import export_checkpoint
-from megatron_vlm.checkpoint.state import save
-from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.cli import main
 from megatron_vlm.family import read_sizes
-from megatron_vlm.hf.adapter_files import lora_of
-from megatron_vlm.hf.stages import short
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.lora.peft_folder import lora_of
+from megatron_vlm.report.layout_table import short
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.peft_reference import Adapter, peft_model
 from tests.peft_reference import save as save_peft

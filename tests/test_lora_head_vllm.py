@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.data.tokens.row_maker import RowMaker
 from tests.engine import MISSING, READY, Engine
 from tests.reference import load_reference
 from tests.sets import write_set

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import cut_micro_batches
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.batches.micro_batch import cut_micro_batches
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen3_vl import mrope_positions
-from megatron_vlm.family.sizes import Tokens
-from megatron_vlm.feed.share import share_batch
-from megatron_vlm.step.arrival import StageInput
-from megatron_vlm.step.losses import Objective, register
-from megatron_vlm.worker import MegatronWorker, StepMetrics
+from megatron_vlm.family.qwen3_vl.dense import mrope_positions
+from megatron_vlm.family.spec import Tokens
+from megatron_vlm.training.broadcast import share_batch
+from megatron_vlm.training.losses import Objective, register
+from megatron_vlm.training.stage_inputs import StageInput
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, RowSpec, make_rows, token_ids
 from tests.error_fields import raises
 from tests.reference import load_reference, row_log_probs, row_logits

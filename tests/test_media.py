@@ -21,7 +21,7 @@ from megatron_vlm.data.media import fetch as fetching
 from megatron_vlm.data.media.fetch import fetch, is_public
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.media import FORMATS, MediaPolicy, image_size, read_image
-from megatron_vlm.data.read.records import Image
+from megatron_vlm.data.records.record import Image
 from megatron_vlm.errors import DataError
 from tests.error_fields import raises
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.distributed.messages import (
+from megatron_vlm.controller.rank_worker import BrokenError, FailedElsewhereError, WorkerError
+from megatron_vlm.controller.results import from_bytes, to_bytes
+from megatron_vlm.distributed.collectives import (
     all_gather_json,
     broadcast_bytes,
     broadcast_json,
@@ -20,9 +22,7 @@ from megatron_vlm.distributed.messages import (
 )
 from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import NOT_GIVEN, CheckpointError, DataError
-from megatron_vlm.group.answers import from_bytes, to_bytes
-from megatron_vlm.group.member import BrokenError, FailedElsewhereError, WorkerError
-from megatron_vlm.worker import StepMetrics
+from megatron_vlm.training.worker import StepMetrics
 
 CPU = torch.device("cpu")
 VALUES = [{"text": "a word \N{SNOWMAN}" * 99, "numbers": [1, 0.1, 1e-300, 2**60]}, None]

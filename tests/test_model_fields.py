@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import load_reference, row_log_probs, run_reference
 from tests.runs import Case, loss_and_grads

@@ -20,22 +20,22 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 )
 
 from megatron_vlm.config import load_config
-from megatron_vlm.data.batch.loader import BatchFigures
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.batches.loader import BatchFigures
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.early import check_run
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.model import router as routing
 from megatron_vlm.model import router_losses as router_terms
-from megatron_vlm.model import routing
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router_losses import RouterLosses
-from megatron_vlm.run.lines import from_json, to_json
-from megatron_vlm.run.meter import Meter
-from megatron_vlm.step import arrival, backward, expert_load, router_losses
-from megatron_vlm.step.pipeline import Stage
-from megatron_vlm.worker import MegatronWorker, StepMetrics
+from megatron_vlm.report.metrics_lines import from_json, to_json
+from megatron_vlm.run.throughput import Meter
+from megatron_vlm.training import backward, expert_load, router_losses, stage_inputs
+from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.preflight import check_run
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.error_fields import raises
 from tests.reference import Reference, inputs_of, load_reference
@@ -364,9 +364,9 @@ def shares_of_one_replica() -> Any:
 
 
 def padding_counts() -> Any:
-    right = arrival.real_places
+    right = stage_inputs.real_places
     return mock.patch.object(
-        arrival, "real_places", lambda lengths, tokens: right([tokens] * len(lengths), tokens)
+        stage_inputs, "real_places", lambda lengths, tokens: right([tokens] * len(lengths), tokens)
     )
 
 

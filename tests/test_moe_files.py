@@ -16,20 +16,20 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import CheckpointConfig
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
-from megatron_vlm.family.early import read_counts
-from megatron_vlm.family.sizes import ExpertSizes, ModelSizes
-from megatron_vlm.hf.experts import Form
-from megatron_vlm.hf.load import check_tensors
-from megatron_vlm.hf.source import HFCheckpoint
+from megatron_vlm.family.config_json import read_counts
+from megatron_vlm.family.spec import ExpertSizes, ModelSizes
+from megatron_vlm.hf.expert_layouts import Form
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.memory import USABLE, estimate
-from megatron_vlm.planner.shapes import BatchSizes
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.planner.row_sizes import BatchSizes
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import ALL_TEXT, RowSpec, make_rows
 from tests.error_fields import raises
 from tests.moe import stored_as

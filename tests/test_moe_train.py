@@ -14,16 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_vlm.checkpoint.store import step_folder
+from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.controller import WorkerGroup, local_group
+from megatron_vlm.controller.split_batch import even_parts
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
-from megatron_vlm.group import WorkerGroup, local_group
-from megatron_vlm.group.parts import even_parts
-from megatron_vlm.model import experts, routing
-from megatron_vlm.step import arrival
-from megatron_vlm.step.expert_load import percent_of_mean
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model import experts, router
+from megatron_vlm.training import stage_inputs
+from megatron_vlm.training.expert_load import percent_of_mean
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import inputs_of, load_reference, run_reference
 from tests.runs import Case, Outcome, call, collect_grads, loss_and_grads, my_rows
@@ -152,13 +152,13 @@ def test_replicas_that_share_experts_generate_together(case, pool, tiny):
 def count_tokens(worker: MegatronWorker) -> tuple[list[list[list[int]]], int]:
     """What each layer of this rank has sent, for each micro-batch; and the tokens that it has."""
     rows = my_rows(make_rows(UNEVEN))
-    found, right = [], arrival.Routing
+    found, right = [], stage_inputs.Routing
 
-    def noted(*args: Any) -> routing.Routing:
+    def noted(*args: Any) -> router.Routing:
         found.append(right(*args))
         return found[-1]
 
-    with mock.patch.object(arrival, "Routing", noted):
+    with mock.patch.object(stage_inputs, "Routing", noted):
         worker.forward(rows)
     sent = [list(each.counts.values()) for each in found]
     mine = [[sum(layer[worker.grid.ep.rank]) for layer in layers] for layers in sent]
@@ -266,7 +266,7 @@ def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path)
 def second_choices(replayed: bool) -> Iterator[None]:
     """Whoever asks a router a second time hears something else, as rounding can have it. Without a
     replay a recomputed layer asks."""
-    right_route, right_choose = experts.route, routing.choose
+    right_route, right_choose = experts.route, router.choose
     asked = set()
 
     def route(hidden, weight, top_k, kept, layer):
@@ -282,7 +282,7 @@ def second_choices(replayed: bool) -> Iterator[None]:
             noise = torch.rand(probs.shape, generator=torch.Generator().manual_seed(layer))
             return right_choose(probs + 0.05 * noise, top_k)
 
-        with mock.patch.object(routing, "choose", choose):
+        with mock.patch.object(router, "choose", choose):
             return right_route(hidden, weight, top_k, kept, layer)
 
     with mock.patch.object(experts, "route", route):

@@ -56,7 +56,7 @@ def scaled_feature_gradient(factor: float) -> Callable[[], Any]:
 @contextmanager
 def no_sum_over_tp() -> Iterator[None]:
     """Each rank's tower learns from its own images only: the sum over TP is left out."""
-    import megatron_vlm.step.optimizer as optimizer
+    import megatron_vlm.training.optimizer as optimizer
 
     with mock.patch.object(optimizer, "sum_shared_images", lambda model, tp: None):
         yield
@@ -65,7 +65,7 @@ def no_sum_over_tp() -> Iterator[None]:
 @contextmanager
 def features_not_sent_on() -> Iterator[None]:
     """A stage short of layers forgets the features it could not add."""
-    from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+    from megatron_vlm.model.stage_model import Qwen3VLGPTModel
 
     with mock.patch.object(Qwen3VLGPTModel, "_join_stages", lambda self, hidden, features: hidden):
         yield
@@ -113,7 +113,7 @@ def chunked_mrope() -> Iterator[None]:
 @contextmanager
 def padding_in_softmax() -> Iterator[None]:
     """The rows that round the vocabulary up take part in the softmax."""
-    import megatron_vlm.model.qwen3_vl as model
+    import megatron_vlm.model.stage_model as model
 
     right = model.predict
 
@@ -127,7 +127,7 @@ def padding_in_softmax() -> Iterator[None]:
 @contextmanager
 def no_touch() -> Iterator[None]:
     """A micro-batch without images leaves the tower's parameters out of the graph."""
-    import megatron_vlm.model.qwen3_vl as model
+    import megatron_vlm.model.stage_model as model
 
     with mock.patch.object(model, "touch", lambda x, tower: x):
         yield
@@ -136,7 +136,7 @@ def no_touch() -> Iterator[None]:
 @contextmanager
 def loss_per_micro_batch() -> Iterator[None]:
     """The loss averaged in each micro-batch, then over micro-batches."""
-    import megatron_vlm.worker as worker
+    import megatron_vlm.training.worker as worker
 
     right = worker.loss_of
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.distributed.agree import job_store, meet
+from megatron_vlm.distributed.agreement import job_store, meet
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.launch.local_launcher import variables_of
 from megatron_vlm.distributed.process import LAUNCHER, SECRET
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.launch.local_job import variables_of
 from tests.nursery import Child, Nursery
 from tests.pool import free_port
 from tests.ports import is_loopback, listening, outward_address

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.commands.eval import run_eval
+from megatron_vlm.config.checks import MOST_NEW_TOKENS, check_values
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
-from megatron_vlm.config.validate import MOST_NEW_TOKENS, check_values
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.data.encode.row_maker import RowMaker
-from megatron_vlm.data.encode.tokenizer import read_tokenizer
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.evaluation.command import run_eval
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.new_tokens import find_new_tokens
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.outside import Outside
+from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.untrusted import Outside
 from tests.batches import ALL_TEXT, MIXED, make_rows
 from tests.chats import say
 from tests.error_fields import raises

@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest, write_file, write_manifest
-from megatron_vlm.checkpoint.store import find_checkpoint
+from megatron_vlm.checkpoint.retention import find_checkpoint
 from megatron_vlm.cli import main
 from megatron_vlm.config import ConfigFile
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.data.encode.reader import make_encoder
-from megatron_vlm.data.encode.tokenizer import stop_ids
 from megatron_vlm.data.media.media import MediaPolicy, resolve_path
-from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.lines import parse_json
-from megatron_vlm.data.read.sources import open_source
-from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.sources.lines import parse_json
+from megatron_vlm.data.sources.source import open_source
+from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.tokens.reader import make_encoder
+from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
-from megatron_vlm.evaluation.evaluate import read_candidates
 from megatron_vlm.family import read_sizes
+from megatron_vlm.hf.companion_files import is_own
 from megatron_vlm.hf.digest import settings_digests
-from megatron_vlm.hf.files import is_own
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.outside import MOST_DEPTH, Field, Outside, is_too_deep
-from megatron_vlm.paths import home_path
-from megatron_vlm.run.report import write_report
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.paths import home_path
+from megatron_vlm.io.untrusted import MOST_DEPTH, Field, Outside, is_too_deep
+from megatron_vlm.report.run import write_report
+from megatron_vlm.run.evaluation.evaluate import read_candidates
 from tests.error_fields import raises
 from tests.mutation import nested
 

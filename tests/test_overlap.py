@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.checkpoint.state import load, save
-from megatron_vlm.checkpoint.store import step_folder
-from megatron_vlm.hf.export import gather_tensors
-from megatron_vlm.step import optimizer
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.checkpoint.retention import step_folder
+from megatron_vlm.checkpoint.save_load import load, save
+from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.training import optimizer
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.runs import Case, my_rows
 from tests.test_checkpoint import whole

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from megatron_vlm.cli import main
+from megatron_vlm.commands.plan.page import picture
+from megatron_vlm.commands.plan.terminal import drawing
 from megatron_vlm.config import load_config
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.costs import Stages
-from megatron_vlm.planner.machine import Machine, gpu
+from megatron_vlm.planner.flops import Work
+from megatron_vlm.planner.hardware import Machine, gpu
 from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.pipeline_time import Stages
+from megatron_vlm.planner.row_sizes import assumed_mix
 from megatron_vlm.planner.search import Cluster, polished, search
-from megatron_vlm.planner.shapes import assumed_mix
-from megatron_vlm.planner.work import Work
-from megatron_vlm.tools.planning.page import picture
-from megatron_vlm.tools.planning.terminal import drawing
 from tests.sets import write_set
 
 GIB = 2**30
@@ -163,6 +163,6 @@ def test_mistakes_are_explained(words, said, tiny, capsys):
 
 def test_it_needs_no_megatron():
     """So that it starts quickly, on any machine."""
-    code = "import sys, megatron_vlm.tools.planning.command; print('megatron.core' in sys.modules)"
+    code = "import sys, megatron_vlm.commands.plan.command; print('megatron.core' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

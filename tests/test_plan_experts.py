@@ -16,17 +16,17 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.planner.auto import decide
-from megatron_vlm.planner.costs import ReplicaCosts
-from megatron_vlm.planner.machine import Machine, gpu
+from megatron_vlm.planner.auto_split import decide
+from megatron_vlm.planner.flops import Work, micro_work
+from megatron_vlm.planner.hardware import Machine, gpu
+from megatron_vlm.planner.layer_split import even_split, most_layers, replicas_of
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.parameters import count
+from megatron_vlm.planner.pipeline_time import ReplicaCosts
+from megatron_vlm.planner.row_sizes import BatchSizes, Mix, assumed_mix
 from megatron_vlm.planner.search import Cluster, Found, _after, search
-from megatron_vlm.planner.shapes import BatchSizes, Mix, assumed_mix
-from megatron_vlm.planner.split import even_split, most_layers, replicas_of
-from megatron_vlm.planner.work import Work, micro_work
 from tests.test_moe_files import released_sizes
 from tests.test_parity import layout
 

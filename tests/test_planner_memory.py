@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
-from megatron_vlm.model.head import LOGITS_AT_ONCE
+from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.memory import (
     StageMemory,
     activations,
@@ -20,8 +20,8 @@ from megatron_vlm.planner.memory import (
     stage_memory,
 )
 from megatron_vlm.planner.parameters import Held, HeldValues, _shards, count
-from megatron_vlm.planner.shapes import BatchSizes
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.planner.row_sizes import BatchSizes
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import RowSpec, make_rows
 from tests.runs import Case
 from tests.test_parity import layout

@@ -14,14 +14,20 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.auto import decide, settled
-from megatron_vlm.planner.costs import ReplicaCosts
-from megatron_vlm.planner.machine import CPU
+from megatron_vlm.planner.auto_split import decide, settled
+from megatron_vlm.planner.hardware import CPU
+from megatron_vlm.planner.layer_split import (
+    choose,
+    even_split,
+    most_layers,
+    replicas_of,
+    step_seconds,
+)
 from megatron_vlm.planner.memory import estimate
+from megatron_vlm.planner.pipeline_time import ReplicaCosts
+from megatron_vlm.planner.row_sizes import BatchSizes, Mix
 from megatron_vlm.planner.sample import mix_of
 from megatron_vlm.planner.schedule import idle_share, timeline
-from megatron_vlm.planner.shapes import BatchSizes, Mix
-from megatron_vlm.planner.split import choose, even_split, most_layers, replicas_of, step_seconds
 from tests.error_fields import raises
 from tests.runs import Case
 from tests.sets import write_set
@@ -74,7 +80,7 @@ def test_it_is_never_slower_than_the_even_split_and_nearly_the_best_there_is(see
 
 def test_the_even_split_is_the_least_that_is_found(monkeypatch):
     """Also where no layer is moved after the first guess, which alone is slower now and then."""
-    monkeypatch.setattr("megatron_vlm.planner.split._ROUNDS", 0)
+    monkeypatch.setattr("megatron_vlm.planner.layer_split._ROUNDS", 0)
     for seed in range(40):
         steps, even = [[replica(random.Random(seed), 5)]], even_split(4, 8)
         found = choose(steps, (8,) * 4, even)

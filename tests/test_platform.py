@@ -13,7 +13,7 @@ from megatron_vlm.config.schema import Config, ModelConfig
 from megatron_vlm.distributed import device
 from megatron_vlm.distributed.device import peak_of, pick_platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.worker import MegatronWorker
 from tests.error_fields import raises
 
 
@@ -56,7 +56,7 @@ def test_the_peak_of_a_device_goes_by_its_whole_name(name, tera):
 
 
 def look_for_it() -> None:
-    import megatron_vlm.worker  # noqa: F401
+    import megatron_vlm.training.worker  # noqa: F401
 
     print(hasattr(torch.cuda, "_megatron_vlm_stand_in"))
 

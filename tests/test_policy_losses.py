@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.controller import local_group
 from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.group import local_group
 from megatron_vlm.rl.advantages import (
     Aggregate,
     divisor_of,
@@ -23,9 +23,9 @@ from megatron_vlm.rl.advantages import (
     importance_weights,
     token_weights,
 )
-from megatron_vlm.step.losses import Objective, check_divisor
-from megatron_vlm.step.policy_losses import cispo, gspo, importance_sampling, ppo
-from megatron_vlm.worker import MegatronWorker, StepMetrics
+from megatron_vlm.training.losses import Objective, check_divisor
+from megatron_vlm.training.policy_losses import cispo, gspo, importance_sampling, ppo
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.reference import load_reference, row_log_probs, row_logits

@@ -17,7 +17,7 @@ from PIL import Image
 
 from megatron_vlm.config import load_config
 from megatron_vlm.errors import ConfigError, DataError, MegatronVLMError
-from megatron_vlm.evaluation.evaluate import read_candidates
+from megatron_vlm.run.evaluation.evaluate import read_candidates
 from tests.error_fields import raises
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_vlm import products
-from megatron_vlm.family.packed import by_runs
+from megatron_vlm.family import cpu_matmul
+from megatron_vlm.family.qwen3_vl.tower_attention import by_runs
 from megatron_vlm.model.attention import SDPACoreAttention
 
 FASTER = (
-    torch.backends.cpu.get_cpu_capability() == "AVX512" and products._vendor() == "AuthenticAMD"
+    torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_matmul._vendor() == "AuthenticAMD"
 )
 MULTIPLY = """
 import torch
-from megatron_vlm.products import take_faster_products
+from megatron_vlm.family.cpu_matmul import take_faster_products
 take_faster_products(384, False)
 torch.randn(400, 384) @ torch.randn(384, 512)
 """
@@ -37,52 +37,52 @@ def same_after() -> Iterator[None]:
 
 @pytest.fixture
 def amd(monkeypatch) -> None:
-    monkeypatch.setattr(products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     # They have no AMX, by which oneDNN would round the factors; this machine may have it.
-    monkeypatch.setattr(products, "products_are_fp32", lambda: True)
+    monkeypatch.setattr(cpu_matmul, "products_are_fp32", lambda: True)
 
 
 def test_the_vendor_is_read():
     with open("/proc/cpuinfo") as lines:
-        assert f"vendor_id\t: {products._vendor()}\n" in lines
+        assert f"vendor_id\t: {cpu_matmul._vendor()}\n" in lines
 
 
 def test_another_vendor_keeps_mkl(amd, monkeypatch):
-    monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
-    products.take_faster_products(384, False)
+    monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "GenuineIntel")
+    cpu_matmul.take_faster_products(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_narrower_vectors_keep_mkl(amd, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    products.take_faster_products(384, False)
+    cpu_matmul.take_faster_products(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(("width", "experts"), [(255, False), (256, True)])
 def test_models_that_would_lose_keep_mkl(amd, width, experts):
-    products.take_faster_products(256, False)
+    cpu_matmul.take_faster_products(256, False)
     assert torch.get_float32_matmul_precision() == "medium"
-    products.take_faster_products(width, experts)
+    cpu_matmul.take_faster_products(width, experts)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_what_would_round_is_put_back(amd, monkeypatch):
-    monkeypatch.setattr(products, "products_are_fp32", lambda: False)
-    products.take_faster_products(384, False)
+    monkeypatch.setattr(cpu_matmul, "products_are_fp32", lambda: False)
+    cpu_matmul.take_faster_products(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_product_that_rounds_is_noticed():
-    assert products.products_are_fp32()
+    assert cpu_matmul.products_are_fp32()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not products.products_are_fp32()
+        assert not cpu_matmul.products_are_fp32()
 
 
 def test_products_stay_fp32_here():
     """Whatever this processor is: against float64, by the size of the sums."""
-    products.take_faster_products(384, False)
+    cpu_matmul.take_faster_products(384, False)
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in ((1, 384, 1152), (37, 384, 1152), (400, 1152, 384), (64, 4096, 64)):
         a = torch.randn(rows, inner, generator=generator)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vlm.hf.card import CARD
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.model_card import CARD
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import ALL_TEXT, MIXED, RowSpec, make_rows
 from tests.reference import run_reference
 from tests.runs import Case, call, loss_and_grads, train

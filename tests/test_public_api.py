@@ -56,7 +56,9 @@ def documented() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("name", [n for n in megatron_vlm.__all__ if n != "__version__"])
 def test_a_public_name_is_that_of_its_module(name):
     value = getattr(megatron_vlm, name)
-    home = getattr(value, "__module__", f"{megatron_vlm.__name__}.demo.shapes")  # of constants
+    home = getattr(
+        value, "__module__", f"{megatron_vlm.__name__}.commands.demo.coloured_shapes"
+    )  # of constants
     assert getattr(importlib.import_module(home), name) is value
     assert home.startswith("megatron_vlm.")
 
@@ -104,7 +106,10 @@ def test_docs_and_examples_import_public_names_alone():
 
 def test_a_name_that_is_not_public_is_noticed():
     assert not_public("import torch\nimport megatron_vlm\nfrom megatron_vlm import Row") == []
-    for wrong in ("import megatron_vlm.worker", "from megatron_vlm.worker import MegatronWorker"):
+    for wrong in (
+        "import megatron_vlm.training.worker",
+        "from megatron_vlm.training.worker import MegatronWorker",
+    ):
         assert len(not_public(wrong)) == 1
     assert not_public("from megatron_vlm import worker") == ["megatron_vlm.worker"]
 

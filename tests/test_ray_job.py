@@ -163,7 +163,7 @@ def test_a_lost_node_leaves_fewer_replicas(cluster, folder, tiny, pool):
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:port", "nowhere://x"])
 def test_a_ray_that_does_not_start_is_said(address, monkeypatch):
     """ray.init raises many kinds, of its time-out for a start Exception itself."""
-    from megatron_vlm.launch.ray_job import run_ray_job
+    from megatron_vlm.distributed.launch.ray_launcher import run_ray_job
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=f"^launch.ray_address={address}: Ray does not start: "):
@@ -171,7 +171,7 @@ def test_a_ray_that_does_not_start_is_said(address, monkeypatch):
 
 
 def test_how_many_ranks():
-    from megatron_vlm.launch.ray_job import world_size
+    from megatron_vlm.distributed.launch.ray_launcher import world_size
 
     def ranks(room: int, restart: int = 0, processes: int | None = None, **parallel: int) -> int:
         launch = LaunchConfig(processes=processes)

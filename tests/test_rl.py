@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
-from megatron_vlm.distributed.agree import Signals
+from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import PREEMPTED, guarded
-from megatron_vlm.rl.learn import run_rl
+from megatron_vlm.rl.rl_train import run_rl
 from tests.sets import write_set
 
 TASKS = Path(__file__).parent / "rl_tasks.py"

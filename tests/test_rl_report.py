@@ -11,10 +11,10 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.config.schema import Config, LogConfig
-from megatron_vlm.run.lines import RlLine, from_json, to_json
+from megatron_vlm.report.metrics_lines import RlLine, from_json, to_json
+from megatron_vlm.report.run import rl_sample_lines, write_report
+from megatron_vlm.report.run.metrics_arrays import read_metrics
 from megatron_vlm.run.log import RunLog
-from megatron_vlm.run.report import sample_lines, write_report
-from megatron_vlm.run.report.metrics import read_metrics
 from tests.test_run_report import (
     HOSTILE,
     browse,
@@ -278,18 +278,18 @@ def test_a_file_without_a_line_says_nothing(report):
 
 
 def test_what_is_too_long_is_left_out(report, monkeypatch):
-    monkeypatch.setattr(sample_lines, "_LONGEST", 500)
+    monkeypatch.setattr(rl_sample_lines, "_LONGEST", 500)
     samples = [prompt(0), prompt(1, episode(1.0, "a" * 2000)), prompt(2)]
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["2", "0"]
     assert "1 line of samples.jsonl cannot" in note_of(page) and "longer" not in note_of(page)
-    monkeypatch.setattr(sample_lines, "_MOST_LINES", 2)
+    monkeypatch.setattr(rl_sample_lines, "_MOST_LINES", 2)
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"]
     told = "It is longer than a page reads: what comes later is left out."
     assert note_of(page).endswith(told)
     monkeypatch.undo()
-    monkeypatch.setattr(sample_lines, "_MOST_BYTES", len(json.dumps(prompt(0))))
+    monkeypatch.setattr(rl_sample_lines, "_MOST_BYTES", len(json.dumps(prompt(0))))
     page = report(rl(2), samples=samples)
     assert [number for number, _, _ in steps_of(page)] == ["0"] and told in note_of(page)
 

@@ -12,21 +12,21 @@ import PIL.Image
 import pytest
 import torch
 
+from megatron_vlm.config.data_sources import parse_sources
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, RlConfig, TrainConfig
-from megatron_vlm.config.sources import parse_sources
-from megatron_vlm.data.batch.dataset import DataSet, open_data
-from megatron_vlm.data.batch.position import Position
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.rl.desk import EngineDesk, RoundDesk
+from megatron_vlm.rl.completion_requests import EngineDesk, RoundDesk
 from megatron_vlm.rl.episode import Group
-from megatron_vlm.rl.judges import Judges, JudgeSettings
-from megatron_vlm.rl.lesson import from_bytes, lesson_of, to_bytes
-from megatron_vlm.rl.play import Table, seed_of
+from megatron_vlm.rl.episode_runner import Table, seed_of
+from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.step.completions import Completion
+from megatron_vlm.rl.train_batch import from_bytes, lesson_of, to_bytes
+from megatron_vlm.training.completions import Completion
 from tests.chats import picture, say, text
 from tests.error_fields import raises
 from tests.rl_tasks import Looks

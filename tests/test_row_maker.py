@@ -11,9 +11,9 @@ import PIL.Image
 import pytest
 import torch
 
-from megatron_vlm.data.encode.row import IGNORE, Row
-from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import expand_patches, normalisation_table
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import CHATS, data_uri, hf_encode, hf_processor, image, picture, say, text
 from tests.error_fields import raises

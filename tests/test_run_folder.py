@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_vlm.checkpoint.export import export_checkpoint
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config import load_config
 from megatron_vlm.errors import CheckpointError, ConfigError
-from megatron_vlm.folders import MARK
-from megatron_vlm.run.folder import held_folder
+from megatron_vlm.io.atomic import MARK
+from megatron_vlm.run.run_folder import held_folder
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, run_rank, steps_of
 

@@ -20,15 +20,22 @@ import PIL.Image
 import pytest
 
 from megatron_vlm.cli import main
-from megatron_vlm.display.charts import chart_scripts
-from megatron_vlm.display.html import document, tag
-from megatron_vlm.display.numbers import COLUMNS, number, smooth, thin, time_spent
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.evaluation.examples import Example, Examples
-from megatron_vlm.run.lines import EvalLine, EventLine, StartLine, StepLine, from_json, to_json
-from megatron_vlm.run.report import write_report
-from megatron_vlm.run.report.comparison import differences
-from megatron_vlm.run.report.metrics import read_metrics
+from megatron_vlm.io.numbers_as_text import COLUMNS, number, smooth, thin, time_spent
+from megatron_vlm.report.charts import chart_scripts
+from megatron_vlm.report.example_lines import Example, Examples
+from megatron_vlm.report.html import document, tag
+from megatron_vlm.report.metrics_lines import (
+    EvalLine,
+    EventLine,
+    StartLine,
+    StepLine,
+    from_json,
+    to_json,
+)
+from megatron_vlm.report.run import write_report
+from megatron_vlm.report.run.comparison import differences
+from megatron_vlm.report.run.metrics_arrays import read_metrics
 from tests.error_fields import raises
 
 TEAL = (20, 140, 130)
@@ -569,7 +576,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 
 def test_neither_torch_nor_megatron_is_imported():
     code = (
-        "import sys, megatron_vlm.run.report\nassert not {'torch', 'megatron'} & set(sys.modules)"
+        "import sys, megatron_vlm.report.run\nassert not {'torch', 'megatron'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

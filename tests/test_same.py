@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.hf.digest import digests
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.training.worker import MegatronWorker
 from tests.runs import Case
 
 ONE_LAYER = "model.language_model.layers.2.mlp.up_proj.weight"

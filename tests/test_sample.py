@@ -14,16 +14,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize,
 )
 
+from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.schema import Config, DataConfig
-from megatron_vlm.config.validate import check_values
-from megatron_vlm.data.encode.chat import ChatRenderer
-from megatron_vlm.data.encode.sample import Dropped, Sample, Span, cut_sample
 from megatron_vlm.data.media.images import (
     ImageSettings,
     expand_patches,
     image_patches,
     normalisation_table,
 )
+from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens.sample import Dropped, Sample, Span, cut_sample
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import image, say, text
 from tests.error_fields import raises

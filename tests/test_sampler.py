@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_vlm.data.encode.row import continued
+from megatron_vlm.data.tokens.row import continued
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.cache import COLUMNS, KVCache
-from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.step.decoder import Decoder
-from megatron_vlm.step.lane import DecodePass
-from megatron_vlm.step.sampling import likeliest, pick, whole_logits
-from megatron_vlm.step.stops import TextOf, Texts
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model.kv_cache import COLUMNS, KVCache
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.continuous_batching import Decoder
+from megatron_vlm.training.generation_batch import DecodePass
+from megatron_vlm.training.stop_strings import TextOf, Texts
+from megatron_vlm.training.token_sampling import likeliest, pick, whole_logits
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.runs import Case, call, my_rows

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import Row
+from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.step.decode import generate
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.generate import generate
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import load_reference, row_logits
 from tests.runs import Case, call

@@ -23,17 +23,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_vlm.data.encode.row import Row
-from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import ImageSettings, image_patches
 from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patches
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
+from megatron_vlm.engines.prompts import Prompts, seen, seen_videos
+from megatron_vlm.engines.server.frames import WireError, head, read_frame
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
-from megatron_vlm.hf.experts import Form
-from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
-from megatron_vlm.sampling.prompt import Prompts, seen, seen_videos
-from megatron_vlm.sampling.server.wire import WireError, head, read_frame
-from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.hf.expert_layouts import Form
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.chats import image, say, text
 from tests.error_fields import raises
@@ -210,7 +210,7 @@ def test_requests_go_to_the_engine_with_the_fewest_samples(settings, tmp_path):
 
 def test_tensors_reach_every_engine_in_pieces(settings, tiny, monkeypatch):
     """None fits the buffer, whose size divides few of them; also in bf16."""
-    monkeypatch.setattr("megatron_vlm.sampling.vllm_sampler.BUFFER_BYTES", 4093)
+    monkeypatch.setattr("megatron_vlm.engines.vllm_sampler.BUFFER_BYTES", 4093)
 
     async def steps(sampler: VllmSampler) -> list[Completion]:
         found = []

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from megatron_vlm.checkpoint.held import held_pieces, shapes_of
-from megatron_vlm.checkpoint.pieces import (
+from megatron_vlm.checkpoint.rank_state import held_pieces, shapes_of
+from megatron_vlm.checkpoint.tensor_pieces import (
     PieceReader,
     make_index,
     rank_file,
     safetensors_chunks,
 )
-from megatron_vlm.family.sizes import Part, TensorSpec
-from megatron_vlm.hf.export import gather_tensors
-from megatron_vlm.hf.load import held_params, load_hf
-from megatron_vlm.hf.names import WHOLE, Entry, Origin, columns, exported
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.family.spec import Part, TensorSpec
+from megatron_vlm.hf.export_weights import gather_tensors
+from megatron_vlm.hf.load_weights import held_params, load_hf
+from megatron_vlm.hf.weight_map import WHOLE, Entry, Origin, columns, exported
+from megatron_vlm.training.worker import MegatronWorker
 from tests.runs import call
 from tests.test_parity import layout
 

@@ -32,13 +32,13 @@ from hypothesis.stateful import (
 )
 from safetensors.torch import load_file
 
-from megatron_vlm.checkpoint.export import export_checkpoint
-from megatron_vlm.checkpoint.pieces import PieceReader
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.checkpoint.tensor_pieces import PieceReader
 from megatron_vlm.config import load_config
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.folders import MARK
+from megatron_vlm.io.atomic import MARK
 from tests.chats import say, text
 from tests.pool import Pool
 
@@ -107,7 +107,7 @@ def base_config(root: Path, model: str) -> Config:
 def play(cfg: Config, stride: int, stop_at: int | None, kill_at: int | None) -> Any:
     """One rank of a run whose steps only count; its exit status and words."""
     from megatron_vlm import train
-    from megatron_vlm.distributed.agree import Signals
+    from megatron_vlm.distributed.agreement import Signals
 
     signals = Signals()
     saved = {name: getattr(os, name) for name in ("rename", "replace", "mkdir", "unlink", "rmdir")}
@@ -142,8 +142,8 @@ def mortal(function: Any, count: Any) -> Any:
 def count_up(run: Any, step: int, stride: int, stop_at: int | None) -> None:
     """A step without a forward pass. The head's first row counts twice, so that the loss of an
     evaluation depends on the weights."""
-    from megatron_vlm.family.sizes import Part
-    from megatron_vlm.worker import StepMetrics
+    from megatron_vlm.family.spec import Part
+    from megatron_vlm.training.worker import StepMetrics
 
     if step == stop_at:
         run.signals.received = signal.SIGTERM
@@ -418,7 +418,7 @@ class Sequences(RuleBasedStateMachine):
 
     def check_best(self, command: Command, head: Known) -> None:
         """The lowest loss in the line by the run's own account; its checkpoint is there."""
-        from megatron_vlm.run.report.metrics import read_metrics
+        from megatron_vlm.report.run.metrics_arrays import read_metrics
 
         path = self.folder_of(head) / "state.json"
         if head.damaged:

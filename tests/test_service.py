@@ -180,7 +180,7 @@ def test_adapters_are_those_of_peft(client, path, running, record_property):
 def exported(running: Running, model: Model, name: str) -> str:
     """The folder of a download, which the service has on this machine."""
 
-    from megatron_vlm.service.journal.journal import Journal  # noqa: F401 - read alone
+    from megatron_vlm.serve.journal.journal import Journal  # noqa: F401 - read alone
 
     command = running.process.args
     run = next(Path(word[4:]) for word in command if str(word).startswith("run="))

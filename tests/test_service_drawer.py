@@ -23,16 +23,13 @@ import pytest
 
 from megatron_vlm.config import load_config
 from megatron_vlm.config.serve import check_serve
+from megatron_vlm.engines import EngineSettings
+from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.engines.server.adapter_folders import rank_for
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.sampling import EngineSettings
-from megatron_vlm.sampling.engines import Engines
-from megatron_vlm.sampling.server.adapters import rank_for
-from megatron_vlm.service.admission import Admission
-from megatron_vlm.service.drawer import LEAST_TEMPERATURE, Drawer
-from megatron_vlm.service.drawing import SampleBounds, StopWords, _spread
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import (
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Accepted,
     Call,
@@ -41,11 +38,14 @@ from megatron_vlm.service.journal.values import (
     NewSampler,
     Outcome,
 )
-from megatron_vlm.service.models import ModelForm
-from megatron_vlm.service.readings import Readings
-from megatron_vlm.service.rows import RowReader
-from megatron_vlm.service.snapshots import FORM, Wanted
-from megatron_vlm.service.wire.schema import message
+from megatron_vlm.serve.protocol.protobuf import message
+from megatron_vlm.serve.rank_models import ModelForm
+from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread
+from megatron_vlm.serve.vllm_admission import Admission
+from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, Drawer
+from megatron_vlm.serve.vllm_weights import FORM, Wanted
 from tests.pool import free_port
 from tests.ports import descendants
 from tests.service_client import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vlm.service.front.keys import add_key
+from megatron_vlm.serve.http.api_keys import add_key
 from tests.pool import free_port
 from tests.service_client import Client, FailedError, served
 from tests.service_requests import Chunks

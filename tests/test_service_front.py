@@ -25,20 +25,20 @@ from pydantic import ValidationError
 from megatron_vlm.config import load_config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.source import HFCheckpoint
-from megatron_vlm.service.front.app import make_app
-from megatron_vlm.service.front.bodies import place_of
-from megatron_vlm.service.front.desk import ServerFacts, Waiters
-from megatron_vlm.service.front.forms import AdamParams
-from megatron_vlm.service.front.keys import ApiKeys, add_key
-from megatron_vlm.service.front.limits import RequestLimits
-from megatron_vlm.service.front.server import FrontServer
-from megatron_vlm.service.journal.accept import Bounds
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.sweep import Keep
-from megatron_vlm.service.journal.values import Outcome
-from megatron_vlm.service.opening import facts_of
-from megatron_vlm.service.wire.schema import message
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
+from megatron_vlm.serve.http.app import make_app
+from megatron_vlm.serve.http.bodies import place_of
+from megatron_vlm.serve.http.context import ServerFacts, Waiters
+from megatron_vlm.serve.http.http_server import FrontServer
+from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.http.schemas import AdamParams
+from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.journal.cleanup import Keep
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import Outcome
+from megatron_vlm.serve.protocol.protobuf import message
+from megatron_vlm.serve.startup import facts_of
 from tests.error_fields import raises
 from tests.mutation import DEEP, mutate_bytes, mutate_json
 from tests.stand_in_calls import StandIn, opened

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.service.journal.accept import Bounds
-from megatron_vlm.service.journal.calls import MOST_ATTEMPTS
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.store import Store
-from megatron_vlm.service.journal.sweep import Keep
-from megatron_vlm.service.journal.values import (
+from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.journal.calls import MOST_ATTEMPTS
+from megatron_vlm.serve.journal.cleanup import Keep
+from megatron_vlm.serve.journal.database import Store
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import (
     Accepted,
     Changes,
     Conflict,
@@ -633,8 +633,8 @@ def test_what_waits_is_woken(tmp_path):
 _CHILD = """
 import sys
 from pathlib import Path
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import NewCall, Outcome
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import NewCall, Outcome
 journal = Journal(Path(sys.argv[1]))
 model = sys.argv[2]
 start = int(sys.argv[3])

@@ -8,11 +8,11 @@ import pytest
 
 from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.service.journal.journal import Journal
-from megatron_vlm.service.journal.values import Changes, ModelChange, NewCall
-from megatron_vlm.service.models import ModelForm
-from megatron_vlm.service.residents import Residents
-from megatron_vlm.service.training import ModelCalls
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import Changes, ModelChange, NewCall
+from megatron_vlm.serve.model_cache import Residents
+from megatron_vlm.serve.rank_models import ModelForm
+from megatron_vlm.serve.training_calls import ModelCalls
 from tests.stand_in_calls import opened
 from tests.test_service_journal import DONE, a_model, a_step, pass_time
 
@@ -116,7 +116,7 @@ def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):
         Path(out).mkdir()
         (Path(out) / "adapter_model.safetensors").write_bytes(b"w")
 
-    monkeypatch.setattr("megatron_vlm.service.training.export_checkpoint", export)
+    monkeypatch.setattr("megatron_vlm.serve.training_calls.export_checkpoint", export)
     with opened(tmp_path) as journal:
         residents = residents_of(journal, ranks := Ranks())
         _, model = in_memory(journal, residents)

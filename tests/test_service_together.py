@@ -15,9 +15,9 @@ import pytest
 from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
-from megatron_vlm.service.grouping import FULL, Grouping
-from megatron_vlm.service.journal.values import Call, Changes, Failure, Outcome
-from megatron_vlm.service.service import finished_by
+from megatron_vlm.serve.call_batching import FULL, Grouping
+from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
+from megatron_vlm.serve.loop import finished_by
 from tests.pool import free_port
 from tests.service_client import (
     Client,

@@ -9,8 +9,8 @@ from itertools import count
 
 import pytest
 
-from megatron_vlm.service.journal.values import Call
-from megatron_vlm.service.turns import FORGOTTEN_S, MANY, Turns
+from megatron_vlm.serve.fair_queue import FORGOTTEN_S, MANY, Turns
+from megatron_vlm.serve.journal.journal_records import Call
 
 _numbers = count(1)
 

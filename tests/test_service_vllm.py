@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from tests.engine import ENVIRONMENT, MISSING, READY
 from tests.pool import free_port
 from tests.recipes import MISSING as NO_COOKBOOK

@@ -20,12 +20,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vlm.service.wire.answers import write_forward_backward, write_samples
-from megatron_vlm.service.wire.compression import MOST_FRAMES, MOST_WINDOW, unpacked
-from megatron_vlm.service.wire.requests import MOST_DENSE, read_forward_backward, read_prompt
-from megatron_vlm.service.wire.schema import MOST_FIELDS, message, parsed
-from megatron_vlm.service.wire.targets import read_prompt_targets
-from megatron_vlm.service.wire.values import Picture, RequestError, Sampled, Samples, Text, TopK
+from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
+from megatron_vlm.serve.protocol.compression import MOST_FRAMES, MOST_WINDOW, unpacked
+from megatron_vlm.serve.protocol.payloads import Picture, RequestError, Sampled, Samples, Text, TopK
+from megatron_vlm.serve.protocol.prompt_targets import read_prompt_targets
+from megatron_vlm.serve.protocol.protobuf import MOST_FIELDS, message, parsed
+from megatron_vlm.serve.protocol.requests import MOST_DENSE, read_forward_backward, read_prompt
 from tests.error_fields import raises
 from tests.mutation import mutate_bytes, mutate_json
 
@@ -946,9 +946,9 @@ def test_refused_packed_bodies(name):
 BOMB = """
 import sys, time
 from pathlib import Path
-from megatron_vlm.service.wire import answers, requests
-from megatron_vlm.service.wire.compression import unpacked
-from megatron_vlm.service.wire.values import RequestError
+from megatron_vlm.serve.protocol import answers, requests
+from megatron_vlm.serve.protocol.compression import unpacked
+from megatron_vlm.serve.protocol.payloads import RequestError
 
 def peak():  # in KiB
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron_vlm.demo.shapes import COLOURS, KINDS, SHAPES, ShapesSpec, write_shapes
+from megatron_vlm.commands.demo.coloured_shapes import (
+    COLOURS,
+    KINDS,
+    SHAPES,
+    ShapesSpec,
+    write_shapes,
+)
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises
 

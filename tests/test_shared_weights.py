@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.checkpoint import state
-from megatron_vlm.checkpoint.held import get_step
+from megatron_vlm.checkpoint import save_load
+from megatron_vlm.checkpoint.rank_state import get_step
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.step.completions import SamplingSettings
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.completions import SamplingSettings
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import Case, collect_grads, my_rows
 from tests.test_moe import EXPERTS
@@ -109,15 +109,15 @@ def weights_alone(path: str, case: Case, folder: str) -> Any:
     rows = my_rows(make_rows(MIXED))
     first.forward_backward(rows)
     first.optim_step(lr=1e-2)
-    state.save(first, Path(folder) / "weights", {"seq": 3}, moments=False)
+    save_load.save(first, Path(folder) / "weights", {"seq": 3}, moments=False)
     second.forward_backward(rows)
     second.optim_step(lr=1e-1)
     with pytest.raises(CheckpointError, match="exp_avg"):
-        state.load(second, Path(folder) / "weights")
-    progress = state.load(second, Path(folder) / "weights", moments=False)
+        save_load.load(second, Path(folder) / "weights")
+    progress = save_load.load(second, Path(folder) / "weights", moments=False)
     equal = all(map(torch.equal, first.forward(rows), second.forward(rows)))
     fresh = MegatronWorker(cfg)
-    state.load(fresh, Path(folder) / "weights", moments=False)
+    save_load.load(fresh, Path(folder) / "weights", moments=False)
     assert get_step(second.optimizer) == get_step(fresh.optimizer) == 0  # as new ones
     later = []
     for worker in (second, fresh):
@@ -125,7 +125,7 @@ def weights_alone(path: str, case: Case, folder: str) -> Any:
         worker.optim_step(lr=1e-2)
         later.append(worker.forward(rows))
     reader = MegatronWorker(cfg, training=False)
-    state.load(reader, Path(folder) / "weights", moments=False)
+    save_load.load(reader, Path(folder) / "weights", moments=False)
     read = all(map(torch.equal, reader.forward(rows), first.forward(rows)))
     return progress, equal, all(map(torch.equal, *later)), read
 

@@ -24,8 +24,8 @@ from benchmarks.scale_model import (
     replica_seconds,
     travel,
 )
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.family.qwen3_vl.dense import sizes_of
 from megatron_vlm.planner.schedule import one_f_one_b, schedule
 
 ROOT = Path(__file__).parent.parent

@@ -18,11 +18,11 @@ from megatron_vlm.config.schema import Config, LogConfig
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.hf.stages import StageReport, layout_table
-from megatron_vlm.run.lines import StepLine
+from megatron_vlm.report.layout_table import StageReport, layout_table
+from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.run.log import RunLog
+from megatron_vlm.run.log_sinks import check_installed
 from megatron_vlm.run.profiler import Profiler
-from megatron_vlm.run.sinks import check_installed
 from tests.error_fields import raises
 
 FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)

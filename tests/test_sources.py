@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.config.sources import SourceSpec
-from megatron_vlm.data.read import lines as reading
-from megatron_vlm.data.read.files import file_digest
-from megatron_vlm.data.read.formats import parse_record
-from megatron_vlm.data.read.lines import iter_lines, scan_lines
-from megatron_vlm.data.read.sources import open_source
-from megatron_vlm.data.read.stream import open_stream
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.sources import lines as reading
+from megatron_vlm.data.sources.lines import iter_lines, scan_lines
+from megatron_vlm.data.sources.source import open_source
+from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.sources.text_files import file_digest
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import picture, say
 from tests.error_fields import raises
@@ -244,8 +244,8 @@ def test_digests_follow_the_content(name, tmp_path):
 def test_a_large_file_is_digested_in_samples(tmp_path, monkeypatch):
     path = tmp_path / "large"
     path.write_bytes(bytes(range(256)) * 4096)
-    monkeypatch.setattr("megatron_vlm.data.read.files._WHOLE_DIGEST", 2**10)
-    monkeypatch.setattr("megatron_vlm.data.read.files._SAMPLE", 2**12)
+    monkeypatch.setattr("megatron_vlm.data.sources.text_files._WHOLE_DIGEST", 2**10)
+    monkeypatch.setattr("megatron_vlm.data.sources.text_files._SAMPLE", 2**12)
     before = file_digest(str(path))
     assert file_digest(str(path)) == before
     with path.open("r+b") as file:

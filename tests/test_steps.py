@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE
+from megatron_vlm.data.tokens.row import IGNORE
 from tests.batches import MIXED, make_rows
 from tests.reference import load_reference, row_log_probs
 from tests.runs import Case, train

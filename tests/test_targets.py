@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.batch.micro_batch import cut_micro_batches
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.controller import local_group
+from megatron_vlm.data.batches.micro_batch import cut_micro_batches
 from megatron_vlm.data.tensors.rows import batch_of
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.qwen3_vl import mrope_positions
-from megatron_vlm.family.sizes import Tokens
-from megatron_vlm.group import local_group
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.family.qwen3_vl.dense import mrope_positions
+from megatron_vlm.family.spec import Tokens
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import load_reference, row_logits
 from tests.runs import call, collect_grads

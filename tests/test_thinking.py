@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_vlm.config.checks import TEMPLATE_ARGUMENTS
 from megatron_vlm.config.load import load_config
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.config.validate import TEMPLATE_ARGUMENTS
-from megatron_vlm.data.encode.reader import make_encoder, make_reader
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from tests.chats import hf_encode, hf_processor, image, say, text

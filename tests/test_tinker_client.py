@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.service.front.app import make_app
-from megatron_vlm.service.front.desk import ServerFacts
-from megatron_vlm.service.front.keys import ApiKeys, add_key
-from megatron_vlm.service.front.limits import RequestLimits
-from megatron_vlm.service.front.server import FrontServer
-from megatron_vlm.service.journal.accept import Bounds
+from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
+from megatron_vlm.serve.http.app import make_app
+from megatron_vlm.serve.http.context import ServerFacts
+from megatron_vlm.serve.http.http_server import FrontServer
+from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.journal.accept import Bounds
 from tests.stand_in_calls import StandIn, opened
 
 ROOT = Path(__file__).parent.parent

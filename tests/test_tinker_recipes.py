@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vlm.demo.shapes import COLOURS
-from megatron_vlm.demo.tiny import TinySpec, write_tiny
+from megatron_vlm.commands.demo.coloured_shapes import COLOURS
+from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from tests.pool import free_port
 from tests.recipes import MISSING, PYTHON, Cookbook, Trained, write_pictures, write_sums
 from tests.service_client import served

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLForConditionalGenerat
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megatron_vlm.cli import main
-from megatron_vlm.demo.tiny import SPECIAL_TOKENS, TinySpec, write_tiny
+from megatron_vlm.commands.demo.tiny_model import SPECIAL_TOKENS, TinySpec, write_tiny
 from tests.test_properties import files
 
 

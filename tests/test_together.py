@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_vlm.config.schema import LoraConfig
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.controller import local_group
+from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
-from megatron_vlm.group import local_group
-from megatron_vlm.group.together import SummedLoss, backward_together
-from megatron_vlm.step.backward import LossCall, StepMetrics, run_backward
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.backward import LossCall, StepMetrics, run_backward
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.runs import Case, collect_grads, my_rows
 from tests.test_moe import EXPERTS

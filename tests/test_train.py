@@ -20,9 +20,9 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_vlm.checkpoint.manifest import read_manifest, write_file, write_manifest
 from megatron_vlm.config import load_config
-from megatron_vlm.distributed.agree import Signals
+from megatron_vlm.distributed.agreement import Signals
 from megatron_vlm.distributed.process import guarded
-from megatron_vlm.run.settings import check_unnamed
+from megatron_vlm.run.config_changes import check_unnamed
 from megatron_vlm.train import run_train
 from tests.chats import picture, say, text
 from tests.sets import write_set

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_vlm.checkpoint.held import get_step
+from megatron_vlm.checkpoint.rank_state import get_step
 from megatron_vlm.config.schema import Config, LogConfig, OptimConfig, TrainConfig
-from megatron_vlm.data.batch.loader import BatchFigures
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.distributed.agree import Vote, agree
+from megatron_vlm.data.batches.loader import BatchFigures
+from megatron_vlm.data.tokens.row import IGNORE
+from megatron_vlm.distributed.agreement import Vote, agree
 from megatron_vlm.distributed.watchdog import Sign, describe, find_stuck
 from megatron_vlm.errors import ConfigError, TrainError
-from megatron_vlm.run.lines import StepLine
+from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.run.log import RunLog, duration, step_line
-from megatron_vlm.run.meter import Guard
-from megatron_vlm.step.schedule import announced, lr_at, warmup_of
-from megatron_vlm.worker import MegatronWorker, StepMetrics
+from megatron_vlm.run.throughput import Guard
+from megatron_vlm.training.lr_schedule import announced, lr_at, warmup_of
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.limits import files_of_at_most
@@ -224,7 +224,7 @@ def test_only_one_rank_speaks(tmp_path, capsys):
 
 
 def test_figures_of_a_batch():
-    from megatron_vlm.data.batch.batching import RowSize
+    from megatron_vlm.data.batches.balance import RowSize
 
     sizes = [RowSize(10, 1.0, images=2), RowSize(6, 2.0), RowSize(4, 3.0, images=1)]
     batch = BatchFigures.of(sizes, [[[0, 1]], [[2]]])

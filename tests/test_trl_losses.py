@@ -21,7 +21,7 @@ from megatron_vlm.rl.advantages import (
     importance_weights,
     token_weights,
 )
-from megatron_vlm.step.losses import Objective
+from megatron_vlm.training.losses import Objective
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-trl" / "bin" / "python"

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vlm.data.deal import deal
-from megatron_vlm.family.packed import at_once, by_runs
-from megatron_vlm.family.qwen3_vl import LinearPatchEmbed
+from megatron_vlm.data.even_split import deal
+from megatron_vlm.family.qwen3_vl.dense import LinearPatchEmbed
+from megatron_vlm.family.qwen3_vl.tower_attention import at_once, by_runs
 from megatron_vlm.model.vision import ImageShare, image_cost
 from tests import varlen
 

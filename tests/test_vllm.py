@@ -16,9 +16,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row, continued
-from megatron_vlm.data.encode.row_maker import RowMaker
 from megatron_vlm.data.media.images import ImageSettings, expand_patches, normalisation_table
+from megatron_vlm.data.tokens.row import IGNORE, Row, continued
+from megatron_vlm.data.tokens.row_maker import RowMaker
 from tests.batches import PATCH_VALUES, token_ids
 from tests.chats import picture, say, text
 from tests.engine import MISSING, READY, Engine, as_prompt, write_seen

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_vlm.data.encode.row import Row, continued
-from megatron_vlm.data.encode.row_maker import RowMaker
+from megatron_vlm.data.tokens.row import Row, continued
+from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.sampling import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
-from megatron_vlm.step.completions import Completion, SamplingSettings
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import token_ids
 from tests.chats import picture, say, text
 from tests.engine import ENVIRONMENT, MISSING, READY

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 _WHERE = """
 import json, sys
-import megatron_vlm.cli.commands, megatron_vlm.config, megatron_vlm.train
+import megatron_vlm.cli.parser, megatron_vlm.config, megatron_vlm.train
 ours = [m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "megatron_vlm"]
 print(json.dumps([ours, str(megatron_vlm.config.config_dir()), sys.path]))
 """

@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from megatron_vlm.data.encode.row import IGNORE
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import DataError
-from megatron_vlm.hf.stages import StageReport, stage_reports
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.report.layout_table import StageReport, stage_reports
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, RowSpec, make_rows
 from tests.error_fields import raises
 from tests.runs import call, my_rows

@@ -16,7 +16,7 @@ from gpu.step import Figures
 from megatron.core import parallel_state
 
 from megatron_vlm import MegatronWorker, TinySpec, write_tiny
-from megatron_vlm.step.decode import generate
+from megatron_vlm.training.generate import generate
 from tests.batches import MIXED, make_rows
 from tests.gpu.test_parity_gpu import TOLERANCE, have_te
 from tests.reference import load_reference, row_log_probs, run_reference

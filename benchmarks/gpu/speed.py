@@ -24,10 +24,10 @@ from transformers import Qwen3VLForConditionalGeneration
 from megatron_vlm import Config, MegatronWorker
 from megatron_vlm.config.schema import ModelConfig, TrainConfig
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.family import packed
-from megatron_vlm.family.packed import PackedAttention
+from megatron_vlm.family.qwen3_vl import tower_attention
+from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
-from megatron_vlm.model.chains import Chains
+from megatron_vlm.model.fused_ops import Chains
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
@@ -110,14 +110,14 @@ def image_by_image(
     """The tower's attention as transformers has it: a call for each image or frame."""
     given = (x.split(list(lengths)) for x in (query, key, value))
     parts = zip(*given, lengths, strict=True)
-    return torch.cat([packed.by_runs(q, k, v, [length]) for q, k, v, length in parts])
+    return torch.cat([tower_attention.by_runs(q, k, v, [length]) for q, k, v, length in parts])
 
 
 def run_by_run(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
     """A call for those of one size in a row."""
-    return packed.by_runs(query, key, value, lengths)
+    return tower_attention.by_runs(query, key, value, lengths)
 
 
 def variants(
@@ -130,8 +130,10 @@ def variants(
         "recompute full": partial(recompute, worker, "full"),
         "not compiled": partial(not_compiled, worker),
         "weight gradients in bf16": partial(rounded, worker),
-        "tower image by image": partial(mock.patch.object, packed, "attend", image_by_image),
-        "tower run by run": partial(mock.patch.object, packed, "attend", run_by_run),
+        "tower image by image": partial(
+            mock.patch.object, tower_attention, "attend", image_by_image
+        ),
+        "tower run by run": partial(mock.patch.object, tower_attention, "attend", run_by_run),
     }
     for kernel in ("torch", "math") if dry else ("torch", "flash", "efficient", "cudnn"):
         found[f"attention {kernel}"] = partial(attention, worker, kernel)

@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_vlm import Config, Row, TinySpec
+from megatron_vlm.commands.demo.tiny_model import tiny_config, train_tokenizer, write_processor
 from megatron_vlm.config.schema import ModelConfig
-from megatron_vlm.data.batch.cost import WorkModel
-from megatron_vlm.data.encode.row import IGNORE
-from megatron_vlm.demo.tiny import tiny_config, train_tokenizer, write_processor
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.qwen3_vl import sizes_of
+from megatron_vlm.family.qwen3_vl.dense import sizes_of
 from megatron_vlm.planner.memory import USABLE, stage_memory
-from megatron_vlm.planner.shapes import BatchSizes
+from megatron_vlm.planner.row_sizes import BatchSizes
 
 SHARD = 2**31  # values of a file
 BF16 = 2  # bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_vlm.products import take_faster_products
+from megatron_vlm.family.cpu_matmul import take_faster_products
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -32,7 +32,7 @@ THEIRS, OURS = ROOT / ".venv-trl" / "bin" / "python", Path(sys.executable)
 
 def same_products() -> str:
     """The setting of torch by which the library that multiplies for us does so for others: see
-    megatron_vlm/products.py."""
+    megatron_vlm/family/cpu_matmul.py."""
     take_faster_products(SPEC.hidden, has_experts=False)
     return torch.get_float32_matmul_precision()
 

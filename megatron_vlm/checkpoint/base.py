@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.outside import Field
+from megatron_vlm.io.untrusted import Field
 
 
 def check_base(folder: Path, state: Field, digest: str, path: str) -> None:

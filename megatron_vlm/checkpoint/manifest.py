@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import CheckpointError, DataError
-from megatron_vlm.folders import MARK, blake2b, digest_of, sync
-from megatron_vlm.outside import Field, Outside, reason
-from megatron_vlm.paths import require_file
+from megatron_vlm.io.atomic import MARK, blake2b, digest_of, sync
+from megatron_vlm.io.paths import require_file
+from megatron_vlm.io.untrusted import Field, Outside, reason
 
 COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
 

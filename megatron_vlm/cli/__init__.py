@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from megatron_vlm.cli.commands import make_parser
+    from megatron_vlm.cli.parser import make_parser
     from megatron_vlm.config.arguments import parse
 
     args = parse(make_parser(), words)

@@ -1,6 +1,6 @@
 """The one configuration: frozen dataclasses, filled by Hydra from `configs/` and `key=value`."""
 
-from megatron_vlm.config.file import ConfigFile
+from megatron_vlm.config.config_file import ConfigFile
 from megatron_vlm.config.load import (
     config_dir,
     from_yaml,

@@ -5,8 +5,8 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from megatron_vlm.config.file import ConfigFile, add_config_option, chosen_file
-from megatron_vlm.config.guesses import refused_option
+from megatron_vlm.config.config_file import ConfigFile, add_config_option, chosen_file
+from megatron_vlm.config.key_hints import refused_option
 from megatron_vlm.errors import ConfigError
 
 

@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from megatron_vlm.config.file import ConfigFile
-from megatron_vlm.config.guesses import hint
+from megatron_vlm.config.checks import check_values
+from megatron_vlm.config.config_file import ConfigFile
+from megatron_vlm.config.data_sources import parse_sets, parse_sources, plain_sets, plain_sources
+from megatron_vlm.config.key_hints import hint
 from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
-from megatron_vlm.config.sources import parse_sets, parse_sources, plain_sets, plain_sources
-from megatron_vlm.config.validate import check_values
-from megatron_vlm.config.yaml_text import MOST_DEPTH
+from megatron_vlm.config.yaml_nodes import MOST_DEPTH
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
-from megatron_vlm.outside import Outside
+from megatron_vlm.io.untrusted import Outside
 
 _PRIMARY = "train"  # configs/train.yaml
 _MOST_SAVED = 2**20  # bytes of a config.yaml
@@ -172,7 +172,7 @@ def _typed(composed: Any) -> Config:
 
 
 def _names(value: Any) -> Any:
-    """A name or a list of names as a tuple; validate.py refuses the rest."""
+    """A name or a list of names as a tuple; checks.py refuses the rest."""
     if isinstance(value, list):
         return tuple(value)
     return () if value is None else (value,)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
-from megatron_vlm.config.sources import EvalSource, SourceSpec
+from megatron_vlm.config.data_sources import EvalSource, SourceSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
 Layers = list[int] | Literal["auto"] | None

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from megatron_vlm.config.checks import require
 from megatron_vlm.config.engine import check_engine
 from megatron_vlm.config.schema import Config, LoraConfig
-from megatron_vlm.config.validate import require
 from megatron_vlm.errors import ConfigError
 
 

@@ -1,7 +1,7 @@
 """Where the run computes: CUDA with NCCL, or the CPU with gloo. Nothing outside
 this room reads torch.cuda.
 
-Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cpu_stand_in.py answers those calls.
+Megatron-Core 0.16 calls `torch.cuda` directly. On the CPU, cuda_stand_in.py answers those calls.
 """
 
 import gc
@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron_vlm.distributed.cpu_stand_in import install_cpu_stand_in, stand_in_installed
+from megatron_vlm.distributed.cuda_stand_in import install_cpu_stand_in, stand_in_installed
 from megatron_vlm.errors import ConfigError
 
 T = TypeVar("T")

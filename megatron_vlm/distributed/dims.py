@@ -104,8 +104,8 @@ class ParallelDims:
     def padded_vocab(self, vocab: int) -> int:
         """The vocabulary rounded up to a multiple of TP, and no further.
 
-        The extra rows exist only in memory: model/head.py keeps them out of the softmax and
-        hf/names.py out of checkpoints.
+        The extra rows exist only in memory: model/log_probs.py keeps them out of the softmax and
+        hf/weight_map.py out of checkpoints.
         """
         return -(-vocab // self.tp) * self.tp
 

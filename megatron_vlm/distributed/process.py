@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_vlm.display.text import visible
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError, sentence, show_value
+from megatron_vlm.io.printable import visible
 
 # Exit statuses of a process, and of the job that it belongs to.
 FAILED = 1

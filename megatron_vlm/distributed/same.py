@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_vlm.config.schema import Config, get, leaves
+from megatron_vlm.distributed.collectives import all_gather_bytes
 from megatron_vlm.distributed.error_json import ShownValue
-from megatron_vlm.distributed.messages import all_gather_bytes
 from megatron_vlm.errors import ConfigError
 
 _SHOWN = 5  # differences in a message

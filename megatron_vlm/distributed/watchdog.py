@@ -3,8 +3,8 @@
 A rank that hangs or dies leaves the others inside a collective, which cannot tell them who is
 missing. So a thread of each rank, started before anything that may hang, looks whether the rank
 gets on; once the ranks have met, another one writes that to the job's store and reads what the
-others have written. When nothing has moved for the time-out, the rank furthest behind is named,
-and the process exits. A rank whose threads cannot run is ended from outside: see sentinel.py.
+others have written. When nothing has moved for the time-out, the rank furthest behind is named, and
+the process exits. A rank whose threads cannot run is ended from outside: see watchdog_process.py.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.distributed.process import LAUNCHER, STUCK, say
-from megatron_vlm.distributed.sentinel import Sentinel
+from megatron_vlm.distributed.watchdog_process import Sentinel
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.job_store import Board

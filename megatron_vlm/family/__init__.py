@@ -1,31 +1,32 @@
 """What depends on the model's family: the fields of config.json, tensors, the vision tower.
 
-A family whose layers have the form of Qwen3-VL's is a module beside qwen3_vl.py, listed in
-`families`, and a table of its fields, listed in early.py. docs/architecture.md says what a family
-with other layers needs.
+A family whose layers have the form of Qwen3-VL's is a module beside dense.py, listed in `families`,
+and a table of its fields, listed in config_json.py. docs/architecture.md says what a family with
+other layers needs.
 
-Importing this file, early.py and the tables of fields imports neither torch nor transformers."""
+Importing this file, config_json.py and the tables of fields imports neither torch nor
+transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vlm.family.early import check_model_type, no_config_json, read_fields
-from megatron_vlm.family.new_tokens import find_new_tokens
-from megatron_vlm.hub import folder_of
-from megatron_vlm.paths import require_files_in
+from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.family.config_json import check_model_type, no_config_json, read_fields
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.io.paths import require_files_in
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from megatron_vlm.family.family import Family
-    from megatron_vlm.family.sizes import ModelSizes
+    from megatron_vlm.family.spec import ModelSizes
 
 
 def families() -> "dict[str, Family]":
     """The families by the model_type of config.json."""
-    from megatron_vlm.family.qwen3_vl import QWEN3_VL  # imports torch and transformers
-    from megatron_vlm.family.qwen3_vl_moe import QWEN3_VL_MOE
+    from megatron_vlm.family.qwen3_vl.dense import QWEN3_VL  # imports torch and transformers
+    from megatron_vlm.family.qwen3_vl.moe import QWEN3_VL_MOE
 
     return {family.model_type: family for family in (QWEN3_VL, QWEN3_VL_MOE)}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.family.spec import ModelSizes
 
 # Queries, keys and values from what the tower's first linear gives, cos, sin and the number of
 # heads.

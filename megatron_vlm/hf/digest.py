@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vlm.errors import CheckpointError
-from megatron_vlm.hf.files import SETTINGS
-from megatron_vlm.hf.source import HFCheckpoint, read_header, weight_files
-from megatron_vlm.outside import Outside
+from megatron_vlm.hf.companion_files import SETTINGS
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint, read_header, weight_files
+from megatron_vlm.io.untrusted import Outside
 
 # Of each tensor so many blocks are read: 32B in fp32 are 128 GB, their blocks 18 MB. Training
 # changes values all over a tensor, so other weights differ in some block.

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_vlm.distributed.process import MISTAKE
 from megatron_vlm.errors import ConfigError, MegatronVLMError
-from megatron_vlm.hf.export_mark import read_export_mark
-from megatron_vlm.hub import is_repo
+from megatron_vlm.hf.export_folder import read_export_mark
+from megatron_vlm.io.hub import is_repo
 
 _STALE = ["*.safetensors", "model.safetensors.index.json"]  # of another number of shards
 _WRITER = "give one that may write, as HF_TOKEN or with `hf auth login`"

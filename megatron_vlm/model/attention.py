@@ -17,10 +17,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.model.cache import KVCache
-from megatron_vlm.model.chains import Chains
-from megatron_vlm.model.kernels import TORCH, first_of
-from megatron_vlm.products import by_mkl
+from megatron_vlm.family.cpu_matmul import by_mkl
+from megatron_vlm.model.attention_kernels import TORCH, first_of
+from megatron_vlm.model.fused_ops import Chains
+from megatron_vlm.model.kv_cache import KVCache
 
 
 class ChainedAttention(SelfAttention):

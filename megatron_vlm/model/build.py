@@ -14,15 +14,15 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.family.family import Family
-from megatron_vlm.family.sizes import ModelSizes, TextSizes
-from megatron_vlm.model.chains import Chains, compiles
+from megatron_vlm.family.spec import ModelSizes, TextSizes
+from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.experts import ExpertMLP
-from megatron_vlm.model.kernels import TORCH, AttentionShape, choose_kernel
-from megatron_vlm.model.qwen3_vl import Qwen3VLGPTModel
+from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
+from megatron_vlm.model.fused_ops import Chains, compiles
+from megatron_vlm.model.layer_specs import block_spec
 from megatron_vlm.model.rope import InterleavedMRoPE
-from megatron_vlm.model.spec import block_spec
-from megatron_vlm.model.weight_gradients import accumulates_fp32
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
@@ -96,8 +96,9 @@ def transformer_config(
         # These fusions need CUDA kernels of Apex or Transformer Engine.
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # Megatron compiles these; the torch backend has chains of its own (model/spec.py), which
-        # Megatron takes in place of its SwiGLU where it believes it to be Transformer Engine's.
+        # Megatron compiles these; the torch backend has chains of its own (model/layer_specs.py),
+        # which Megatron takes in place of its SwiGLU where it believes it to be Transformer
+        # Engine's.
         use_te_activation_func=not is_te,
         bias_activation_fusion=is_te and compiled,
         bias_dropout_fusion=is_te and compiled,

@@ -4,17 +4,17 @@ built model, in case something else turned it on."""
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_vlm.config.lora import SWITCHES, learns
+from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.validate import check_values
+from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.early import Counts
+from megatron_vlm.family.config_json import Counts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_vlm.family.sizes import ModelSizes
+    from megatron_vlm.family.spec import ModelSizes
 
 _PACKING = "rows packed into one sequence would need per-image position resets and block masks"
 _CP = "context parallelism would cut an image's tokens, and its DeepStack features, over ranks"

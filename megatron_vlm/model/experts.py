@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.model.chains import Chains
-from megatron_vlm.model.routing import Counts, Routing, route
+from megatron_vlm.model.fused_ops import Chains
+from megatron_vlm.model.router import Counts, Routing, route
 
 
 class ExpertLinear(nn.Module):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_vlm.data.deal import deal
-from megatron_vlm.family.sizes import TowerInputs, VisionSizes
+from megatron_vlm.data.even_split import deal
+from megatron_vlm.family.spec import TowerInputs, VisionSizes
 
 
 def image_cost(grid_thw: Sequence[int], width: int) -> float:
@@ -88,7 +88,7 @@ class VisualPlan:
 class _GatherFeatures(torch.autograd.Function):
     """All ranks' features, in image order. Backward takes this rank's rows and nothing else: the
     decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
-    partial weight gradients are summed over TP once per step (see step/optimizer.py)."""
+    partial weight gradients are summed over TP once per step (see training/optimizer.py)."""
 
     @staticmethod
     def forward(ctx: Any, local_vH: Tensor, share: ImageShare, group: dist.ProcessGroup) -> Tensor:

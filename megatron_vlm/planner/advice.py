@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_vlm.config.lora import USUAL
 from megatron_vlm.config.schema import Config
-from megatron_vlm.family.sizes import ModelSizes
+from megatron_vlm.config.trainable import USUAL
+from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.row_sizes import Mix
 from megatron_vlm.planner.search import Candidate, Cluster, search
-from megatron_vlm.planner.shapes import Mix
 
 _MOST_GPUS = 512
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.adapters import adapted, is_of_experts
-from megatron_vlm.family.sizes import ModelSizes, Part
-from megatron_vlm.model.head import LOGITS_AT_ONCE
+from megatron_vlm.family.spec import ModelSizes, Part
+from megatron_vlm.lora.targets import adapted, is_of_experts
+from megatron_vlm.model.log_probs import LOGITS_AT_ONCE
 from megatron_vlm.planner.parameters import count
-from megatron_vlm.planner.shapes import BatchSizes
+from megatron_vlm.planner.row_sizes import BatchSizes
 
 USABLE = 0.9  # of a device's memory: the rest is for kernels' workspaces and what fragments
 _FP32 = 4

@@ -7,11 +7,11 @@ from functools import lru_cache
 from itertools import groupby
 from math import prod
 
-from megatron_vlm.config.lora import SWITCHES, learns
 from megatron_vlm.config.schema import Config, LoraConfig, ModelConfig, ParallelConfig
+from megatron_vlm.config.trainable import SWITCHES, learns
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.adapters import adapted, module_of
-from megatron_vlm.family.sizes import ModelSizes, Part, TextSizes
+from megatron_vlm.family.spec import ModelSizes, Part, TextSizes
+from megatron_vlm.lora.targets import adapted, module_of
 
 # megatron-core 0.16.1, _ParamAndGradBuffer and DistributedDataParallel.
 _PARAM_ALIGNMENT = 64

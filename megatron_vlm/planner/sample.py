@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.data.batch.order import Order
-from megatron_vlm.data.encode.reader import make_encoder, make_reader
-from megatron_vlm.data.encode.sample import Dropped, Sample
-from megatron_vlm.data.read.sources import open_source
+from megatron_vlm.data.batches.order import Order
+from megatron_vlm.data.sources.source import open_source
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
+from megatron_vlm.data.tokens.sample import Dropped, Sample
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.paths import home_path
-from megatron_vlm.planner.shapes import BatchSizes, Mix, assumed_mix
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.io.paths import home_path
+from megatron_vlm.planner.row_sizes import BatchSizes, Mix, assumed_mix
 
 _RECORDS = 256
 

@@ -7,14 +7,14 @@ from typing import Literal
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.sizes import ModelSizes
-from megatron_vlm.planner.costs import ReplicaCosts, Stages, trained
-from megatron_vlm.planner.machine import Machine
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.planner.flops import ring, update
+from megatron_vlm.planner.hardware import Machine
+from megatron_vlm.planner.layer_split import choose, even_split, level, most_layers, replicas_of
 from megatron_vlm.planner.memory import USABLE, StageMemory, as_trained, estimate
 from megatron_vlm.planner.parameters import count
-from megatron_vlm.planner.shapes import Mix, Step, heaviest_share
-from megatron_vlm.planner.split import choose, even_split, level, most_layers, replicas_of
-from megatron_vlm.planner.work import ring, update
+from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained
+from megatron_vlm.planner.row_sizes import Mix, Step, heaviest_share
 
 _MICRO_TOKENS = (2048, 4096, 8192, 16384)
 # The cheapest in time first: the first that fits is the fastest that fits.

@@ -3,7 +3,7 @@
 import sys
 
 from megatron_vlm.distributed.process import run_process
-from megatron_vlm.rl.learn import run_rl
+from megatron_vlm.rl.rl_train import run_rl
 
 if __name__ == "__main__":
     sys.exit(run_process(run_rl, sys.argv[1:]))

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_vlm.data.batch.micro_batch import VISUAL_FIELDS
-from megatron_vlm.data.encode.row import IGNORE, Row
+from megatron_vlm.data.batches.micro_batch import VISUAL_FIELDS
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.rl.environment import EnvStep
-from megatron_vlm.step.completions import Completion
+from megatron_vlm.training.completions import Completion
 
 
 @dataclass

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from megatron_vlm.data.batch.dataset import DataSet, Handle
-from megatron_vlm.data.batch.position import Position
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.distributed.beside import result_of
-from megatron_vlm.distributed.lead import EVERY_S
-from megatron_vlm.rl.desk import Desk, EngineDesk, RoundDesk
+from megatron_vlm.distributed.rank0 import EVERY_S
+from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.rl.completion_requests import Desk, EngineDesk, RoundDesk
 from megatron_vlm.rl.episode import Group
-from megatron_vlm.rl.orders import Orders
-from megatron_vlm.rl.play import Table
-from megatron_vlm.sampling.engines import Engines
+from megatron_vlm.rl.episode_runner import Table
+from megatron_vlm.rl.rank_commands import Orders
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_vlm.data.encode.row import Row
 from megatron_vlm.data.media.media import data_uri
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.engines.prompts import seen
+from megatron_vlm.report.metrics_lines import SAMPLES
 from megatron_vlm.rl.episode import Episode, Group
-from megatron_vlm.rl.play import Table
-from megatron_vlm.run.lines import SAMPLES
-from megatron_vlm.run.sinks import JsonLines
-from megatron_vlm.sampling.prompt import seen
+from megatron_vlm.rl.episode_runner import Table
+from megatron_vlm.run.log_sinks import JsonLines
 
 _MOST = 32  # episodes of a prompt
 

@@ -12,9 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.display.text import visible
-from megatron_vlm.run.lines import EvalLine, EventLine, Line, LoadLine, RlLine, StartLine, StepLine
-from megatron_vlm.run.sinks import JsonLines, TensorBoard, WandB
+from megatron_vlm.io.printable import visible
+from megatron_vlm.report.metrics_lines import (
+    EvalLine,
+    EventLine,
+    Line,
+    LoadLine,
+    RlLine,
+    StartLine,
+    StepLine,
+)
+from megatron_vlm.run.log_sinks import JsonLines, TensorBoard, WandB
 
 
 @dataclass

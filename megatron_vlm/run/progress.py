@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_vlm.config.schema import CheckpointConfig
-from megatron_vlm.data.batch.position import Position
-from megatron_vlm.feed.fingerprint import Fingerprint
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.training.data_fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,30 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_vlm.config.lora import Exported
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.agree import Signals, Stopped, Vote, agree
+from megatron_vlm.config.trainable import Exported
+from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, agree
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
-from megatron_vlm.evaluation.evaluate import Examiner, write_examples, write_predictions
-from megatron_vlm.feed.feeder import Feeder, StepData
-from megatron_vlm.hf.adapter_files import is_of
-from megatron_vlm.hf.adapters import serving_remark
-from megatron_vlm.hf.card import versions
-from megatron_vlm.hf.export_mark import changed_file, read_export_mark
+from megatron_vlm.hf.export_folder import changed_file, read_export_mark
+from megatron_vlm.hf.model_card import versions
 from megatron_vlm.hf.push import Upload
-from megatron_vlm.hf.stages import layout_table, stage_reports
-from megatron_vlm.run.folder import export_folders, held_folder
-from megatron_vlm.run.layers import decided
-from megatron_vlm.run.lines import tells_load
+from megatron_vlm.lora.peft_folder import is_of
+from megatron_vlm.lora.weights import serving_remark
+from megatron_vlm.report.layout_table import layout_table, stage_reports
+from megatron_vlm.report.metrics_lines import tells_load
+from megatron_vlm.report.run import write_report
+from megatron_vlm.run.checkpointing import Saver
+from megatron_vlm.run.evaluation.evaluate import Examiner, write_examples, write_predictions
 from megatron_vlm.run.log import RunLog
-from megatron_vlm.run.meter import Guard, Meter
 from megatron_vlm.run.profiler import Profiler
-from megatron_vlm.run.report import write_report
-from megatron_vlm.run.saver import Saver
-from megatron_vlm.step.expert_load import percent_of_mean
-from megatron_vlm.step.schedule import announced, total_steps
-from megatron_vlm.worker import MegatronWorker, StepMetrics
+from megatron_vlm.run.resolve_layers import decided
+from megatron_vlm.run.run_folder import export_folders, held_folder
+from megatron_vlm.run.throughput import Guard, Meter
+from megatron_vlm.training.data_feed import Feeder, StepData
+from megatron_vlm.training.expert_load import percent_of_mean
+from megatron_vlm.training.lr_schedule import announced, total_steps
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
 class Run:

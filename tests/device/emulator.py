@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_vlm.distributed.cpu_stand_in import answer_cuda_calls
+from megatron_vlm.distributed.cuda_stand_in import answer_cuda_calls
 from tests import varlen
 from tests.device.findings import Findings, Kind
 from tests.device.streams import Event, Stream, Streams

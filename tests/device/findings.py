@@ -37,14 +37,14 @@ class Phase(StrEnum):
 
 # The innermost function on the stack that is listed decides. (file, function): phase.
 _PHASES = {
-    ("step/arrival.py", "arrivals"): Phase.forward,
+    ("training/stage_inputs.py", "arrivals"): Phase.forward,
     ("pipeline_parallel/schedules.py", "forward_step"): Phase.forward,
     ("pipeline_parallel/schedules.py", "backward_step"): Phase.backward,
     ("pipeline_parallel/p2p_communication.py", "_communicate"): Phase.exchange,
-    ("step/optimizer.py", "finalize_grads"): Phase.step,
-    ("megatron_vlm/worker.py", "optim_step"): Phase.optimizer,
-    ("megatron_vlm/worker.py", "forward_backward"): Phase.step,
-    ("feed/share.py", "share_batch"): Phase.sharing,
+    ("training/optimizer.py", "finalize_grads"): Phase.step,
+    ("megatron_vlm/training/worker.py", "optim_step"): Phase.optimizer,
+    ("megatron_vlm/training/worker.py", "forward_backward"): Phase.step,
+    ("training/broadcast.py", "share_batch"): Phase.sharing,
 }
 
 

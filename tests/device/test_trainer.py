@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_vlm.worker
+import megatron_vlm.training.worker
+from megatron_vlm.controller import local_group
 from megatron_vlm.distributed.device import Platform
-from megatron_vlm.feed.share import share_batch
-from megatron_vlm.group import local_group
-from megatron_vlm.model import chains
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model import fused_ops
+from megatron_vlm.training.broadcast import share_batch
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.device.emulator import CUDA, emulated
 from tests.device.findings import Finding, Kind, Phase
@@ -54,8 +54,8 @@ class Watched:
 def with_cuda() -> None:
     """Workers of this process compute on the emulated device, over gloo."""
     platform = Platform("cuda", CUDA, "gloo", torch.bfloat16)
-    megatron_vlm.worker.pick_platform = lambda name: platform
-    chains.lacking_compiler = lambda platform: None  # which runs eagerly within the emulator
+    megatron_vlm.training.worker.pick_platform = lambda name: platform
+    fused_ops.lacking_compiler = lambda platform: None  # which runs eagerly within the emulator
 
 
 def second_step(path: str, case: Case) -> Watched:

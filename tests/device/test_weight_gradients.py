@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 
 from megatron_vlm.distributed.device import Platform
-from megatron_vlm.model.weight_gradients import accumulates_fp32
-from megatron_vlm.worker import MegatronWorker
+from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
+from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.device.emulator import CUDA, emulated
 from tests.runs import Case

@@ -26,11 +26,9 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
-from megatron_vlm.service.wire.answers import REDUCTIONS, write_forward_backward, write_samples
-from megatron_vlm.service.wire.compression import unpacked
-from megatron_vlm.service.wire.requests import read_forward_backward, read_prompt
-from megatron_vlm.service.wire.targets import NOTHING, read_prompt_targets
-from megatron_vlm.service.wire.values import (
+from megatron_vlm.serve.protocol.answers import REDUCTIONS, write_forward_backward, write_samples
+from megatron_vlm.serve.protocol.compression import unpacked
+from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
     Picture,
     RequestError,
@@ -39,6 +37,8 @@ from megatron_vlm.service.wire.values import (
     Text,
     TopK,
 )
+from megatron_vlm.serve.protocol.prompt_targets import NOTHING, read_prompt_targets
+from megatron_vlm.serve.protocol.requests import read_forward_backward, read_prompt
 
 EXAMPLES = settings(max_examples=150, deadline=None)
 

@@ -18,7 +18,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.outside import reason
+from megatron_vlm.io.untrusted import reason
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -18,7 +18,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.media.processor import read_settings
+from megatron_vlm.data.media.processor_settings import read_settings
 from megatron_vlm.errors import ConfigError, DataError
 
 # Fields that must be true, or patches would not be a table look-up of resized RGB bytes.

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_vlm.data.media.images import smart_resize
 from megatron_vlm.data.media.media import check_aspect
-from megatron_vlm.data.media.processor import read_part, read_settings
-from megatron_vlm.data.read.records import VideoOptions
+from megatron_vlm.data.media.processor_settings import read_part, read_settings
+from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.family import VisionMarks
 

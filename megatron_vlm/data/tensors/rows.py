@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_vlm.data.encode.row import IGNORE, Row
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import DataError
 
 # Field of the batch: field of the row. The first two are required.

@@ -1,0 +1,112 @@
+"""A checkpoint of a run as a Hugging Face folder, without a model and without other processes.
+
+A checkpoint has Hugging Face's tensors already, only cut into pieces: see tensor_pieces.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_vlm.checkpoint.base import check_base
+from megatron_vlm.checkpoint.manifest import Manifest, verify
+from megatron_vlm.checkpoint.rank_state import is_kept
+from megatron_vlm.checkpoint.retention import held_checkpoint
+from megatron_vlm.checkpoint.tensor_pieces import PieceReader, outside_file, read_index
+from megatron_vlm.config import read_saved
+from megatron_vlm.config.schema import ParallelConfig
+from megatron_vlm.config.trainable import Exported, export_of
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.digest import weights_digest
+from megatron_vlm.hf.export_folder import ExportMark, check_replaceable
+from megatron_vlm.hf.export_weights import write_folder
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors
+from megatron_vlm.hf.model_card import Training
+from megatron_vlm.hf.weight_map import Entry, exported, name_table
+from megatron_vlm.io.untrusted import Field
+from megatron_vlm.lora.export_adapter import TrainedAdapter, write
+from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
+
+
+def export_checkpoint(
+    given: str, out: str, model_path: str | None = None, kind: Exported | None = None
+) -> Path:
+    """Write `out` from a checkpoint or the newest one of a run, and return which. All but the
+    weights comes from the Hugging Face folder that was trained, or from `model_path`. Of adapters,
+    `kind` says in which form, by default as checkpoint.export of the run."""
+    check_replaceable(Path(out), None)
+    with held_checkpoint(Path(given)) as folder:
+        _export(folder, out, model_path, kind)
+    return folder
+
+
+def _export(folder: Path, out: str, model_path: str | None, kind: Exported | None) -> None:
+    manifest = verify(folder)
+    cfg = read_saved(folder)
+    source = HFCheckpoint(model_path or cfg.model.path, cfg.data.add_tokens)
+    source.read_headers()
+    check_tensors(source)
+    reader = PieceReader(folder, read_index(folder))
+    dims = ParallelDims.create(ParallelConfig(), 1, source.sizes.text.layers)
+    table = name_table(source.family, source.sizes, cfg.model.backend, dims)
+    done = training_of(folder)
+    mark = None if done is None else mark_of(folder, manifest, done.step)
+    if not cfg.lora.rank:
+        if kind is not None:
+            raise ConfigError(
+                ": the checkpoint has no adapters, only whole weights",
+                place=str(folder),
+                key="--as",
+                found=kind,
+                remedy=f"leave out --as {kind}",
+            )
+        tensors = _tensors(reader, table, source)
+        write_folder(source, exported(table), tensors, out, mark=mark, done=done)
+        return
+    weights = adapted_weights(cfg, source.sizes)
+    state = outside_file(folder / "state.json").json()
+    check_base(folder, state, weights_digest(source), str(source.path))
+    table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
+    kept = [entry for entry in table if is_kept(cfg, entry)]
+    adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, kept, source)))
+    write(adapter, table, out, kind or export_of(cfg), mark, done)
+
+
+def _tensors(
+    reader: PieceReader, entries: Sequence[Entry], source: HFCheckpoint
+) -> Iterator[tuple[str, Tensor]]:
+    shapes = {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
+    remedy = f"{source.path} is another one: give the folder that was trained with --model"
+    reader.check(shapes, shapes, remedy)
+    return ((name, reader.whole(name)) for name in shapes)
+
+
+def training_of(folder: Path) -> Training | None:
+    """What a checkpoint says of its training; None of one that was not saved by a run."""
+    progress = outside_file(folder / "state.json").json()["progress"]
+    if progress.get("step") is None:
+        return None
+    tokens, scored = progress.get("tokens"), progress.get("scored_step")
+    scores = progress.get("scores")  # those of older versions lack all three
+    return Training(
+        read_saved(folder),
+        progress["step"].whole(),
+        None if tokens is None else tokens.whole(),
+        {} if scores is None else {name: _figures(each) for name, each in scores.object().items()},
+        None if scored is None else scored.whole(),
+    )
+
+
+def _figures(scores: Field) -> dict[str, float]:
+    """Those that are finite: JSON has NaN where a score could not be had."""
+    found = {key: field.value for key, field in scores.object().items()}
+    return {key: value for key, value in found.items() if type(value) in (int, float)}
+
+
+def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
+    """What an export of this checkpoint says of itself."""
+    lora = outside_file(folder / "state.json").json().get("lora")
+    base = None if lora is None else lora["base"].string()
+    return ExportMark(manifest.run, step, manifest.id, base)

@@ -1,0 +1,308 @@
+"""The checkpoints of a run: written whole or not at all, found, and pruned.
+
+    step-00000012/          complete: every file is on the disk and its digest is known
+    step-00000016.partial/  being written, or what a crash left; never read
+    step-00000012.aside1/   a checkpoint of the same step that is not in the line of the new one
+
+Training goes on from one checkpoint to the next: this is a line. A run that resumes from an earlier
+checkpoint by name, or because the newest is damaged, leaves the line for a new one. Checkpoints of
+other lines are neither counted nor removed.
+
+Files only: no torch, no collectives. In a distributed run, one rank calls these.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megatron_vlm.checkpoint.manifest import (
+    COMPLETE,
+    FileRecord,
+    Manifest,
+    check_sizes,
+    foreign_files,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from megatron_vlm.checkpoint.read_lock import free, held
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.io.atomic import (
+    check_partial,
+    discard,
+    discard_partials,
+    partial_of,
+    put_in_place,
+)
+
+_STEP = re.compile(r"step-(\d{8,})(\.old|\.aside\d+)?")
+_PARTIAL = "step-*.partial"
+_log = logging.getLogger(__name__)
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is stored; only such names are found and pruned."""
+    return Path(run_folder) / f"step-{step:08d}"
+
+
+def commit(
+    folder: Path,
+    records: Iterable[FileRecord],
+    run: str | None = None,
+    parent: Manifest | None = None,
+) -> Manifest:
+    """Turn the partial folder with these files into the complete one, in a single rename.
+
+    `run` wrote it, going on from the checkpoint `parent`. A checkpoint of the same name is put
+    aside, and removed only where it has the same content or belongs to no run. What crashes of
+    this run left beside it is removed.
+    """
+    manifest = Manifest(tuple(records))
+    if run is not None:
+        manifest = _numbered(manifest.files, run, parent, folder.parent)
+    write_manifest(partial_of(folder), manifest)
+    aside = put_in_place(folder)
+    if aside is not None:
+        old = _manifest_of(aside)
+        same = old is not None and (run is None or old.id == manifest.id)
+        if old is not None and same and _is_all_ours(aside, old, run):
+            discard(aside)
+        else:
+            _log.warning("%s held something else before; that is in %s now", folder, aside.name)
+    discard_partials(folder.parent.glob(_PARTIAL), run)
+    return manifest
+
+
+def _numbered(
+    files: tuple[FileRecord, ...], run: str, parent: Manifest | None, run_folder: Path
+) -> Manifest:
+    """With its place among the checkpoints of the run."""
+    known = [manifest for _, manifest in _manifests(run_folder)]
+    present = {manifest.id for manifest in known}
+    before: tuple[str, ...] = ()
+    if parent is not None:
+        known.append(parent)
+        before = (*parent.line, parent.id)
+    serial = 1 + max((manifest.serial for manifest in known), default=0)
+    return Manifest(files, run, serial, tuple(name for name in before if name in present))
+
+
+def check_leftovers(run_folder: Path, run: str) -> None:
+    """Refuse a folder of checkpoints where something has a name that a write would need."""
+    for partial in sorted(Path(run_folder).glob(_PARTIAL)):
+        check_partial(partial, run)
+
+
+def find_latest(run_folder: Path) -> Path | None:
+    """The checkpoint that was written last of those that are complete and whose every file is as
+    it was written.
+
+    Reads all of it. What is skipped is logged as a warning, with the reason.
+    """
+    with ExitStack() as reading:
+        return _hold_latest(run_folder, reading)
+
+
+def find_checkpoint(given: Path) -> Path:
+    """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
+    with held_checkpoint(given) as folder:
+        return folder
+
+
+@contextmanager
+def held_checkpoint(given: Path) -> Iterator[Path]:
+    """The same, and it stays until the end, whatever a run that trains meanwhile removes."""
+    with ExitStack() as reading:
+        if (given / COMPLETE).is_file():
+            reading.enter_context(held(given))
+            yield given
+            return
+        for folder in (given / "checkpoints", given):
+            if folder.is_dir() and (found := _hold_latest(folder, reading)) is not None:
+                yield found
+                return
+        raise CheckpointError(
+            "is neither a complete checkpoint nor a run that has one",
+            place=str(given),
+            remedy="give RUN or RUN/checkpoints/step-...",
+        )
+
+
+def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
+    has_changed = True
+    while has_changed:  # a run that trains removes some, and has newer ones then
+        has_changed = False
+        for folder in whole_ones(run_folder):
+            with ExitStack() as mine:
+                if not mine.enter_context(held(folder)):
+                    has_changed = True
+                    continue
+                try:
+                    verify(folder)
+                except CheckpointError as error:
+                    has_changed = has_changed or not folder.exists()  # it could not be held
+                    pass_over(folder, error)
+                    continue
+                reading.enter_context(mine.pop_all())
+                return folder
+    return None
+
+
+def whole_ones(run_folder: Path, after: int = -1) -> list[Path]:
+    """The checkpoints whose files all have the right size, the one written last first; `verify`
+    reads them. Only serials `after` this one count."""
+    run_folder, found = Path(run_folder), []
+    for path in sorted(run_folder.glob(_PARTIAL)):
+        _log.warning("skipped %s: it was never completed", path)
+    for folder in _folders(run_folder):
+        try:
+            manifest = read_manifest(folder)
+            check_sizes(folder, manifest.files)
+        except CheckpointError as error:
+            pass_over(folder, error)
+        else:
+            if manifest.serial <= after:
+                continue
+            found.append((manifest.serial, _step_of(folder), not _was_replaced(folder), folder))
+    return [folder for *_, folder in sorted(found, reverse=True)]
+
+
+def last_serial(run_folder: Path) -> int:
+    """Of the checkpoints here, damaged ones too; 0 without any."""
+    return max((manifest.serial for _, manifest in _manifests(run_folder)), default=0)
+
+
+def pass_over(folder: Path, error: Exception) -> None:
+    """Log that a checkpoint is not used, and why."""
+    _log.warning("skipped %s: %s", folder, error)
+
+
+def others(run_folder: Path, head: Manifest | None) -> list[Path]:
+    """The checkpoints here that `head` was not trained on from; all of them without a head."""
+    mine = set() if head is None else {*head.line, head.id}
+    found = dict(_manifests(run_folder))
+    return [
+        folder
+        for folder in _folders(run_folder)
+        if folder not in found or not _in_line(found[folder], head, mine)
+    ]
+
+
+def keep(
+    run_folder: Path,
+    head: Manifest,
+    keep_last: int,
+    keep_every: int | None = None,
+    best: int | None = None,
+) -> list[Path]:
+    """Of the line that ends with `head`, remove the checkpoints that are neither among the newest
+    `keep_last`, nor of a step that `keep_every` divides, nor of the step `best`; returns what was
+    removed.
+
+    Those of other lines and other runs, and those that lack a file or part of one, are left alone
+    and do not count. One into whose folder somebody put a file is left alone, too.
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise ConfigError(key=f"checkpoint.{name}", found=value, allowed="at least 1")
+    mine = {*head.line, head.id}
+    line = [
+        (folder, manifest)
+        for folder, manifest in _manifests(run_folder)
+        if manifest.run == head.run
+        and _in_line(manifest, head, mine)
+        and _is_whole(folder, manifest)
+    ]
+    # A crash may leave what was replaced by the same.
+    in_place = {manifest.id for folder, manifest in line if not _was_replaced(folder)}
+    twins = [each for each in line if _was_replaced(each[0]) and each[1].id in in_place]
+    line = [each for each in line if each not in twins]
+
+    def is_wanted(step: int) -> bool:
+        return step == best or (keep_every is not None and step % keep_every == 0)
+
+    doomed = twins + [each for each in line[:-keep_last] if not is_wanted(_step_of(each[0]))]
+    return [
+        folder
+        for folder, manifest in doomed
+        if _is_all_ours(folder, manifest, head.run) and _retire(folder, head.run)
+    ]
+
+
+def _retire(folder: Path, run: str | None) -> bool:
+    """Remove a checkpoint. Under its own name a half-removed one would look damaged."""
+    doomed = partial_of(folder)
+    try:
+        check_partial(doomed, run)
+        if doomed.exists():
+            discard(doomed)
+        with free(folder) as nobody_reads:
+            if not nobody_reads:
+                _log.info("%s is being read, and is removed later", folder)
+                return False
+            folder.rename(doomed)
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is no longer needed, and cannot be removed: %s", folder, error)
+        return False
+    discard(doomed)
+    return True
+
+
+def _in_line(manifest: Manifest, head: Manifest | None, line: set[str]) -> bool:
+    """Those without a serial, which no run numbered, are taken to be of one line."""
+    unknown = head is not None and manifest.serial == head.serial == 0
+    return unknown or manifest.id in line
+
+
+def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:
+    """Whether the folder holds what this run wrote and nothing else."""
+    foreign = foreign_files(folder, manifest)
+    if foreign:
+        _log.warning("%s is kept: this run did not write %s in it", folder, ", ".join(foreign))
+    return not foreign and manifest.run == run
+
+
+def _manifests(run_folder: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoints here that say what they are, oldest step first."""
+    found = [(folder, _manifest_of(folder)) for folder in _folders(run_folder)]
+    return [(folder, manifest) for folder, manifest in found if manifest is not None]
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+def _folders(run_folder: Path) -> list[Path]:
+    """The folders with a checkpoint's name, oldest step first; of one step, the replaced first."""
+    run_folder = Path(run_folder)
+    if not run_folder.exists():
+        return []
+    if not run_folder.is_dir():
+        raise CheckpointError(
+            "is a file", place=str(run_folder), remedy="give the folder that holds step-*"
+        )
+    found = [path for path in run_folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_step_of(path), not _was_replaced(path), path.name))
+
+
+def _step_of(folder: Path) -> int:
+    match = _STEP.fullmatch(folder.name)
+    assert match is not None, folder
+    return int(match[1])
+
+
+def _was_replaced(folder: Path) -> bool:
+    return "." in folder.name
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    try:
+        check_sizes(folder, manifest.files)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,300 @@
+"""Save and load a training run: weights, optimizer, learning rate and progress.
+
+    rank-00003.safetensors   the pieces that rank 3 wrote
+    index.json               which file has which rectangle of which tensor
+    state.json               format, layout, steps of the optimizer, learning rate, progress
+    config.yaml              the resolved configuration, for people
+    complete.json            size and digest of each of these
+
+A checkpoint does not depend on the layout that wrote it; see tensor_pieces.py and rank_state.py.
+"""
+
+import json
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.checkpoint import retention
+from megatron_vlm.checkpoint.base import check_base
+from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
+from megatron_vlm.checkpoint.rank_state import (
+    clear_moments,
+    get_step,
+    held_pieces,
+    set_step,
+    shapes_of,
+)
+from megatron_vlm.checkpoint.read_lock import held
+from megatron_vlm.checkpoint.tensor_pieces import (
+    PieceReader,
+    Rectangle,
+    make_index,
+    outside_file,
+    rank_file,
+    read_index,
+    safetensors_chunks,
+)
+from megatron_vlm.config import to_yaml
+from megatron_vlm.config.trainable import scale_of
+from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.distributed.collectives import broadcast_json, gather_json
+from megatron_vlm.errors import CheckpointError, show_value
+from megatron_vlm.io.atomic import begin, discard, partial_of
+from megatron_vlm.io.untrusted import Field
+from megatron_vlm.training.optimizer import set_lr
+from megatron_vlm.training.worker import MegatronWorker
+
+FORMAT = 2
+_READABLE = (1, 2)  # 1 also held random state, which nothing draws from
+
+
+def save(
+    worker: MegatronWorker,
+    folder: Path,
+    progress: dict[str, Any],
+    async_save: bool = False,
+    run: str | None = None,
+    parent: Manifest | None = None,
+    moments: bool = True,
+) -> "PendingSave":
+    """Write a checkpoint to `folder` (see `store.step_folder`). A collective; `progress` is plain
+    JSON, and rank 0's is kept, as are its id of the run and the checkpoint that it goes on from.
+    Without `moments` it has the weights alone, from which nobody can go on as if nothing had been.
+
+    With `async_save` the tensors are copied to the host and training may continue while they are
+    written; `finish` of what is returned completes the checkpoint. One is written at a time: an
+    earlier one that is still pending is finished first.
+    """
+    if worker.pending_save is not None:
+        worker.pending_save.finish()
+    assert worker.optimizer is not None, "made without training"
+    folder = Path(folder)
+    steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a stage that is frozen counts none
+    state = {
+        "format": FORMAT,
+        "layout": _layout(worker),
+        "add_tokens": list(worker.cfg.data.add_tokens),
+        "optimizer_steps": int(steps),
+        "lr": worker.lr,
+        "progress": progress,
+    }
+    if worker.cfg.lora.rank:
+        state["lora"] = {"base": worker.base_digest, "scale": scale_of(worker.cfg.lora)}
+    texts = {
+        "state.json": json.dumps(state, indent=1) + "\n",
+        "config.yaml": to_yaml(worker.cfg),
+    }
+    with fail_together(worker.platform.device, CheckpointError):
+        if dist.get_rank() == 0:
+            begin(folder, run)
+    pieces = list(held_pieces(worker, writing=True, moments=moments))
+    tensors = {piece.name: piece.data for piece in pieces}
+    if async_save:
+        tensors = {name: data.to("cpu", copy=True) for name, data in tensors.items()}
+    places = [(piece.key, piece.place) for piece in pieces]
+    worker.pending_save = pending = PendingSave(folder, worker, texts, places, run, parent)
+    pending.start(tensors, async_save)
+    return pending
+
+
+class PendingSave:
+    """A checkpoint whose tensors are being written; complete once `finish` has returned True."""
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: MegatronWorker,
+        texts: dict[str, str],
+        places: list[tuple[str, Rectangle]],
+        run: str | None,
+        parent: Manifest | None,
+    ):
+        self.folder = folder
+        self.run, self.parent = run, parent
+        self.texts = texts
+        self.places = places
+        self.shapes = shapes_of(worker)
+        self.device = worker.platform.device
+        self.thread: threading.Thread | None = None
+        self.record: FileRecord | None = None
+        self.manifest: Manifest | None = None  # on rank 0, of the complete checkpoint
+        self.error: Exception | None = None
+        self.finished = False
+
+    def start(self, tensors: dict[str, Tensor], in_background: bool) -> None:
+        """Write this rank's file: in a thread, which no collective waits for, or at once."""
+        if in_background:
+            self.thread = threading.Thread(target=self._write, args=(tensors,), daemon=True)
+            self.thread.start()
+            return
+        self._write(tensors)
+        self.finish()
+
+    def finish(self, blocking: bool = True) -> bool:
+        """Complete the checkpoint; False where not blocking and some rank still writes. A
+        collective. Raises CheckpointError on every rank if any could not write."""
+        if self.finished:
+            return True
+        if not blocking and not self._all_written():
+            return False
+        self.finished = True
+        if self.thread is not None:
+            self.thread.join()
+        try:
+            with fail_together(self.device, CheckpointError):
+                if self.error is not None:
+                    raise self.error
+            self._complete()
+        except Exception:
+            if dist.get_rank() == 0:
+                discard(partial_of(self.folder))
+            raise
+        return True
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        path = partial_of(self.folder) / rank_file(dist.get_rank())
+        try:
+            self.record = write_file(path, safetensors_chunks(tensors))
+        except Exception as error:  # of a thread: `finish` raises it
+            self.error = error
+
+    def _all_written(self) -> bool:
+        done = self.thread is None or not self.thread.is_alive()
+        flag = torch.tensor(int(done), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _complete(self) -> None:
+        first = dist.get_rank() == 0
+        assert self.record is not None
+        written = gather_json((asdict(self.record), self.places), self.device)
+        with fail_together(self.device, CheckpointError):
+            if first:
+                index = make_index(self.shapes, [places for _, places in written])
+                texts = self.texts | {"index.json": json.dumps(index)}
+                partial = partial_of(self.folder)
+                records = [FileRecord(**record) for record, _ in written]
+                for name, text in texts.items():
+                    records.append(write_file(partial / name, [text.encode()]))
+                self.manifest = retention.commit(self.folder, records, self.run, self.parent)
+
+
+def load(
+    worker: MegatronWorker, folder: Path, verified: bool = False, moments: bool = True
+) -> dict[str, Any]:
+    """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
+
+    It stays where it is meanwhile, whatever run it belongs to, and all ranks read rank 0's.
+    Every file is verified first, unless `find_latest` has done it. What is frozen now has no
+    moments, nor has a worker made without training: those in the checkpoint are ignored. Without
+    `moments` the weights alone are read, and the optimizer begins anew.
+    """
+    device = worker.platform.device
+    folder = Path(broadcast_json(str(folder), 0, None, device))
+    with held(folder):
+        return _load(worker, folder, verified, moments)
+
+
+def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -> dict[str, Any]:
+    device = worker.platform.device
+    if not verified:
+        _verify(folder, device)
+    with fail_together(device, CheckpointError):
+        state = outside_file(folder / "state.json").json()
+        if (found := state["format"].value) not in _READABLE:
+            raise CheckpointError(
+                f"cannot be read: this version reads {_READABLE}",
+                place=str(folder),
+                key="format",
+                found=found,
+                allowed=_READABLE,
+                remedy="load it with the version of megatron_vlm that wrote it",
+            )
+        added = state.get("add_tokens")  # older ones have none
+        tokens = [] if added is None else [each.string() for each in added.items()]
+        _check_tokens(worker, folder, tokens)
+        _check_lora(worker, folder, state)
+        lr, steps = state["lr"].number(0), state["optimizer_steps"].whole()
+        progress = state["progress"]
+        progress.object()
+        reader = PieceReader(folder, read_index(folder))
+        pieces = list(held_pieces(worker, writing=False, moments=moments))
+        keys = [piece.key for piece in pieces]
+        reader.check(keys, shapes_of(worker), "resume with the configuration in its config.yaml")
+    with fail_together(device, CheckpointError), torch.no_grad():
+        for piece in pieces:
+            reader.fill(piece)
+            worker.watchdog.busy()
+    worker.lr, worker.steps = lr, steps
+    if worker.optimizer is not None:
+        if not moments:
+            clear_moments(worker)
+        set_step(worker.optimizer, steps if moments else 0)
+        set_lr(worker.optimizer, worker.lr, worker.cfg.optim.lr)
+    return dict(progress.value)
+
+
+def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:
+    """Other tokens would have the rows that these have learnt."""
+    asked = list(worker.cfg.data.add_tokens)
+    if asked != saved:
+        raise CheckpointError(
+            f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
+            "other tokens",
+            place=str(folder),
+            key="data.add_tokens",
+            found=asked,
+            remedy="give the same ones in the same order, or add to its export: megatron-vlm "
+            f"export {folder} DIR, model.path=DIR",
+        )
+
+
+def _check_lora(worker: MegatronWorker, folder: Path, state: Field) -> None:
+    """Adapters mean nothing beside other weights, nor with another factor."""
+    saved = state.get("lora")
+    if saved is None or not worker.cfg.lora.rank:
+        return  # then the tensors differ, which is said next
+    check_base(folder, state, worker.base_digest, str(worker.source.path))
+    if (found := saved["scale"].number()) != (asked := scale_of(worker.cfg.lora)):
+        raise CheckpointError(
+            f"with lora.rank and lora.rslora scales adapters by {asked:g}, and those of the "
+            f"checkpoint are scaled by {found:g}",
+            place=str(folder),
+            key="lora.alpha",
+            found=worker.cfg.lora.alpha,
+            remedy="resume with the values in its config.yaml",
+        )
+
+
+def find_latest(run_folder: Path, device: torch.device, after: int = -1) -> Path | None:
+    """The checkpoint that was written last of those whose every file is as it was written; each
+    rank reads its share of them. Only serials `after` this one count, rank 0's. A collective."""
+    found: list[str] = []
+    with fail_together(device, CheckpointError):
+        if dist.get_rank() == 0:
+            found = [str(folder) for folder in retention.whole_ones(run_folder, after)]
+    for folder in map(Path, broadcast_json(found, 0, None, device)):
+        try:
+            _verify(folder, device)
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                retention.pass_over(folder, error)
+        else:
+            return folder
+    return None
+
+
+def _verify(folder: Path, device: torch.device) -> None:
+    with fail_together(device, CheckpointError):
+        verify(folder, slice(dist.get_rank(), None, dist.get_world_size()))
+
+
+def _layout(worker: MegatronWorker) -> dict[str, int]:
+    dims = worker.dims
+    return {"tp": dims.tp, "pp": dims.pp, "dp": dims.dp, "ep": dims.ep}

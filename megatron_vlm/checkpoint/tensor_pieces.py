@@ -1,0 +1,261 @@
+"""What a rank holds, as rectangles of the checkpoint's tensors, and the files they go to.
+
+A checkpoint has Hugging Face's tensors, whole and without padding, whatever layout wrote it. Each
+rank writes the rectangles it holds to its own safetensors file, and a layout that loads them reads
+the rectangles it needs, wherever they are: neither exchanges a tensor.
+
+Every tensor counts as a matrix here: its first dimension by the rest (1 for a vector).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.weight_map import Entry
+from megatron_vlm.io.paths import require_file
+from megatron_vlm.io.untrusted import Outside
+
+TensorShape = tuple[int, ...]
+Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
+
+_FAR = 2**40  # more rows than any tensor has
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of this rank's part of a parameter that are consecutive in one checkpoint tensor."""
+
+    name: str
+    start: int  # in the part
+    rows: int
+    row: int  # where they begin in the tensor
+    col: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor. `data` is a view of what the rank holds: read it or fill it."""
+
+    key: str
+    row: int
+    col: int
+    data: Tensor
+
+    @property
+    def place(self) -> Rectangle:
+        rows, cols = self.data.shape
+        return self.row, self.col, rows, cols
+
+    @property
+    def name(self) -> str:
+        """Its name in the rank's file."""
+        return _piece_name(self.key, self.row, self.col)
+
+
+def _piece_name(key: str, row: int, col: int) -> str:
+    return f"{key}@{row},{col}"
+
+
+def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
+    """Where the rows of this rank's part are, as the table itself says: it loads row numbers in
+    place of weights. Rows of padding come out as zero and belong to no block."""
+    names = entry.names
+    shapes = {tensor.name: tensor.shape for tensor in entry.theirs}
+    first_col = dict.fromkeys(names, 0)
+
+    def read(name: str, slices: Sequence[tuple[int, int] | None]) -> Tensor:
+        start, end = (slices[0] if slices else None) or (0, shapes[name][0])
+        if len(slices) > 1 and (cols := slices[1]):
+            first_col[name] = cols[0]
+        return (torch.arange(start, end) + 1 + names.index(name) * _FAR)[:, None]
+
+    codes = entry.layout.load(read, names, rank, ranks).flatten()
+    breaks = (codes.diff() != 1).nonzero().flatten() + 1
+    blocks, start = [], 0
+    for run in codes.tensor_split(breaks):
+        if code := int(run[0]):
+            number, row = divmod(code - 1, _FAR)
+            name = names[number]
+            blocks.append(RowBlock(name, start, len(run), row, first_col[name]))
+        start += len(run)
+    return blocks
+
+
+def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
+    """The rectangles that make up [start, end) of a flattened matrix: the end of a row, whole rows,
+    the beginning of a row."""
+    while start < end:
+        row, col = divmod(start, width)
+        if col or end - start < width:
+            rows, cols = 1, min(width - col, end - start)
+        else:
+            rows, cols = (end - start) // width, width
+        yield row, col, rows, cols
+        start += rows * cols
+
+
+def cut(
+    prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[RowBlock]
+) -> list[Piece]:
+    """The pieces of the part of a parameter that begins at `start`, flattened."""
+    pieces = []
+    for row, col, rows, cols in rectangles(start, start + len(flat), width):
+        for block in blocks:
+            first, last = max(row, block.start), min(row + rows, block.start + block.rows)
+            if first < last:
+                place = first * width + col - start
+                data = flat[place : place + (last - first) * cols].view(last - first, cols)
+                at = block.row + first - block.start
+                pieces.append(Piece(prefix + block.name, at, block.col + col, data))
+    return pieces
+
+
+def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, one tensor at a time: no second copy of all of them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for tensor in tensors.values():
+        yield tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+
+def make_index(
+    shapes: Mapping[str, TensorShape], held: Sequence[Sequence[tuple[str, Rectangle]]]
+) -> dict[str, Any]:
+    """For each tensor, which rank's file has which of its rectangles. Refused unless every tensor
+    of `shapes` is there, and each of them whole."""
+    index: dict[str, Any] = {}
+    for rank, pieces in enumerate(held):
+        for key, place in pieces:
+            shape = shapes[key.rpartition("/")[2]]
+            entry = index.setdefault(key, {"shape": list(shape), "pieces": []})
+            entry["pieces"].append([rank, *place])
+    faults = {name: "is not among them" for name in shapes if name not in index}
+    for key, entry in index.items():
+        places = {tuple(piece[1:]) for piece in entry["pieces"]}
+        covered, size = sum(rows * cols for _, _, rows, cols in places), math.prod(entry["shape"])
+        if covered != size or len(places) != len(entry["pieces"]):
+            faults[key] = f"has {covered} of {size} values"
+    if faults:
+        key, fault = next(iter(faults.items()))
+        raise CheckpointError(
+            f"{len(held)} ranks wrote only a part of the model: {len(faults)} of {len(shapes)} "
+            f"tensors are incomplete, the first: {key} {fault}",
+            place="checkpoint",
+            found=faults,
+            remedy="start as many processes as the layout needs",
+        )
+    return index
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+class PieceReader:
+    """Reads rectangles of a checkpoint's tensors from the ranks' files."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]):
+        self.folder = folder
+        self.index = index
+        self.files: dict[int, Any] = {}
+
+    def check(self, keys: Iterable[str], shapes: Mapping[str, TensorShape], remedy: str) -> None:
+        """Refuse a checkpoint of another model before anything is filled: one that lacks some of
+        `keys`, or has tensors that are not in `shapes`, which whoever goes on would lose."""
+        faults = {}
+        for key in dict.fromkeys(keys):
+            asked = list(shapes[key.rpartition("/")[2]])
+            if key not in self.index:
+                faults[key] = "is not in it"
+            elif (found := self.index[key]["shape"]) != asked:
+                faults[key] = f"is {found} in it, and {asked} in the model"
+        for name in sorted({key.rpartition("/")[2] for key in self.index}):
+            if name not in shapes:
+                faults[name] = (
+                    "is in it and would not be loaded, so what it has learnt would be lost"
+                )
+        if faults:
+            lines = "\n  ".join(f"{key} {fault}" for key, fault in list(faults.items())[:10])
+            raise CheckpointError(
+                "the checkpoint does not fit this model, its model.freeze_* and lora.*: "
+                f"{len(faults)} tensors differ",
+                place=str(self.folder),
+                found=faults,
+                remedy=f"{remedy}\n  {lines}",
+            )
+
+    def fill(self, piece: Piece) -> None:
+        """Copy a rectangle into `piece.data`, from however many pieces it was written as."""
+        row, col, rows, cols = piece.place
+        missing = rows * cols
+        for rank, at_row, at_col, num_rows, num_cols in self.index[piece.key]["pieces"]:
+            top, bottom = max(row, at_row), min(row + rows, at_row + num_rows)
+            left, right = max(col, at_col), min(col + cols, at_col + num_cols)
+            if top >= bottom or left >= right:
+                continue
+            with outside_file(self.folder / rank_file(rank)).border(f"of {piece.key}"):
+                stored = self._file(rank).get_slice(_piece_name(piece.key, at_row, at_col))
+                found = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
+                piece.data[top - row : bottom - row, left - col : right - col].copy_(found)
+                missing -= found.numel()
+        if missing:
+            raise outside_file(self.folder / "index.json").error(
+                f"of {piece.key}, {missing} values are in none of its pieces, or in several"
+            )
+
+    def whole(self, key: str) -> Tensor:
+        """A tensor in its own shape, in fp32, which holds each of its types exactly."""
+        shape = self.index[key]["shape"]
+        with outside_file(self.folder / "index.json").border(f"{key} has the shape {shape}"):
+            tensor = torch.empty(shape, dtype=torch.float32)
+        self.fill(Piece(key, 0, 0, tensor.view(shape[0], -1)))
+        return tensor
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self.files:
+            path = require_file(self.folder / rank_file(rank))
+            self.files[rank] = safe_open(path, framework="pt")
+        return self.files[rank]
+
+
+def outside_file(path: Path) -> Outside:
+    """A file of a checkpoint."""
+    return Outside(str(path), CheckpointError, "use another checkpoint")
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """index.json: of each tensor its shape and pieces, each a rank and a rectangle."""
+    found: dict[str, Any] = {}
+    for key, entry in outside_file(folder / "index.json").json().object().items():
+        shape = [side.whole(1, _FAR) for side in entry["shape"].items()]
+        pieces = [[number.whole(0, _FAR) for number in p.items()] for p in entry["pieces"].items()]
+        if not shape or any(len(piece) != 5 for piece in pieces):
+            raise entry.error("a shape, and pieces of a rank, a row, a column, rows and columns")
+        found[key] = {"shape": shape, "pieces": pieces}
+    return found

@@ -1,0 +1,304 @@
+"""The commands of `megatron-vlm`: their arguments, and which room answers them."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm import __version__
+from megatron_vlm.commands.agree.agree_settings import add_agree_arguments
+from megatron_vlm.commands.agree.command import agree
+from megatron_vlm.commands.chat.command import add_chat_arguments, start_chat
+from megatron_vlm.commands.demo.command import (
+    add_shapes_arguments,
+    add_tiny_arguments,
+    shapes,
+    tiny,
+)
+from megatron_vlm.commands.eval import add_arguments, held_in_place, locate, run_eval
+from megatron_vlm.commands.plan.plan_arguments import add_plan_arguments
+from megatron_vlm.commands.rl import add_rl_arguments, rl
+from megatron_vlm.commands.serve import (
+    add_serve_arguments,
+    add_serve_key_arguments,
+    serve,
+    serve_key,
+)
+from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.config.listing import ListingFormatter, listing
+from megatron_vlm.io.printable import visible
+from megatron_vlm.model.constraints import check_supported
+from megatron_vlm.run.config_changes import check_unnamed
+from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.training.preflight import check_records, check_run
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-vlm",
+        allow_abbrev=False,
+        description="Fine-tune Qwen3-VL on Megatron-Core: a Hugging Face checkpoint and a data set "
+        "in, a better Hugging Face checkpoint out.",
+        epilog="The usual order is doctor, inspect, train --dry-run, train, report, eval, export, "
+        "chat: docs/quickstart.md goes through it. Exit status: 0 done, 2 a mistake, "
+        "explained in one sentence, 70 a rank was stuck, 75 saved after SIGTERM or SIGUSR1: start "
+        "again to resume.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error, too")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    with_defaults = argparse.ArgumentDefaultsHelpFormatter
+    _train_arguments(_command(commands, _train, formatter_class=ListingFormatter))
+    add_rl_arguments(_command(commands, rl))
+    add_serve_arguments(_command(commands, serve))
+    add_serve_key_arguments(_command(commands, serve_key))
+    add_arguments(_command(commands, _eval))
+    _export_arguments(_command(commands, _export))
+    _push_arguments(_command(commands, _push))
+    add_chat_arguments(_command(commands, _chat))
+    _report_arguments(_command(commands, _report))
+    _doctor_arguments(_command(commands, _doctor))
+    add_plan_arguments(_command(commands, _plan))
+    add_agree_arguments(_command(commands, agree))
+    _inspect_arguments(_command(commands, _inspect))
+    add_shapes_arguments(_command(commands, shapes, formatter_class=with_defaults))
+    add_tiny_arguments(_command(commands, tiny, formatter_class=with_defaults))
+    return parser
+
+
+def _command(
+    commands: Any, run: Callable[[argparse.Namespace], int | None], **more: Any
+) -> argparse.ArgumentParser:
+    """A command with the name of its function. The paragraphs of the function's docstring are its
+    line in the list of commands, the description, and the text below the options."""
+    line, description, *rest = (run.__doc__ or "\n\n").split("\n\n")
+    texts = {"help": line, "description": description, "epilog": rest[0] if rest else None}
+    name = run.__name__.strip("_").replace("_", "-")
+    parser = commands.add_parser(name, allow_abbrev=False, **texts, **more)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = f"{parser.epilog}\n{listing()}"
+    recipe = "a recipe of a group (model=qwen3_vl_2b) or a value (optim.lr=2e-5); values win"
+    add_overrides(parser, recipe)
+    resolved = "print the resolved configuration as YAML and stop"
+    parser.add_argument("--cfg", choices=["job"], help=resolved)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the layout, the memory of each stage and the first batches, "
+        "and stop: needs no GPU and reads no weights",
+    )
+
+
+def _train(args: argparse.Namespace) -> int:
+    """fine-tune a checkpoint on a data set
+
+    Fine-tune a Qwen3-VL checkpoint. Starts the processes on this machine itself, unless torchrun
+    already started them (launch.processes: one per GPU, or parallel.tp x parallel.pp on the CPU).
+    Started again with the same run=, it resumes from the newest complete checkpoint. What the
+    keys below mean: docs/configuration.md.
+
+    example: megatron-vlm train model=qwen3_vl_2b model.path=Qwen/Qwen3-VL-2B-Instruct
+    parallel.pp=2 data.train=chats.jsonl train.steps=1000 run=runs/first. Writes into run=:
+    metrics.jsonl, checkpoints/, report.html and export/, which transformers loads.
+    """
+    from megatron_vlm.config import load_config, to_yaml
+    from megatron_vlm.config.checks import check_training
+
+    file, arguments = configured(args)
+    cfg = load_config(args.overrides, file)
+    if args.cfg:
+        print(to_yaml(cfg), end="")
+        return 0
+    check_training(cfg)
+    check_run(cfg)
+    check_unnamed(cfg, args.overrides, file)
+    if args.dry_run:
+        from megatron_vlm.commands.dry_run import dry_run
+
+        return dry_run(cfg)
+    from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.train import run_train
+
+    cfg = with_model(cfg)
+    return launch(cfg, "megatron_vlm.train", run_train, with_commit(arguments, cfg))
+
+
+def _eval(args: argparse.Namespace) -> int:
+    """score a checkpoint on held-out sets
+
+    Loss and token accuracy of each set in data.eval; exact match of generated answers with
+    eval.generate=true; with eval.candidates, how often the right one of them is the likeliest.
+    Prints one line of JSON per set.
+
+    example: megatron-vlm eval runs/first data.eval=chats.jsonl eval.generate=true. A run and its
+    checkpoints bring their configuration: single keys can be changed (parallel.pp=1), but not
+    recipes. A Hugging Face folder brings none: give recipes and keys.
+    """
+    file, arguments = configured(args)
+    with held_in_place(args.where) as where:
+        cfg, _ = locate(where, args.overrides, file)
+        check_run(cfg)
+        arguments = [where, *with_commit(arguments, cfg)]
+        if args.predictions:
+            arguments += ["--predictions", args.predictions]
+        from megatron_vlm.distributed.launch.launch import launch
+
+        return launch(cfg, "megatron_vlm.commands.eval", run_eval, arguments)
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="RUN/checkpoints/step-..., or RUN for its newest")
+    parser.add_argument("out", help="folder to write; must not exist or be empty")
+    parser.add_argument(
+        "--model", help="the folder or name on the Hub that was trained, if it has moved since"
+    )
+    forms = "of a run with adapters: PEFT's files, or the model that they are merged into"
+    parser.add_argument("--as", dest="kind", choices=["adapter", "merged"], help=forms)
+
+
+def _export(args: argparse.Namespace) -> None:
+    """write a checkpoint of a run as a Hugging Face folder
+
+    Write a folder that transformers loads, from a checkpoint of a run: its weights, and every other
+    file of the folder that was trained. Needs no GPU, and memory for one file of weights.
+
+    example: megatron-vlm export runs/first/checkpoints/step-00001000 tuned. Training does this
+    itself at its end, to run=/export.
+    """
+    from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+
+    folder = export_checkpoint(args.checkpoint, args.out, args.model, args.kind)
+    print(visible(f"wrote {args.out} from {folder}"))
+
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="an export of a run, such as RUN/export")
+    parser.add_argument("repo", metavar="ORG/NAME", help="the model on the Hub; private if new")
+
+
+def _push(args: argparse.Namespace) -> None:
+    """upload an export to the Hugging Face Hub
+
+    Upload an export, with its model card, as one commit. A new repository is private; one that is
+    there stays as it is, and its weights are replaced. The token comes from HF_TOKEN or
+    `hf auth login`.
+
+    example: megatron-vlm push runs/first/export ORG/NAME. Training does this itself at its end with
+    checkpoint.push=ORG/NAME.
+    """
+    from megatron_vlm.hf.push import check_push, push
+
+    check_push(args.repo, "repo")
+    print(visible(f"uploaded to {push(args.folder, args.repo)}"))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    """ask a checkpoint in the terminal, with pictures
+
+    Load an exported checkpoint, on a GPU if there is one, and answer what is typed. /image PATH and
+    /video PATH show something with the next question, /reset begins again, /quit or Ctrl-D ends,
+    Ctrl-C stops an answer.
+
+    example: megatron-vlm chat runs/first --image cat.jpg --prompt "What is it?"
+    """
+    return start_chat(args)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    folder = "a folder given to training as run="
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=folder)
+    page = (
+        "the page to write (default: RUN/report.html for one run, and comparison.html in the "
+        "folder of the first for several)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=page)
+
+
+def _report(args: argparse.Namespace) -> None:
+    """write the page of a run, or of several to compare them
+
+    Curves, scores, example answers, history and configuration of a run, also of one that is still
+    training, as one file that needs no network. Several runs share one page: their curves together,
+    a table of results, and the keys in which they differ. Training writes the page of its run at
+    its end.
+
+    example: megatron-vlm report runs/first runs/second --out comparison.html
+    """
+    from megatron_vlm.report.run import write_report
+
+    print(visible(f"wrote {write_report(*args.runs, out=args.out)}"))
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    model = "also check this checkpoint: a folder, or a name on the Hub"
+    parser.add_argument("model", nargs="?", metavar="model.path=PATH", help=model)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """what this machine can run, and what is missing
+
+    Check Python, packages, GPUs, NCCL, gloo, the C compiler, shared memory and disks, and say how
+    to get what is missing. The exit status is 1 where training cannot run.
+
+    example: megatron-vlm doctor model.path=Qwen/Qwen3-VL-2B-Instruct
+    """
+    from megatron_vlm.commands.doctor import run_doctor
+
+    return run_doctor(args.model)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    """which layout of a number of GPUs fits and is the fastest
+
+    Rank the layouts (TP x PP x DP, layers of each stage, micro-batches, recomputation) by predicted
+    tokens per second, with the memory of the fullest rank and the bubble, and draw the pipeline.
+    Rows are like those of data.train, or assumed where that is not given. Needs no GPU and reads no
+    weights; what it assumes, it says.
+
+    example: megatron-vlm plan model.path=DIR data.train=chats.jsonl train.global_batch_size=64
+    --gpus 8 --memory 80GiB --html plan.html
+    """
+    from megatron_vlm.config import load_config
+
+    file, _ = configured(args)
+    cfg = load_config(args.overrides, file)
+    check_supported(cfg)
+    check_records(cfg)
+    from megatron_vlm.commands.plan.command import run_plan
+
+    run_plan(cfg, args.gpus, args.memory, args.gpu, args.efficiency, args.html)
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    add_overrides(parser)
+    page = "also write one self-contained page with pictures"
+    parser.add_argument("--html", metavar="FILE", help=page)
+    parser.add_argument("--samples", type=int, default=3, help="how many to show (default: 3)")
+    parser.add_argument("--sample", type=int, help="show only the one with this number")
+    parser.add_argument("--ranks", type=int, default=1, help="data parallel ranks to plan for")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    """print what the model will see of a data set
+
+    Print rendered turns with the trained tokens coloured, sizes over the set, what was dropped and
+    why, and the padding and balance of its batches. Reads the tokenizer and image processor of
+    model.path, no weights.
+
+    example: megatron-vlm inspect data.train=chats.jsonl model.path=DIR --html a.html
+    """
+    from megatron_vlm.config import load_config
+    from megatron_vlm.config.checks import require
+
+    file, _ = configured(args)
+    cfg = load_config(args.overrides, file)
+    require(cfg, "data.train")
+    check_records(cfg)
+    from megatron_vlm.commands.inspect.command import run_inspect
+
+    run_inspect(cfg, args.html, args.samples, args.sample, args.ranks)

@@ -1,0 +1,150 @@
+"""`megatron-vlm agree`, on each rank: rank 0 asks the engine, then all score its answers."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from megatron_vlm.checkpoint.save_load import load
+from megatron_vlm.commands.agree.agree_settings import AgreeSettings, add_agree_arguments, located
+from megatron_vlm.commands.agree.ask_engine import AnsweredPrompt, Asking
+from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, ComparedPrompt, token_pairs
+from megatron_vlm.commands.agree.page import render_page
+from megatron_vlm.commands.agree.terminal import print_agreement
+from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.config.arguments import configured, parse
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.row import IGNORE, Row, continued
+from megatron_vlm.distributed.agreement import fail_together, meet
+from megatron_vlm.distributed.collectives import all_gather_json, broadcast_bytes, broadcast_json
+from megatron_vlm.distributed.process import UNLIKE, rank_of_process, run_process
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.engines import SamplerError
+from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.io.printable import visible
+from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.report.html import save_page
+from megatron_vlm.training.worker import MegatronWorker
+
+
+def run_agree(arguments: Sequence[str]) -> int:
+    """Compare, on one rank; UNLIKE where the two differ."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_agree_arguments(parser)
+    args = parse(parser, arguments)
+    settings = AgreeSettings.of(args)
+    file, _ = configured(args)
+    cfg, checkpoint = located(args.where, args.overrides, file)
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
+        if checkpoint is not None:
+            watchdog.at(0, "loading the checkpoint", files=True)
+            load(worker, checkpoint)
+        found = compare_all(worker, cfg, settings, streams=checkpoint is not None)
+        if found is not None:
+            _say(found, Words.of(str(worker.source.path)), settings.html)
+        agrees = found is not None and not found.faults
+        device = worker.platform.device
+        return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
+
+
+def compare_all(
+    worker: MegatronWorker, cfg: Config, settings: AgreeSettings, streams: bool
+) -> Agreement | None:
+    """What was found, on rank 0. Where `streams`, the engine is given the worker's weights; else it
+    keeps those of the folder. A collective."""
+    asking = None
+    if worker.grid.rank == 0:
+        dtype = str(compute_dtype(cfg, worker.platform)).removeprefix("torch.")
+        asking = Asking(worker, cfg, settings, dtype)
+    try:
+        _alone(worker, "opening the prompts", asking, Asking.open)
+        _alone(worker, "starting the engine", asking, Asking.start)
+        if streams:
+            _stream(worker, asking)
+        _alone(worker, "asking the engine", asking, Asking.ask)
+    finally:
+        if asking is not None:
+            asking.close()
+    asked = [] if asking is None else asking.asked
+    rows = [continued(each.prompt.prompt, each.answer.ids) for each in asked if each.answer]
+    scores = iter(_scores(worker, rows))
+    if asking is None:
+        return None
+    dims = worker.dims
+    experts = f" x EP{dims.ep}" if dims.ep > 1 else ""
+    return Agreement(
+        cfg.model.path,
+        f"TP{dims.tp} x PP{dims.pp} x DP{dims.dp}{experts}",
+        asking.dtype,
+        settings.temperature,
+        settings.bound or BOUNDS[asking.dtype],
+        tuple(_with_scores(each, scores) for each in asked),
+    )
+
+
+def _with_scores(asked: AnsweredPrompt, scores: Iterator[list[float]]) -> ComparedPrompt:
+    if asked.answer is None:
+        return asked.prompt
+    tokens = token_pairs(asked.answer.ids, asked.answer.log_probs, next(scores))
+    return replace(asked.prompt, tokens=tokens)
+
+
+def _alone(
+    worker: MegatronWorker, name: str, asking: Asking | None, action: Callable[[Asking], None]
+) -> None:
+    """What rank 0 does while the others wait, however long that takes; its error is theirs."""
+    failure: MegatronVLMError | None = None
+    worker.watchdog.at(0, name, files=True)
+    if asking is not None:
+        try:
+            action(asking)
+        except MegatronVLMError as error:
+            failure = error
+    meet(name)
+    with fail_together(worker.platform.device, SamplerError):
+        if failure is not None:
+            raise failure
+
+
+def _stream(worker: MegatronWorker, asking: Asking | None) -> None:
+    worker.watchdog.at(0, "streaming the weights")
+    with fail_together(worker.platform.device, SamplerError):
+        if asking is not None:
+            asking.update(worker.named_weights())
+        else:
+            for _ in worker.named_weights():
+                pass
+
+
+def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
+    """The trainer's log-prob of each supervised token of rank 0's rows, on rank 0. A collective."""
+    device, dp = worker.platform.device, worker.grid.dp
+    worker.watchdog.at(0, "scoring the answers")
+    count = broadcast_json(len(rows), 0, None, device)
+    if not count:
+        return []
+    packed = batch_of(rows).to_bytes() if worker.grid.rank == 0 else None
+    rows = rows_of(TensorBatch.from_bytes(broadcast_bytes(packed, 0, None, device)))
+    rows += [rows[0]] * (-count % dp.size)  # every replica scores as many
+    mine = rows[dp.rank :: dp.size]
+    pairs = zip(worker.forward(mine), mine, strict=True)
+    scored = [log_probs_S[row.labels_S != IGNORE].tolist() for log_probs_S, row in pairs]
+    found = all_gather_json(scored, dp.group, device)
+    return [found[place % dp.size][place // dp.size] for place in range(count)]
+
+
+def _say(found: Agreement, words: Words, html: str | None) -> None:
+    console = Console(highlight=False)
+    print_agreement(found, words, console)
+    if html is not None:
+        save_page(html, render_page(found, words))
+        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(run_agree, sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""The tables of an agreement, for terminal and page alike."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt
+from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.io.numbers_as_text import number
+
+PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "worst", "mean")
+
+_UNLIKE = 3  # prompts whose ids differ, of which it is said where
+
+
+def figures(found: Agreement) -> list[tuple[str, str]]:
+    """(figure, what it is)."""
+    return [
+        (small(found.worst), "worst difference of a log-prob"),
+        (small(found.mean), "mean difference"),
+        (f"{len(found.differences):,}", "tokens"),
+        (f"{len(found.prompts):,}", "prompts"),
+        (small(found.patches), "largest difference of patches"),
+    ]
+
+
+def verdict(found: Agreement) -> str:
+    """One sentence."""
+    if found.faults:
+        return f"They differ: {'; '.join(found.faults)}."
+    return (
+        f"They agree: ids and grids are equal, and log-probs differ by {small(found.worst)} at "
+        f"most, within {found.bound:g}."
+    )
+
+
+def settings(found: Agreement) -> str:
+    """Who was compared."""
+    heat = f"at temperature {found.temperature:g}"
+    if found.temperature == 0:
+        heat = "greedily"
+    return (
+        f"{found.engine} and the trainer at {found.layout}, both in {found.precision}; answers "
+        f"drawn {heat} by the engine"
+    )
+
+
+def prompt_cells(prompt: ComparedPrompt) -> tuple[str, ...]:
+    """The line of a prompt, as PROMPTS names it."""
+    differences = [token.difference for token in prompt.tokens]
+    mean = sum(differences) / len(differences) if differences else math.nan
+    has_media = prompt.prompt.image_grid_I3 is not None or prompt.prompt.video_grid_I3 is not None
+    return (
+        prompt.where.rpartition("/")[2],
+        f"{len(prompt.prompt.ids_S):,}",
+        _shows(prompt),
+        "equal" if prompt.ids else "differ",
+        "-" if not has_media else "equal" if prompt.grids else "differ",
+        small(prompt.patches) if has_media else "-",
+        f"{len(prompt.tokens):,}",
+        small(prompt.worst),
+        small(mean),
+    )
+
+
+def _shows(prompt: ComparedPrompt) -> str:
+    """Sizes in patches, as height x width; the engine's, too, where they differ."""
+    row = prompt.prompt
+    images = [] if row.image_grid_I3 is None else row.image_grid_I3.tolist()
+    videos = [] if row.video_grid_I3 is None else row.video_grid_I3.tolist()
+    ours = _sizes(images, videos)
+    if prompt.grids:
+        return ours
+    seen = prompt.seen
+    return f"{ours}; engine: {_sizes(*([m.grid for m in k] for k in (seen.images, seen.videos)))}"
+
+
+def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> str:
+    sizes = Counter(f"{high}x{wide}" for _, high, wide in images)
+    sizes.update(f"video {time}x{high}x{wide}" for time, high, wide in videos)
+    words = [f"{size} (x{count})" if count > 1 else size for size, count in sizes.items()]
+    return ", ".join(words) or "text"
+
+
+def unlike_ids(found: Agreement, words: Words) -> list[str]:
+    """Where the ids of the first few prompts differ, in sentences."""
+    said = []
+    for prompt in [each for each in found.prompts if not each.ids][:_UNLIKE]:
+        place, ours, theirs = prompt.first_unlike
+        said.append(
+            f"{prompt.where}: the trainer has {len(prompt.prompt.ids_S):,} ids and the engine "
+            f"{len(prompt.seen.ids):,}; at {place} the trainer has {_token(ours, words)}, the "
+            f"engine {_token(theirs, words)}"
+        )
+    return said
+
+
+def _token(id: int | None, words: Words) -> str:
+    return "nothing" if id is None else f"{id} ({words.tokenizer.decode([id])!r})"
+
+
+def small(value: float) -> str:
+    """Two digits."""
+    if value == math.inf:
+        return "other shape"
+    return f"{value:.1e}" if 0 < abs(value) < 1e-2 else number(value)

@@ -1,0 +1,136 @@
+"""What rank 0 asks the engine: what it makes of each prompt, and an answer to it."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.commands.agree.agree_settings import AgreeSettings, prompts_of
+from megatron_vlm.commands.agree.compare import ComparedPrompt, compare
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.engines import EngineSettings, VllmSampler
+from megatron_vlm.errors import DataError
+from megatron_vlm.run.evaluation.held_out_sets import question_of
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.worker import MegatronWorker
+
+T = TypeVar("T")
+_BEAT_S = 5.0  # between two signs of life while the engine starts, which ends by itself
+_SHARE = 0.4  # of a GPU's memory for an engine that shares it with the trainer
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """A prompt, and the answer to it, where its ids were equal."""
+
+    prompt: ComparedPrompt
+    answer: Completion | None
+
+
+@dataclass
+class Asking:
+    """The prompts and the engine, one step after the other: open, start, update, ask, close."""
+
+    worker: MegatronWorker
+    cfg: Config
+    settings: AgreeSettings
+    dtype: str  # float32 or bfloat16: of both
+    prompts: list[tuple[str, Row]] = field(default_factory=list)
+    asked: list[AnsweredPrompt] = field(default_factory=list)
+    stop_id: int = 0
+    runner: asyncio.Runner = field(default_factory=asyncio.Runner)
+    sampler: VllmSampler | None = None
+
+    def open(self) -> None:
+        """Take prompts from all over the data."""
+        cfg, key = self.cfg, "data.eval" if self.cfg.data.eval else "data.train"
+        sizes = self.worker.source.sizes
+        data = open_data(prompts_of(cfg), key, cfg.data, cfg.model.path, sizes, train=False)
+        assert isinstance(data, DataSet)
+        count = sum(map(len, data.indexes))
+        places = np.linspace(0, count - 1, min(self.settings.samples, count)).round().astype(int)
+        for handle in map(data.handle, places.tolist()):
+            self.prompts.append((data.where(handle), question_of(data, handle).prompt))
+        self.stop_id = data.readers[0].encoder.renderer.end_id
+
+    def start(self) -> None:
+        """Start the engine, for prompts as large as these."""
+        rows = [row for _, row in self.prompts]
+        is_cuda = self.worker.platform.is_cuda
+        options: dict[str, Any] = {"mm_processor_cache_gb": 0, "skip_mm_profiling": not is_cuda}
+        if is_cuda and self.settings.devices is None:
+            options["gpu_memory_utilization"] = _SHARE
+        engine = EngineSettings(
+            self.settings.engine,
+            str(self.worker.source.path),
+            self.dtype,
+            max_len=max(len(row.ids_S) for row in rows) + self.settings.max_tokens,
+            pictures=max(1, *(_count(row.image_grid_I3) for row in rows)),
+            videos=max(_count(row.video_grid_I3) for row in rows),
+            options=options,
+        )
+        devices = self.settings.devices
+        variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+        self.sampler = self.runner.run(self._beating(VllmSampler.start(engine, [variables])))
+
+    def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Give it the trainer's weights."""
+        assert self.sampler is not None
+        self.runner.run(self.sampler.update(named, 1))
+
+    def ask(self) -> None:
+        """All prompts at a time."""
+        self.asked = self.runner.run(self._ask())
+
+    async def _ask(self) -> list[AnsweredPrompt]:
+        tables = PixelTables(str(self.worker.source.path), torch.device("cpu"))
+        asked = (
+            self._ask_one(seed, where, row, tables)
+            for seed, (where, row) in enumerate(self.prompts)
+        )
+        return list(await asyncio.gather(*asked))
+
+    async def _ask_one(
+        self, seed: int, where: str, row: Row, tables: PixelTables
+    ) -> AnsweredPrompt:
+        assert self.sampler is not None
+        stop_ids = (self.stop_id,)
+        drawn = SamplingSettings(
+            self.settings.max_tokens, self.settings.temperature, stop_ids=stop_ids
+        )
+        try:
+            prompt = compare(where, row, await self.sampler.inspect(row), tables)
+            answers = await self.sampler.sample(row, drawn, [seed]) if prompt.ids else [None]
+        except DataError as error:
+            raise DataError(**error.within(where).fields()) from error
+        self.worker.watchdog.busy()
+        return AnsweredPrompt(prompt, answers[0])
+
+    async def _beating(self, work: Coroutine[Any, Any, T]) -> T:
+        async def beat() -> None:
+            while True:
+                self.worker.watchdog.busy()
+                await asyncio.sleep(_BEAT_S)
+
+        beating = asyncio.create_task(beat())
+        try:
+            return await work
+        finally:
+            beating.cancel()
+
+    def close(self) -> None:
+        """End the engine."""
+        if self.sampler is not None:
+            self.runner.run(self.sampler.close())
+        self.runner.close()
+
+
+def _count(grid_I3: Tensor | None) -> int:
+    return 0 if grid_I3 is None else len(grid_I3)

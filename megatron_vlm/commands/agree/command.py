@@ -1,0 +1,35 @@
+"""`megatron-vlm agree WHERE`: the start of its ranks, before torch is imported."""
+
+import argparse
+
+from megatron_vlm.commands.agree.agree_settings import AgreeSettings, located
+from megatron_vlm.commands.eval import held_in_place
+from megatron_vlm.config.arguments import configured
+from megatron_vlm.distributed.process import FAILED, UNLIKE
+from megatron_vlm.run.resolve_model import with_commit
+from megatron_vlm.training.preflight import check_run
+
+
+def agree(args: argparse.Namespace) -> int:
+    """prove that an engine and the trainer see the same
+
+    Ask vLLM and the trainer the same prompts, those of data.eval or else of data.train, each up to
+    its last answer: are the ids equal, the grids, the patches, and the log-probs of the tokens that
+    the engine drew those that the trainer gives them, in the layout of parallel.*? The exit status
+    is 1 where they are not.
+
+    example: megatron-vlm agree runs/first --engine .venv-vllm/bin/python parallel.tp=2
+    parallel.pp=2 --html agree.html. A run and its checkpoints bring their configuration, and the
+    engine is given their weights by the trainer; a Hugging Face folder it loads itself.
+    """
+    settings = AgreeSettings.of(args)
+    file, arguments = configured(args)
+    with held_in_place(args.where) as where:
+        cfg, _ = located(where, args.overrides, file)
+        check_run(cfg)
+        from megatron_vlm.commands.agree.agree_ranks import run_agree
+        from megatron_vlm.distributed.launch.launch import launch
+
+        words = [where, *with_commit(arguments, cfg), *settings.words]
+        status = launch(cfg, "megatron_vlm.commands.agree.agree_ranks", run_agree, words)
+    return FAILED if status == UNLIKE else status

@@ -1,0 +1,67 @@
+"""Tokens as text and prompts with their pictures, for terminal and page."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.commands.agree.compare import ComparedPrompt, TokenPair
+from megatron_vlm.data.media.images import ImageSettings
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.engines.prompts import seen, seen_videos
+from megatron_vlm.family import read_sizes
+from megatron_vlm.family.spec import Tokens
+
+_TEXT = 300  # characters of a prompt, around the place that is looked at
+_SIDE = 360  # pixels of a picture's longer side, at most
+_FRAMES = 4  # of a video
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of one model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    images: ImageSettings
+    tokens: Tokens
+
+    @staticmethod
+    def of(folder: str) -> "Words":
+        """Of a checkpoint's folder."""
+        tokens = read_sizes(folder).tokens
+        return Words(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """A run of placeholders is one word."""
+        return "".join(self._parts(ids))
+
+    def _parts(self, ids: Sequence[int]) -> Iterator[str]:
+        visual = {self.tokens.image_id: "image", self.tokens.video_id: "frame"}
+        for name, run in groupby(ids, visual.get):
+            part = list(run)
+            text = f"[{name}: {len(part):,} tokens]" if name else self.tokenizer.decode(part)
+            yield str(text)
+
+    def around(self, prompt: ComparedPrompt, token: TokenPair) -> tuple[str, str, str]:
+        """The text before a token of an answer, its own, and what follows."""
+        answer = [each.id for each in prompt.tokens]
+        place = token.place
+        before = self.text([*prompt.prompt.ids_S.tolist(), *answer[:place]])
+        return before[-_TEXT:], self.text(answer[place : place + 1]), self.text(answer[place + 1 :])
+
+    def pictures(self, row: Row) -> list[np.ndarray]:
+        """Its pictures and a few frames of its videos, as the model sees them, but not larger than
+        a page needs."""
+        found = seen(row, self.images)
+        for frames in seen_videos(row, self.images):
+            found += list(frames[:: math.ceil(len(frames) / _FRAMES)])
+        return [_smaller(pixels) for pixels in found]
+
+
+def _smaller(pixels: np.ndarray) -> np.ndarray:
+    step = math.ceil(max(pixels.shape[:2]) / _SIDE)
+    return np.ascontiguousarray(pixels[::step, ::step])

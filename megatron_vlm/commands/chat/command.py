@@ -1,0 +1,72 @@
+"""`megatron-vlm chat DIR`: its arguments, checked before the model is loaded, without torch."""
+
+import argparse
+from pathlib import Path
+
+from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings
+from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.paths import home_path, require_file
+from megatron_vlm.training.preflight import check_model
+
+_CONFIGS = ("config.json", "adapter_config.json")
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument(
+        "where", metavar="DIR", help="a Hugging Face folder or an adapter; or a run: its export"
+    )
+    picture = "shown with the first question; may be given several times"
+    parser.add_argument("--image", action="append", default=[], metavar="PATH", help=picture)
+    parser.add_argument("--video", action="append", default=[], metavar="PATH", help=picture)
+    one = "answer this one question and end; nothing but the answer goes to stdout"
+    parser.add_argument("--prompt", metavar="TEXT", help=one)
+    most = "of an answer (default: 512)"
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=most)
+    heat = "above 0, tokens are sampled (default: 0, the likeliest each time)"
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=heat)
+    parser.add_argument("--seed", type=int, default=0, help="of sampled answers (default: 0)")
+    where = "where to compute (default: auto, a GPU if there is one)"
+    parser.add_argument("--platform", choices=PLATFORMS, default="auto", help=where)
+
+
+def start_chat(args: argparse.Namespace) -> int:
+    """Check the arguments, load the model and chat; the exit status."""
+    settings = Settings(args.max_new_tokens, args.temperature, args.seed, args.platform)
+    folder, adapter = find_model(args.where)
+    for path in (*args.image, *args.video):
+        require_file(home_path(path))
+    if under_launcher():
+        raise ConfigError(
+            "runs in one process",
+            key="megatron-vlm chat",
+            remedy="start it without a launcher",
+        )
+    from megatron_vlm.commands.chat.terminal import run_chat
+
+    return run_chat(folder, adapter, args.image, args.video, args.prompt, settings)
+
+
+def find_model(given: str) -> tuple[str, Path | None]:
+    """The folder itself, or the export of a run; and where that is an adapter, the model that it
+    was trained on. Checked as far as that takes no torch."""
+    folder = home_path(given)
+    found = folder
+    if not any((folder / name).is_file() for name in _CONFIGS):
+        if any((folder / "export" / name).is_file() for name in _CONFIGS):
+            found = folder / "export"
+        elif (folder / "checkpoints").is_dir() or (folder / "complete.json").is_file():
+            raise ConfigError(
+                "has no export to chat with",
+                place=given,
+                remedy=f"write one: megatron-vlm export {given} DIR",
+            )
+    if (found / "config.json").is_file() or not (found / "adapter_config.json").is_file():
+        check_model(str(found))
+        return str(found), None
+    from megatron_vlm.lora.peft_folder import base_of
+
+    base = base_of(found)
+    check_model(base)
+    return base, found

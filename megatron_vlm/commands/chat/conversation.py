@@ -1,0 +1,104 @@
+"""A conversation with a checkpoint: what has been said, and the next answer.
+
+The model is that of training and evaluation, in one process. Each question is encoded with all
+that went before, as a record would be.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.commands.chat.chat_settings import Settings
+from megatron_vlm.config.schema import CheckpointConfig, Config, LoraConfig, ModelConfig
+from megatron_vlm.data.media.media import image_size
+from megatron_vlm.data.media.video_file import probe_video
+from megatron_vlm.data.records.record import Image
+from megatron_vlm.data.tokens.chat_template import END
+from megatron_vlm.data.tokens.row_maker import RowMaker
+from megatron_vlm.data.tokens.tokenizer import stop_ids
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.io.paths import home_path, real_path, require_file
+from megatron_vlm.lora.peft_folder import lora_of
+from megatron_vlm.training.generate import generate
+from megatron_vlm.training.worker import MegatronWorker
+
+
+class AnswerStopped(Exception):  # noqa: N818 - not an error
+    """Raised by whoever hears an answer, to end it; what has been said until then stays."""
+
+
+class Conversation:
+    """A model, and the messages so far."""
+
+    def __init__(self, folder: str, settings: Settings, adapter: Path | None = None):
+        longest = read_sizes(folder).text.max_positions
+        # Users may open any file of theirs; what they type is text, whatever it spells.
+        typed = {"special_tokens": "escape", "lone_marks": "text"}
+        self.rows = RowMaker(folder, image_root="/", max_tokens=longest, **typed)
+        self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
+        self.stop_ids = stop_ids(folder_of(folder), self.tokenizer.convert_tokens_to_ids(END))
+        self.settings = settings
+        lora = LoraConfig() if adapter is None else lora_of(adapter)
+        cfg = Config(
+            platform=settings.platform,
+            model=ModelConfig(folder),
+            lora=lora,
+            checkpoint=CheckpointConfig(export=False),
+        )
+        self.worker = MegatronWorker(cfg, training=False)
+        self.messages: list[dict[str, Any]] = []
+
+    def medium(self, kind: str, given: str) -> dict[str, str]:
+        """The part of a message that shows a picture or a video of the disk; a DataError where it
+        cannot be opened."""
+        path = str(real_path(require_file(home_path(given))))
+        if kind == "image":
+            image_size(Image(path), self.rows.reader.policy, given)
+        else:
+            probe_video(Path(path))
+        return {"type": kind, kind: path}
+
+    def ask(self, text: str, media: Sequence[dict[str, str]], hear: Callable[[str], None]) -> str:
+        """The answer, which is heard piece by piece before. A question that cannot be asked is an
+        error, and forgotten."""
+        content = [*media, {"type": "text", "text": text}] if media else text
+        asked = [*self.messages, {"role": "user", "content": content}]
+        prompt = self.rows.row({"messages": asked}, prompt=True, where="this conversation")
+        ids: list[int] = []
+        told = ""
+
+        def take(_: int, token: int) -> None:
+            nonlocal told
+            ids.append(token)
+            said = self._text(ids)
+            # A character may take several tokens: until the last one it ends in U+FFFD.
+            said = told if said.endswith("\ufffd") else said
+            piece, told = said[len(told) :], said
+            hear(piece)
+
+        settings = self.settings
+        seeds = [settings.seed + len(self.messages)]
+        with suppress(AnswerStopped):
+            generate(
+                self.worker.stage,
+                [prompt],
+                settings.max_new_tokens,
+                self.stop_ids,
+                temperature=settings.temperature,
+                seeds=seeds,
+                on_token=take,
+            )
+        said = self._text(ids)
+        with suppress(AnswerStopped):
+            hear(said[len(told) :])
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+        return said
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages = []
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))

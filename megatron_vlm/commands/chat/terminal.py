@@ -1,0 +1,148 @@
+"""The conversation in the terminal. Answers go to stdout and nothing else
+does, but for the prompt where people type; what the program has to say goes to stderr.
+"""
+
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import OutOfMemoryError
+
+from megatron_vlm.commands.chat.chat_settings import Settings
+from megatron_vlm.commands.chat.conversation import AnswerStopped, Conversation
+from megatron_vlm.distributed.process import INTERRUPTED, say
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.io.printable import visible
+
+HELP = (
+    "/image PATH or /video PATH shows one with the next question, /reset forgets what was said, "
+    "/quit or Ctrl-D ends; Ctrl-C stops an answer"
+)
+
+
+def run_chat(
+    folder: str,
+    adapter: Path | None,
+    images: Sequence[str],
+    videos: Sequence[str],
+    prompt: str | None,
+    settings: Settings,
+) -> int:
+    """Answer one question, or all that are typed; the exit status."""
+    conversation = Conversation(folder, settings, adapter)
+    media = [conversation.medium("image", path) for path in images]
+    media += [conversation.medium("video", path) for path in videos]
+    try:
+        if prompt is not None:
+            _answer(conversation, prompt, media, sys.stdout)
+        else:
+            say(f"{adapter or folder} on {conversation.worker.platform.name}. {HELP}.")
+            talk(conversation, media, typed, sys.stdout)
+    except KeyboardInterrupt:  # a second one, or one while a question is encoded
+        return INTERRUPTED
+    return 0
+
+
+def talk(
+    conversation: Conversation,
+    media: list[dict[str, str]],
+    read: Callable[[], str],
+    out: TextIO,
+) -> None:
+    """Answer each line that `read` returns, until /quit or EOFError. A mistake is said, and the
+    conversation goes on."""
+    while True:
+        try:
+            line = read().strip()
+            if line in ("/quit", "/exit"):
+                return
+            _take(line, conversation, media, out)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            say("/quit or Ctrl-D ends")
+        except MegatronVLMError as error:
+            say(str(error))
+        except OutOfMemoryError:
+            say("there is not enough memory for this conversation; /reset begins a new one")
+
+
+def _take(line: str, conversation: Conversation, media: list[dict[str, str]], out: TextIO) -> None:
+    """Do what a line says. `media` waits for the next question."""
+    command, _, rest = line.partition(" ")
+    if command == "/reset":
+        conversation.reset()
+        media.clear()
+    elif command in ("/image", "/video"):
+        media.append(conversation.medium(command[1:], rest.strip()))
+    elif re.fullmatch(r"/\w*", command):
+        say(HELP)
+    elif line:
+        shown = list(media)
+        media.clear()  # one that cannot be decoded is not shown again
+        _answer(conversation, line, shown, out)
+
+
+def _answer(
+    conversation: Conversation, text: str, media: Sequence[dict[str, str]], out: TextIO
+) -> None:
+    """Write the answer as it comes."""
+    with _interrupts() as received:
+
+        def hear(piece: str) -> None:
+            out.write(visible(piece))
+            out.flush()
+            if received:
+                received.clear()  # the rest is only flushed
+                raise AnswerStopped
+
+        try:
+            conversation.ask(text, media, hear)
+        finally:
+            out.write("\n")
+            out.flush()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Ctrl-C is put into this list, so that an answer ends between two tokens; a second one before
+    that ends the program."""
+    received: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def typed() -> str:
+    """A line of stdin; people at a terminal are asked for it, and can edit it. A DataError where
+    it is no text; what follows is read on."""
+    if sys.stdin is None:  # it was closed before we began
+        raise EOFError
+    try:
+        if not sys.stdin.isatty():
+            # Of bytes each line is decoded by itself: a reader of text would lose its place.
+            line = sys.stdin.buffer.readline()
+            if not line:
+                raise EOFError
+            return line.decode(sys.stdin.encoding)
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - input() uses it
+        return input("> ")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"this line is not {error.encoding} text, at byte {error.start}",
+            place="stdin",
+            remedy="type it again",
+        ) from None

@@ -1,0 +1,38 @@
+"""The sizes of a tiny checkpoint. Separate from tiny_model.py, so that the command line need not
+import torch to know its own options."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _option(default: int, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """Sizes of a tiny model. Odd on purpose where round numbers could hide a mistake."""
+
+    layers: int = _option(4, "decoder layers")
+    hidden: int = _option(64, "width of the decoder")
+    intermediate: int = _option(176, "width of the decoder's MLP")
+    heads: int = _option(4, "attention heads; parallel.tp must divide them")
+    kv_heads: int = _option(2, "heads of keys and values; parallel.tp must divide them")
+    head_dim: int = _option(24, "width of a head")  # not hidden / heads
+    vocab: int = _option(512, "tokens of the tokenizer, trained on the spot")
+    vision_depth: int = _option(3, "blocks of the vision tower")
+    vision_hidden: int = _option(32, "width of the tower")
+    vision_heads: int = _option(2, "attention heads of the tower")
+    vision_intermediate: int = _option(80, "width of the tower's MLP")
+    deepstack: int = _option(3, "DeepStack features: decoder layers that also see the tower")
+    patch_size: int = _option(16, "side of a patch in pixels")
+    tied: bool = _option(False, "tie embedding and head")
+    experts: int = _option(0, "experts of a decoder layer; with 0 it is a dense model")
+    top_k: int = _option(2, "of the experts, those that each token goes to")
+    expert_intermediate: int = _option(40, "width of an expert")
+    dense_layers: int = _option(0, "first decoder layers that have an MLP in place of experts")
+    sparse_step: int = _option(1, "every so many-th of the other layers has experts")
+    from_scratch: bool = _option(
+        False, "initial weights from which a model this small learns to see"
+    )
+    seed: int = _option(0, "of the weights")

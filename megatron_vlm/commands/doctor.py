@@ -1,0 +1,237 @@
+"""`megatron-vlm doctor`: what this machine can run, and how to install what is missing.
+
+Each check is a pure function of facts. Those come from machine_facts.py, which assumes nothing:
+torch itself may be missing.
+"""
+
+import os
+import platform
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_vlm.commands import machine_facts
+from megatron_vlm.errors import ConfigError, DataError, show_value
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.hub import folder_of, pin
+from megatron_vlm.io.printable import visible
+from megatron_vlm.report.terminal import plain_table
+from megatron_vlm.training.preflight import check_model
+
+if TYPE_CHECKING:
+    from megatron_vlm.distributed.device import Gpu
+
+OK, WARNING, MISSING = "ok", "warning", "missing"
+_COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
+# What the extras of pyproject.toml are for; others are for developers.
+EXTRAS = {
+    "te": "for model.backend=te, on CUDA",
+    "ray": "to start training over Ray",
+    "video": "for video files",
+}
+_GIB = 2**30
+_LITTLE_SHM = 1 * _GIB
+_LITTLE_DISK = 20 * _GIB
+_FEW_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of the table. Training cannot run without what is missing; with a warning it can."""
+
+    name: str
+    status: str  # ok | warning | missing
+    found: str
+    advice: str = ""
+
+
+def run_doctor(model: str | None = None) -> int:
+    """Print every check, also of a checkpoint given as model.path=PATH; 0 if training can run here,
+    else 1."""
+    key, _, path = (model or "").partition("=")
+    if model is not None and (key != "model.path" or not path):
+        raise ConfigError(
+            f": {show_value(model)} is not model.path=PATH, the only argument",
+            place="doctor",
+            remedy="for other keys, see what a run would do: megatron-vlm train --dry-run",
+        )
+    console = Console(highlight=False)
+    with console.status("importing the installed packages, starting two processes"):
+        checks = list(all_checks())
+        if path:
+            checks.append(model_check(path))
+    missing = [check.name for check in checks if check.status == MISSING]
+    console.print(as_table(checks))
+    if missing:
+        console.print(f"Training cannot run here. Missing: {', '.join(missing)}.", markup=False)
+        return 1
+    console.print("Training can run here.")
+    return 0
+
+
+def as_table(checks: Sequence[Check]) -> Table:
+    """One line per check, with its advice below."""
+    table = plain_table()
+    for column in ("status", "what", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        found = Text(visible(check.found))
+        if check.advice:
+            found.append(f"\n{check.advice}", "dim")
+        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.name), found)
+    return table
+
+
+def all_checks() -> Iterator[Check]:
+    """Every check of this machine, in the order in which one would fix them."""
+    yield python_check(platform.python_version(), machine_facts.python_range())
+    for extra, requirement in machine_facts.requirements(EXTRAS):
+        found = machine_facts.installed(requirement.name)
+        problem = None if found is None else machine_facts.import_problem(requirement.name)
+        yield package_check(extra, requirement, found, problem)
+    if machine_facts.import_problem("torch") is None:
+        from megatron_vlm.distributed.device import find_gpus, nccl_version, unseen_gpu, why_unseen
+
+        gpus = find_gpus()
+        driver = machine_facts.driver_version()
+        if (sign := None if gpus else unseen_gpu()) is None:
+            yield from gpu_checks(gpus, driver, nccl_version())
+        else:
+            yield unseen_gpu_check(sign, driver, why_unseen())
+        yield gloo_check(machine_facts.gloo_problem(), bool(gpus))
+        compilers = map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))
+        yield compiler_check(next(filter(None, compilers), None), bool(gpus))
+    else:
+        yield Check("GPU and gloo", MISSING, "cannot be checked without torch")
+    shm = Path("/dev/shm")
+    yield shm_check(shutil.disk_usage(shm).free if shm.is_dir() else None)
+    for key, folder in (("data.cache_dir", machine_facts.cache_folder()), ("run", Path.cwd())):
+        place = next(path for path in (folder, *folder.parents) if path.is_dir())
+        writable = os.access(place, os.W_OK)
+        yield disk_check(key, folder, shutil.disk_usage(place).free, writable)
+    yield files_check(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def _check(name: str, good: bool, found: str, advice: str, otherwise: str = WARNING) -> Check:
+    """Where all is good, no advice is needed."""
+    return Check(name, OK, found) if good else Check(name, otherwise, found, advice)
+
+
+def python_check(version: str, allowed: SpecifierSet) -> Check:
+    """The interpreter against requires-python."""
+    return _check("Python", version in allowed, version, f"needs {allowed}", MISSING)
+
+
+def package_check(
+    extra: str, requirement: Requirement, found: str | None, problem: str | None
+) -> Check:
+    """One package: is it installed, in the range, and does it import? `extra` is empty for what
+    every run needs; packages of extras are never missing."""
+    get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
+    advice = f"{EXTRAS[extra]}: {get}" if extra else get
+    if found is None:
+        fault = "not installed"
+    elif not requirement.specifier.contains(found, prereleases=True):
+        fault = f"{found}, outside {requirement.specifier}"
+    elif problem is not None:
+        fault = f"{found}, but its import fails: {problem}"
+    else:
+        return Check(requirement.name, OK, found)
+    return Check(requirement.name, WARNING if extra else MISSING, fault, advice)
+
+
+def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
+    """The devices, the types they compute in, and what connects them."""
+    if not gpus:
+        yield Check("GPU", OK, "none: CPU with gloo, in fp32")
+        return
+    kinds = Counter((gpu.name, round(gpu.memory / _GIB)) for gpu in gpus)
+    names = ", ".join(f"{count} x {name}, {size} GiB" for (name, size), count in kinds.items())
+    yield Check("GPU", OK, f"{names}; driver {driver or 'unknown'}")
+    found, advice = nccl or "not in this torch", "install a CUDA build of torch"
+    yield _check("NCCL", nccl is not None, found, advice, MISSING)
+    without = ", ".join(sorted({gpu.name for gpu in gpus if not gpu.bf16}))
+    found = f"not in the hardware of {without}" if without else "in the hardware"
+    advice = "set train.precision=fp32; bf16 needs compute capability 8.0"
+    yield _check("bf16", not without, found, advice)
+    unknown = ", ".join(sorted({gpu.name for gpu in gpus if gpu.peak_flops is None}))
+    peaks = sorted({gpu.peak_flops / 1e12 for gpu in gpus if gpu.peak_flops is not None})
+    known = ", ".join(f"{peak:,.0f} TFLOP/s" for peak in peaks)
+    found = f"not known of {unknown}" if unknown else known
+    advice = "MFU will not be shown; add the device to PEAK_FLOPS_BF16 in distributed/device.py"
+    yield _check("peak FLOP/s", not unknown, found, advice)
+
+
+def unseen_gpu_check(sign: str, driver: str | None, remedy: str) -> Check:
+    """A GPU that torch does not see: a run refuses to take the CPU in its place by itself."""
+    found = f"torch sees none, though {sign} is there; driver {driver or 'unknown'}"
+    return Check("GPU", MISSING, found, f"{remedy}; on the CPU: platform=cpu")
+
+
+def gloo_check(problem: str | None, has_gpu: bool) -> Check:
+    """Whether two processes can add up a tensor. On GPUs, NCCL does that."""
+    found = problem or "two processes can communicate"
+    advice = (
+        "loopback must be up (`ip link show lo`) and nothing may filter it; "
+        "GLOO_SOCKET_IFNAME names another interface"
+    )
+    return _check("gloo", problem is None, found, advice, WARNING if has_gpu else MISSING)
+
+
+def compiler_check(path: str | None, has_gpu: bool) -> Check:
+    """On GPUs, Triton compiles the launchers of Megatron's fused kernels when it first runs them.
+    On the CPU nothing is compiled."""
+    if path is None and not has_gpu:
+        return Check("C compiler", OK, "none, and training on the CPU needs none")
+    advice = "Triton needs one: apt-get install gcc, or set CC"
+    return _check("C compiler", path is not None, path or "none", advice, MISSING)
+
+
+def model_check(path: str) -> Check:
+    """Whether a checkpoint can be had and is one that is trained here: a folder, or a name on the
+    Hub, of which the settings are downloaded and no weights."""
+    try:
+        name = pin(path)
+        check_model(str(folder_of(name)))
+        sizes = read_sizes(name)
+    except ImportError as error:
+        return Check("model.path", MISSING, f"{path} cannot be checked: {error}")
+    except (ConfigError, DataError) as error:
+        return Check("model.path", MISSING, str(error))
+    return Check("model.path", OK, f"{name}: {sizes.num_values:,} parameters")
+
+
+def shm_check(free: int | None) -> Check:
+    """Workers hand their batches over in shared memory."""
+    found = "does not exist" if free is None else f"{free / _GIB:,.1f} GiB free"
+    advice = "docker run --shm-size=8g (or --ipc=host); or data.num_workers=0"
+    return _check("/dev/shm", (free or 0) >= _LITTLE_SHM, found, advice)
+
+
+def disk_check(key: str, folder: Path, free: int, writable: bool) -> Check:
+    """Room for what the configuration's `key` stores there: encoded text or checkpoints."""
+    name, found = f"disk for {key}", f"{free / _GIB:,.1f} GiB free at {folder}"
+    if not writable:
+        return Check(name, WARNING, f"{folder} cannot be written", f"set {key} to another folder")
+    advice = (
+        "a checkpoint of the 2B model with its optimizer takes about 30 GiB; "
+        f"set {key} to a folder on a larger disk"
+    )
+    return _check(name, free >= _LITTLE_DISK, found, advice)
+
+
+def files_check(limit: int) -> Check:
+    """Sockets, workers and shards are all open files."""
+    if limit == resource.RLIM_INFINITY:
+        return Check("open files", OK, "unlimited")
+    return _check("open files", limit >= _FEW_FILES, f"{limit:,}", "ulimit -n 65536")

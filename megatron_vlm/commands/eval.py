@@ -1,0 +1,127 @@
+"""`megatron-vlm eval WHERE KEY=VALUE ...`: score a checkpoint, a run or a Hugging Face folder."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_vlm.checkpoint.retention import find_checkpoint, held_checkpoint
+from megatron_vlm.config import ConfigFile, load_config, read_saved
+from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.checks import require
+from megatron_vlm.config.schema import CheckpointConfig, Config
+from megatron_vlm.data.fork_server import start_server
+from megatron_vlm.distributed.dims import loads_data
+from megatron_vlm.distributed.process import (
+    rank_of_process,
+    run_process,
+    say,
+    world_of_process,
+)
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.io.hub import hub_name, pin
+
+
+@contextmanager
+def held_in_place(where: str) -> Iterator[str]:
+    """The checkpoint of a run that all processes of a command are to read, which stays as long as
+    they do; anything else as it was given."""
+    folder = Path(where)
+    if _is_hugging_face(where) or (folder / "adapter_config.json").is_file():
+        yield where
+        return
+    with held_checkpoint(folder) as checkpoint:
+        yield str(checkpoint)
+
+
+def _is_hugging_face(where: str) -> bool:
+    return (Path(where) / "config.json").is_file() or hub_name(where) is not None
+
+
+def locate(
+    where: str, overrides: Sequence[str], file: ConfigFile | None = None, needs: str = "data.eval"
+) -> tuple[Config, Path | None]:
+    """The configuration, and the checkpoint to load; none for a Hugging Face folder, or a name
+    on the Hub. `file`: of --config; `needs`: a key that must be set."""
+    folder = Path(where)
+    if _is_hugging_face(where):
+        cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
+    elif (folder / "adapter_config.json").is_file():
+        cfg, checkpoint = _with_adapter(folder, overrides, file), None
+    else:
+        checkpoint = find_checkpoint(folder)
+        cfg = read_saved(checkpoint, overrides, file)
+        cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint went on from there
+    require(cfg, needs)
+    path = pin(cfg.model.path, weights=True)
+    return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
+
+
+def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | None) -> Config:
+    """The base model that an adapter names, unless another one is given, and the adapter."""
+    from megatron_vlm.lora.peft_folder import base_of, lora_of
+
+    given = any(override.startswith("model.path=") for override in overrides)
+    base = [] if given else [f"model.path={base_of(folder)}"]
+    cfg = load_config([*base, *overrides], file)
+    return replace(cfg, lora=lora_of(folder), checkpoint=CheckpointConfig(export=False))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command and of each of its processes."""
+    parser.add_argument(
+        "where",
+        help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
+        "checkpoints, with its configuration",
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--predictions", metavar="DIR", help="write every answer to DIR/SET.jsonl, too"
+    )
+
+
+def run_eval(arguments: Sequence[str]) -> int:
+    """Evaluate, on one rank."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    args = parse(parser, arguments)
+    file, _ = configured(args)
+    cfg, checkpoint = locate(args.where, args.overrides, file)
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        _evaluate(cfg, checkpoint, args.predictions, watchdog)
+    return 0
+
+
+def _evaluate(
+    cfg: Config, checkpoint: Path | None, predictions: str | None, watchdog: Watchdog
+) -> None:
+    if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
+        start_server()  # it imports at the same time as we do
+    import torch.distributed as dist
+
+    from megatron_vlm.checkpoint.save_load import load
+    from megatron_vlm.run.evaluation.evaluate import Examiner, write_predictions
+    from megatron_vlm.training.worker import MegatronWorker
+
+    worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
+    if checkpoint is not None:
+        watchdog.at(0, "loading the checkpoint", files=True)
+        load(worker, checkpoint)
+    examiner = Examiner(worker, cfg)
+    if dist.get_rank() == 0:
+        for held_out in examiner.sets:
+            for line in held_out.remarks.lines:
+                say(line)
+    watchdog.at(0, "evaluation")
+    for done in examiner.examine():
+        if dist.get_rank() == 0:
+            print(json.dumps({"name": done.name, **done.scores}), flush=True)
+            if predictions:
+                write_predictions(Path(predictions), done)
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(run_eval, sys.argv[1:]))

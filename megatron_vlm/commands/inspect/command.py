@@ -1,0 +1,68 @@
+"""`megatron-vlm inspect`: open the data of a configuration and report what is in it."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from megatron_vlm.commands.inspect.page import render_page
+from megatron_vlm.commands.inspect.statistics import collect
+from megatron_vlm.commands.inspect.terminal import print_inspection
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.printable import visible
+from megatron_vlm.report.html import save_page
+from megatron_vlm.run.resolve_model import with_model
+
+
+def run_inspect(
+    cfg: Config,
+    html: str | None,
+    samples: int,
+    sample: int | None,
+    ranks: int,
+) -> None:
+    """Print what the model will see of data.train, and write it as a page where `html` names one:
+    the first `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
+    if samples < 0:
+        raise ConfigError(key="--samples", found=samples, allowed="at least 0")
+    if ranks < 1:
+        raise ConfigError(key="--ranks", found=ranks, allowed="at least 1")
+    if any(spec.streaming for spec in cfg.data.train):
+        raise ConfigError(
+            "is a stream, which has no sizes to count",
+            key="data.train",
+            remedy="give a file with its first records, or turn streaming off",
+        )
+    cfg = with_model(cfg, weights=False)
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
+    with _no_warnings_of_the_data():
+        data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, sizes)
+        assert isinstance(data, DataSet)
+        count = sum(map(len, data.indexes))
+        if sample is not None and not 0 <= sample < count:
+            problem = f": there are {count} samples"
+            allowed = f"0 to {count - 1}"
+            raise ConfigError(problem, key="--sample", found=sample, allowed=allowed)
+        numbers = range(min(samples, count)) if sample is None else [sample]
+        inspection = collect(cfg, data, numbers, ranks, pictures=html is not None)
+    console = Console(highlight=False)
+    print_inspection(inspection, console)
+    if html is not None:
+        save_page(html, render_page(inspection))
+        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _no_warnings_of_the_data() -> Iterator[None]:
+    """What they would say stands in the report, once."""
+    log = logging.getLogger("megatron_vlm.data")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

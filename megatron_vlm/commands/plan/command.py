@@ -1,0 +1,96 @@
+"""`megatron-vlm plan`: search, print, write the page; where nothing fits, say what would."""
+
+import re
+
+from rich.console import Console
+
+from megatron_vlm.commands.plan.page import render_page
+from megatron_vlm.commands.plan.plan_content import Plan
+from megatron_vlm.commands.plan.terminal import print_plan
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import SWITCHES, learns
+from megatron_vlm.distributed.device import PEAK_FLOPS_BF16, peak_of
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.printable import visible
+from megatron_vlm.planner.advice import advice
+from megatron_vlm.planner.hardware import gpu
+from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.search import Cluster, polished, search
+from megatron_vlm.report.html import save_page
+from megatron_vlm.run.resolve_model import with_model
+
+SHOWN = 8
+_POLISHED = 3  # of the fastest, whose layers are split once more, with more care
+_UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
+
+
+def run_plan(
+    cfg: Config, gpus: int, memory: str, name: str, efficiency: float, html: str | None
+) -> None:
+    """Print the best layouts of `gpus` devices called `name`, and write a page where `html` names
+    one. ConfigError where nothing fits, with what would."""
+    cluster = _cluster(gpus, memory, name, efficiency)
+    if not cfg.lora.rank and not any(learns(cfg, part) for part in SWITCHES):
+        raise ConfigError(
+            ": everything is frozen, and nothing is left to plan for",
+            key="model.freeze_language",
+            found=True,
+        )
+    cfg = with_model(cfg, weights=False)
+    sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
+    mix = mix_of(cfg, sizes)
+    found = search(cfg, sizes, mix, cluster)
+    if found.leanest is not None:
+        problem, remedy = advice(cfg, sizes, mix, cluster, found.leanest)
+        raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
+    if not found.fitting:
+        raise ConfigError(
+            f": no layout has at most train.global_batch_size={cfg.train.global_batch_size} "
+            "replicas",
+            key="--gpus",
+            found=gpus,
+            remedy="raise that key, or give fewer GPUs",
+        )
+    best = [polished(each, sizes, mix, cluster) for each in found.fitting[:_POLISHED]]
+    ranked = sorted([*best, *found.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
+    shown = ranked[:SHOWN]
+    if not any(each.dims.pp > 1 for each in shown):  # one with a pipeline, to compare
+        shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
+    has_experts = sizes.text.experts is not None
+    plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked), has_experts)
+    console = Console(highlight=False)
+    print_plan(plan, console)
+    if html is not None:
+        save_page(html, render_page(plan))
+        console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
+
+
+def _cluster(gpus: int, memory: str, name: str, efficiency: float) -> Cluster:
+    if not 1 <= gpus <= 4096:
+        raise ConfigError(key="--gpus", found=gpus, allowed=range(1, 4097))
+    if not 0 < efficiency <= 1:
+        raise ConfigError(
+            key="--efficiency",
+            found=efficiency,
+            allowed="a fraction of the peak, above 0 to 1",
+        )
+    if (peak := peak_of(name)) is None:
+        raise ConfigError(
+            ": its peak is not known",
+            key="--gpu",
+            found=name,
+            allowed=tuple(PEAK_FLOPS_BF16),
+            remedy=f"choose from {', '.join(PEAK_FLOPS_BF16)}, and scale it with --efficiency",
+        )
+    return Cluster(gpus, _bytes(memory), gpu(name, peak, efficiency))
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|)", text.strip(), re.IGNORECASE)
+    size = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
+    if not 2**30 <= size <= 2**40:
+        raise ConfigError(
+            key="--memory", found=text, allowed="the memory of one GPU, such as 80GiB"
+        )
+    return size

@@ -1,0 +1,39 @@
+"""`megatron-vlm rl`: its arguments, and the processes that it starts."""
+
+import argparse
+
+from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.run.config_changes import check_unnamed
+from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.training.preflight import check_run
+
+
+def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
+    """Recipes, keys and --config, as for training."""
+    recipe = "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win"
+    add_overrides(parser, recipe)
+
+
+def rl(args: argparse.Namespace) -> int:
+    """let a checkpoint learn from its own answers
+
+    Reinforcement learning: answers to the prompts of data.train are sampled, a function of yours
+    says how good each is (rl.reward), or an environment answers them (rl.environment), and what was
+    better becomes likelier. Run, checkpoints, resume, evaluation, report and export are those of
+    training.
+
+    example: megatron-vlm rl rl=grpo rl.reward=rewards.py:score model.path=DIR data.train=asks.jsonl
+    train.global_batch_size=32 rl.samples=8 run=runs/rl. docs/rl.md says more.
+    """
+    from megatron_vlm.config import load_config
+    from megatron_vlm.config.command_checks import check_rl
+    from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.rl.rl_train import run_rl
+
+    file, arguments = configured(args)
+    cfg = load_config(args.overrides, file)
+    check_rl(cfg)
+    check_run(cfg)
+    check_unnamed(cfg, args.overrides, file)
+    cfg = with_model(cfg)
+    return launch(cfg, "megatron_vlm.rl", run_rl, with_commit(arguments, cfg))

@@ -1,0 +1,63 @@
+"""`megatron-vlm serve` and `serve-key`: their arguments, and the processes that they start."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from megatron_vlm.config.arguments import add_overrides, configured
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.run.resolve_model import with_commit, with_model
+from megatron_vlm.training.preflight import check_run
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Keys and --config, as for training."""
+    add_overrides(parser, "a value (serve.port=8000); docs/configuration.md has all keys")
+
+
+def serve(args: argparse.Namespace) -> int:
+    """train and sample for clients that speak the Tinker protocol
+
+    A service: researchers write their loops against the public Tinker client, and this machine or
+    cluster does the work. Many models at a time, with adapters or as a whole, at any layout; what
+    it has promised it keeps, also when it is killed and started again with the same run=.
+
+    example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000.
+    docs/serve.md says more.
+    """
+    from megatron_vlm.config import load_config
+    from megatron_vlm.config.serve import check_serve
+    from megatron_vlm.distributed.launch.launch import launch
+    from megatron_vlm.serve.main import run_serve
+
+    for name in ("fastapi", "uvicorn", "google.protobuf", "zstandard"):
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ConfigError(
+                f"needs {name}", place="serve", remedy="run pip install 'megatron_vlm[serve]'"
+            )
+    file, arguments = configured(args)
+    cfg = load_config(args.overrides, file)
+    check_serve(cfg)
+    check_run(cfg)
+    cfg = with_model(cfg)
+    return launch(cfg, "megatron_vlm.serve", run_serve, with_commit(arguments, cfg))
+
+
+def add_serve_key_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whose key, and where."""
+    parser.add_argument("name", metavar="NAME", help="whose key it is")
+    parser.add_argument("file", metavar="FILE", help="the file that serve.keys names")
+
+
+def serve_key(args: argparse.Namespace) -> int:
+    """make an API key for clients of megatron-vlm serve
+
+    Prints a new key for NAME, once, and writes its digest into FILE; a former key of that name
+    ends. A service that is running reads the file again by itself.
+
+    example: megatron-vlm serve-key alice keys.txt
+    """
+    from megatron_vlm.serve.http.api_keys import add_key
+
+    print(add_key(args.name, Path(args.file)))
+    return 0

@@ -1,0 +1,237 @@
+"""Checks that need nothing but the configuration: they run before anything heavy is imported."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_vlm.config.ranges import check_ranges
+from megatron_vlm.config.schema import Config, DataConfig, Role, TrainScope, get, key_types
+from megatron_vlm.config.trainable import check_lora, learns
+from megatron_vlm.errors import ConfigError
+
+# What apply_chat_template takes for itself.
+TEMPLATE_ARGUMENTS = frozenset(
+    ("conversation", "messages", "tools", "documents", "chat_template", "tokenize")
+    + ("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length")
+    + ("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
+    + ("sanitize_control_tokens",)  # from transformers 5.23 on
+)
+
+
+WARMUP_REMEDY = (
+    "give optim.warmup_steps=0 optim.warmup_ratio=0.03, a part of all steps, or train for longer"
+)
+MOST_NEW_TOKENS = 10_000  # of data.add_tokens
+
+
+def check_values(cfg: Config) -> None:
+    """Refuse values that cannot work, alone or together."""
+    for key, kind in key_types().items():
+        if get_origin(kind) is Literal and get(cfg, key) not in get_args(kind):
+            raise ConfigError(key=key, found=get(cfg, key), allowed=get_args(kind))
+    _check_layers(cfg.parallel.layers_per_stage, cfg.parallel.virtual_stages)
+    check_ranges(cfg)
+    check_lora(cfg)
+    _check_lists(cfg)
+    _check_sources(cfg.data)
+    _check_together(cfg)
+
+
+def check_candidates(names: Sequence[str]) -> None:
+    """Refuse answers that cannot be ranked against each other."""
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ConfigError(
+            f"has {len(names)} entries, {len(set(names))} of them different",
+            key="eval.candidates",
+            allowed="at least 2, each once",
+        )
+
+
+def require(cfg: Config, key: str) -> None:
+    """Refuse a command that needs data.train or data.eval where it is not set."""
+    if not get(cfg, key):
+        raise ConfigError("is not set", key=key, remedy=f"give it as {key}=FILE")
+
+
+def check_training(cfg: Config) -> None:
+    """Refuse to train without data, without a number of steps, or without the set that decides
+    which checkpoint is the best."""
+    require(cfg, "data.train")
+    if cfg.train.steps is None and any(spec.streaming for spec in cfg.data.train):
+        raise ConfigError(
+            "is not set, and data.train is a stream, which has no length",
+            key="train.steps",
+            remedy="set train.steps",
+        )
+    best, names = cfg.checkpoint.best, [held_out.name for held_out in cfg.data.eval]
+    if best is not None and (wanted := best.rpartition("/")[0]) not in names:
+        raise ConfigError(
+            f": data.eval has no set {wanted!r}",
+            key="checkpoint.best",
+            found=best,
+            remedy=f"it has {', '.join(names) or 'none'}",
+        )
+
+
+def processes_for(cfg: Config, gpus: int) -> int:
+    """launch.processes; by default one for each GPU, on the CPU as few as the layout needs."""
+    least = cfg.parallel.tp * cfg.parallel.pp
+    count = cfg.launch.processes or gpus or least
+    if count % least:
+        raise ConfigError(
+            f"is not a multiple of parallel.tp x parallel.pp = {least}",
+            key="launch.processes",
+            found=count,
+            remedy="change one of them",
+        )
+    return count
+
+
+def _check_layers(given: Any, virtual_stages: int) -> None:
+    listed = isinstance(given, list) and all(type(count) is int for count in given)
+    if not (listed or given in (None, "auto")):
+        raise ConfigError(
+            key="parallel.layers_per_stage",
+            found=given,
+            allowed="auto, or a list with one whole number for each stage, such as [0,12,12,12]",
+        )
+    if given == "auto" and virtual_stages > 1:
+        raise ConfigError(
+            "chooses the layers of stages, not of the chunks that "
+            f"parallel.virtual_stages={virtual_stages} makes of them",
+            key="parallel.layers_per_stage",
+            found=given,
+            allowed="a list, or null",
+        )
+
+
+def _check_lists(cfg: Config) -> None:
+    chosen, scopes, roles = cfg.data.train_on, get_args(TrainScope), get_args(Role)
+    listed = isinstance(chosen, list | tuple) and chosen and set(chosen) <= set(roles)
+    if chosen not in scopes and not listed:
+        raise ConfigError(
+            key="data.train_on",
+            found=chosen,
+            allowed=f"one of {', '.join(scopes)}, or a list of roles from {', '.join(roles)}",
+        )
+    if not all(isinstance(name, str) and name for name in cfg.data.ignore_keys):
+        raise ConfigError(
+            key="data.ignore_keys",
+            found=cfg.data.ignore_keys,
+            allowed="names of keys, such as [id,score]",
+        )
+    _check_new_tokens(cfg)
+    given = cfg.data.template_kwargs
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(
+            key="data.template_kwargs",
+            found=given,
+            allowed="variables with their values, such as {enable_thinking: false}",
+        )
+    if taken := sorted(TEMPLATE_ARGUMENTS & set(given)):
+        raise ConfigError(
+            "cannot be set: the record or the program decides it",
+            key=f"data.template_kwargs.{taken[0]}",
+            allowed="variables of the checkpoint's own template",
+        )
+    candidates = cfg.eval.candidates
+    if isinstance(candidates, list | tuple):
+        check_candidates(candidates)
+    elif not isinstance(candidates, str | None):
+        raise ConfigError(key="eval.candidates", found=candidates, allowed="a list, or a text file")
+
+
+def _check_new_tokens(cfg: Config) -> None:
+    names = cfg.data.add_tokens
+    if len(names) > MOST_NEW_TOKENS:
+        raise ConfigError(
+            f"has {len(names)} entries, and the maximum is {MOST_NEW_TOKENS}",
+            key="data.add_tokens",
+            allowed="fewer, or a checkpoint whose tokenizer was trained for such texts",
+        )
+    for place, name in enumerate(names):
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise ConfigError(
+                key=f"data.add_tokens[{place}]",
+                found=name,
+                allowed='texts of printable characters, in quotes, such as ["<point>","</point>"]',
+            )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"has {twice[0]!r} more than once", key="data.add_tokens", remedy="give each once"
+        )
+    if names and not learns(cfg, "language"):
+        why = "lora.train without language" if cfg.lora.rank else "model.freeze_language=true"
+        raise ConfigError(
+            f": with {why} the new tokens would never be learnt",
+            key="data.add_tokens",
+            remedy="change one of them",
+        )
+
+
+def _check_sources(data: DataConfig) -> None:
+    for held_out in data.eval:
+        if held_out.source.streaming:
+            raise ConfigError(
+                "is a stream, and an evaluation needs its size",
+                key="data.eval",
+                found=held_out.source.path,
+            )
+    if len({spec.streaming for spec in data.train}) > 1:
+        raise ConfigError(
+            ": some sources stream and some do not",
+            key="data.train",
+            remedy="let all of them stream, or none",
+        )
+    roots = {spec.image_root or data.image_root or "." for spec in data.train if spec.streaming}
+    if len(roots) > 1:
+        raise ConfigError(
+            f": streams share one image_root, and these have {', '.join(sorted(roots))}",
+            key="data.train",
+        )
+
+
+def _check_together(cfg: Config) -> None:
+    data, train, profile = cfg.data, cfg.train, cfg.log.profile_steps
+    for part in ("{}_pixels", "video_{}_frames", "video_{}_pixels"):
+        names = part.format("min"), part.format("max")
+        least, most = (getattr(data, name) for name in names)
+        if least and most and least > most:
+            raise ConfigError(
+                f"exceeds data.{names[1]}={most}", key=f"data.{names[0]}", found=least
+            )
+    if train.steps is not None and cfg.optim.warmup_steps > train.steps:
+        raise ConfigError(
+            f"exceeds train.steps={train.steps}: the learning rate would never be reached",
+            key="optim.warmup_steps",
+            found=cfg.optim.warmup_steps,
+            remedy=WARMUP_REMEDY,
+        )
+    if profile is not None and (len(profile) != 2 or not 0 <= profile[0] < profile[1]):
+        raise ConfigError(
+            key="log.profile_steps", found=profile, allowed="[first, last), such as [10,12]"
+        )
+    if cfg.checkpoint.best is not None:
+        _check_best(cfg.checkpoint.best, cfg)
+    if cfg.checkpoint.push is not None and not cfg.checkpoint.export:
+        raise ConfigError(
+            "uploads the export, and checkpoint.export=false writes none",
+            key="checkpoint.push",
+            found=cfg.checkpoint.push,
+            remedy="change one of them",
+        )
+
+
+def _check_best(best: str, cfg: Config) -> None:
+    measured = {"loss": True, "token_accuracy": True, "exact_match": cfg.eval.generate}
+    measured["ranking"] = cfg.eval.candidates is not None
+    name, _, score = best.rpartition("/")
+    if not name or not measured.get(score):
+        scores = ", ".join(score for score, is_on in measured.items() if is_on)
+        raise ConfigError(
+            key="checkpoint.best",
+            found=best,
+            allowed=f"SET/SCORE with a score that is measured: {scores}; exact_match needs "
+            "eval.generate=true, ranking needs eval.candidates",
+        )

@@ -1,0 +1,203 @@
+"""A configuration file of one's own: `--config my.yaml`.
+
+    defaults:                # recipes, as on the command line
+      - model: qwen3_vl_2b
+    model:
+      path: Qwen3-VL-2B
+    optim: {lr: 2e-5}
+
+It is read once, by the process that the user starts; that one hands the text to the others, so
+that all ranks, and a restart, have the same configuration even if the file changes meanwhile.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from megatron_vlm.config.key_hints import hint
+from megatron_vlm.config.schema import key_types, leaves
+from megatron_vlm.config.yaml_nodes import YamlText
+from megatron_vlm.errors import ConfigError, DataError, show_value
+from megatron_vlm.io.paths import home_path, require_file
+
+MOST_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """Recipes by group, and values by key."""
+
+    name: str
+    text: str = field(repr=False)
+    recipes: Mapping[str, str]
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]  # of each key in `values`, from 1
+
+    @staticmethod
+    def read(path: str) -> "ConfigFile":
+        """The file at this path."""
+        try:
+            with open(require_file(home_path(path)), "rb") as file:
+                content = file.read(MOST_BYTES + 1)
+            if len(content) > MOST_BYTES:
+                raise ConfigError(
+                    f"has more than {MOST_BYTES} bytes, so it is no configuration",
+                    key="--config",
+                    found=path,
+                )
+            return ConfigFile.parse(content.decode("utf-8-sig"), path)
+        except DataError as error:
+            raise ConfigError(f": {error}", key="--config") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"is not UTF-8 text, at byte {error.start}",
+                key="--config",
+                found=path,
+                remedy="save it as UTF-8",
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be read: {error.strerror}", key="--config", found=path
+            ) from error
+
+    @staticmethod
+    def parse(text: str, name: str) -> "ConfigFile":
+        """The file of this name with this content."""
+        document = YamlText(name)
+        root = document.root(text)
+        if root is None or not root.tag.endswith(":map"):
+            raise ConfigError(
+                "is empty" if root is None else "is not a mapping",
+                place=name,
+                remedy="write a mapping, such as `optim: {lr: 1e-5}`",
+            )
+        recipes: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key, node in document.pairs(root):
+            if key.value == "defaults":
+                recipes = _recipes(document, node)
+                continue
+            for full, place, leaf in _leaves(document, key.value, key, node):
+                if full in values:
+                    first = lines[full]
+                    raise document.error(
+                        place,
+                        f"is set in line {first} already",
+                        key=full,
+                        remedy="remove one of them",
+                    )
+                values[full] = document.value(leaf, _is_text(full))
+                lines[full] = place.start_mark.line + 1
+        return ConfigFile(name, text, recipes, values, lines)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has every key, as the config.yaml of a run."""
+        return set(leaves()) <= set(self.values)
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments that bring another process the same file."""
+        return [f"--config={self.name}", f"--config-text={self.text}"]
+
+    def nested(self) -> dict[str, Any]:
+        """The values in their groups."""
+        found: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *groups, name = key.split(".")
+            place = found
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[name] = value
+        return found
+
+    def blame(self, error: ConfigError, overrides: Sequence[str]) -> ConfigError:
+        """Return the error, with file and line where this file set its key."""
+        if error.key in self.recipes and error.found == self.recipes[error.key]:
+            return error.within(f"{self.name}, defaults")
+        overridden = {override.lstrip("+~").split("=")[0] for override in overrides}
+        for key, line in self.lines.items():
+            is_at_fault = error.key == key or error.key.startswith((f"{key}.", f"{key}["))
+            if is_at_fault and key not in overridden:
+                return error.within(f"{self.name}, line {line}")
+        return error
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """--config, for a command that takes KEY=VALUE."""
+    text = "a YAML file with keys and recipes (docs/configuration.md); KEY=VALUE wins over it"
+    parser.add_argument("--config", metavar="FILE", help=text)
+    parser.add_argument("--config-text", help=argparse.SUPPRESS)  # see ConfigFile.words
+
+
+def chosen_file(args: argparse.Namespace) -> ConfigFile | None:
+    """The file of --config, if it is given."""
+    if args.config is None:
+        return None
+    if args.config_text is not None:
+        return ConfigFile.parse(args.config_text, args.config)
+    return ConfigFile.read(args.config)
+
+
+def _recipes(document: YamlText, node: Any) -> dict[str, str]:
+    groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
+    found: dict[str, str] = {}
+    for entry in node.value if node.tag.endswith(":seq") else [node]:
+        pairs = list(document.pairs(entry)) if entry.tag.endswith(":map") else []
+        if len(pairs) != 1 or not node.tag.endswith(":seq"):
+            raise document.error(
+                entry,
+                "must be a list of recipes",
+                key="defaults",
+                remedy="write each as `- GROUP: NAME`, such as `- model: qwen3_vl_2b`",
+            )
+        group, name = pairs[0][0].value, document.value(pairs[0][1], as_text=True)
+        if group not in groups:
+            raise document.error(
+                entry,
+                ": there is no such group",
+                key="defaults",
+                found=group,
+                remedy=f"choose from {', '.join(groups)}",
+            )
+        if group in found or not re.fullmatch(r"[\w-]+", str(name)):
+            raise document.error(
+                entry, key=f"defaults.{group}", found=name, remedy="give one recipe, by its name"
+            )
+        found[group] = name
+    return found
+
+
+def _leaves(document: YamlText, key: str, place: Any, node: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Every key with a value at or below this one, and the nodes of its name and of its value. A
+    group may be empty."""
+    kinds = key_types()
+    if key not in kinds:
+        raise document.error(
+            place, "is not a configuration key", key=show_value(key), remedy=hint(key)
+        )
+    if not is_dataclass(kinds[key]):
+        yield key, place, node
+    elif node.tag.endswith(":map"):
+        for name, inner in document.pairs(node):
+            yield from _leaves(document, f"{key}.{name.value}", name, inner)
+    elif not node.tag.endswith(":null"):
+        raise document.error(
+            place,
+            "is a group of keys",
+            key=key,
+            remedy=f"write `{key}: {{KEY: VALUE}}`, or choose a recipe by "
+            f"`defaults: [{{{key}: NAME}}]`",
+        )
+
+
+def _is_text(key: str) -> bool:
+    """Whether the key's value is text or a list of text, however it looks."""
+    kind = key_types()[key]
+    parts = {kind} if kind is str or get_origin(kind) is tuple else set(get_args(kind))
+    lists = [get_args(part)[0] for part in parts if get_origin(part) is tuple]
+    listed = any(item is str or get_origin(item) is Literal for item in lists)
+    return listed or parts - {type(None)} == {str}

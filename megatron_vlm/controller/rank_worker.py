@@ -1,0 +1,164 @@
+"""One rank of a group: what it does for each call of the controller."""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.checkpoint import save_load
+from megatron_vlm.controller.split_batch import ReplicaBatch
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.training.backward import Backward, LossCall, run_backward
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.stop_strings import Texts
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
+
+
+class WorkerError(MegatronVLMError):
+    """A failure in a worker that is not a mistake of the user; names the rank."""
+
+
+class BrokenError(WorkerError):
+    """An unexpected error: other ranks may be inside a collective that this one has left."""
+
+
+class Member:
+    """A worker with the calls of WorkerGroup, each with the part of this rank's replica."""
+
+    def __init__(self, worker: MegatronWorker):
+        self.worker = worker
+        self.has_gradients = False
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The method's result; an error names the rank."""
+        try:
+            return getattr(self, method)(*args)
+        except Exception as error:
+            raise of_rank(error, dist.get_rank()) from error
+
+    def forward(self, part: ReplicaBatch, temperature: float) -> list[Tensor]:
+        return self.worker.forward(self._prepare(part), temperature)
+
+    def likeliest(self, part: ReplicaBatch, count: int, temperature: float) -> list[Tensor]:
+        return self.worker.likeliest(self._prepare(part), count, temperature)
+
+    def routing(self, part: ReplicaBatch) -> list[Tensor]:
+        return self.worker.routing(self._prepare(part))
+
+    def forward_backward(self, part: ReplicaBatch, asked: LossCall) -> StepMetrics:
+        [done] = backward_of([self], [part], [asked])
+        return done
+
+    def backward(self, part: ReplicaBatch, asked: LossCall) -> Backward:
+        """A forward_backward that is ready to be done."""
+        if not asked.accumulate:  # even where the rows are refused
+            self._forget()
+        batches = self._prepare(part, Objective.create(asked.loss, asked.options).value_names)
+        return self.worker.backward(batches, asked)
+
+    def optim_step(self, lr: float | None, adam: AdamStep | None) -> tuple[float, float]:
+        if not self.has_gradients and not (adam and adam.without_gradients):
+            # The controller may not have waited for a forward_backward that failed.
+            raise WorkerError(
+                "there are no gradients", place="optim_step", remedy="call forward_backward first"
+            )
+        self.has_gradients = False
+        return self.worker.optim_step(lr, adam)
+
+    def _forget(self) -> None:
+        self.has_gradients = False
+        if self.worker.gradients is not None:
+            self.worker.gradients.forget()
+
+    def sample(
+        self,
+        part: ReplicaBatch,
+        settings: SamplingSettings,
+        n: int,
+        seed: int | Sequence[int],
+        batch_rows: int,
+    ) -> list[list[Completion]]:
+        prompts = rows_of(part.whole())
+        places = range(part.first_row, part.first_row + len(prompts))
+        if isinstance(seed, int):
+            # By the answer's number in the whole call, so that no two of a call have one seed.
+            seeds = [(seed << 32) + n * place for place in places]
+        else:
+            seeds = [seed[place] for place in places]
+        texts = self.texts if settings.stop_strings else None
+        return self.worker.sample(prompts, settings, n, seeds, batch_rows, texts)
+
+    @cached_property
+    def texts(self) -> Texts:
+        """What the checkpoint's tokenizer decodes."""
+
+        def text_of(skip: bool, ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
+
+        tokenizer = self._tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        special = tuple(str(token) for token in added if token.special)
+        return Texts(partial(text_of, True), partial(text_of, False), special)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        cfg = self.worker.cfg
+        return read_tokenizer(cfg.model.path, cfg.data.add_tokens)
+
+    def save(self, folder: str, progress: dict[str, Any]) -> None:
+        save_load.save(self.worker, Path(folder), progress)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        return save_load.load(self.worker, Path(folder))
+
+    def export(self, folder: str) -> None:
+        self.worker.export_hf(folder)
+
+    def _prepare(self, part: ReplicaBatch, value_names: Sequence[str] = ()) -> list[MicroBatch]:
+        """A bad row of one replica must not leave the others in a collective."""
+        message = "another rank cannot take its rows; see its message"
+        device = self.worker.platform.device
+        try:
+            with fail_together(device, FailedElsewhereError, message):
+                return self.worker.micro_batches(part.whole(), value_names, part.first_row)
+        except MegatronVLMError:
+            raise
+        except Exception as error:  # the others have heard of it, and go on
+            raise WorkerError(f"{type(error).__name__}: {error}", place="the rows") from error
+
+
+def backward_of(
+    members: Sequence[Member], parts: Sequence[ReplicaBatch], asked: Sequence[LossCall]
+) -> list[StepMetrics]:
+    """forward_backward of different models on this rank, in one pass through the pipeline."""
+    every = zip(members, parts, asked, strict=True)
+    done = run_backward([member.backward(part, of_it) for member, part, of_it in every])
+    for member in members:
+        member.has_gradients = True
+    return done
+
+
+class FailedElsewhereError(DataError):
+    """This rank failed because another did."""
+
+
+def of_rank(error: Exception, rank: int) -> Exception:
+    """The same error, naming its rank. Ours keep their type; others become BrokenError."""
+    if isinstance(error, MegatronVLMError):
+        return error.within(f"rank {rank}")
+    return BrokenError(f"{type(error).__name__}: {error}", place=f"rank {rank}")
+
+
+def first_failure(errors: Sequence[Exception]) -> Exception:
+    """The first error that is not merely the echo of another rank's."""
+    return next((e for e in errors if not isinstance(e, FailedElsewhereError)), errors[0])

@@ -1,0 +1,233 @@
+"""A group over Ray: one actor for each rank, and a controller that is not a rank itself.
+
+Needs the extra `ray`. The fields that a call reads go into Ray's object store once, as the bytes of
+a TensorBatch for each replica; pixel values are separate objects, which only the actors of the
+first stage fetch.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+import numpy as np
+import ray  # type: ignore
+from ray.exceptions import RayActorError, RayTaskError  # type: ignore
+from ray.util.placement_group import remove_placement_group  # type: ignore
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.controller.rank_worker import Member, WorkerError, first_failure, of_rank
+from megatron_vlm.controller.split_batch import ReplicaBatch
+from megatron_vlm.controller.worker_group import Join, Parts, T, WorkerGroup
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.ray_cluster import RankActor, gpus_of_rank, place_ranks
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.training.worker import MegatronWorker
+
+GRACE_S = 20.0  # for the other ranks to end their call, once one has failed
+POLL_S = 0.2  # between two looks whether Ray is still there, while a result is waited for
+
+
+def start_ray_group(
+    cfg: Config,
+    processes: int,
+    cpus: float = 1.0,
+    gpus: float | None = None,
+    training: bool = True,
+) -> WorkerGroup:
+    """Start this many actors, each with these resources and a worker. Ray must be initialised. The
+    TP ranks of one stage share a node. Without `gpus` each has one where the cluster has any, and
+    cfg.platform is not cpu."""
+    gpus = gpus_of_rank(cfg.platform) if gpus is None else gpus
+    place, options = place_ranks(processes, cfg.parallel.tp, cpus, gpus)
+    make = ray.remote(WorkerActor)
+    actors: list[Any] = [
+        make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
+    ]
+    crew = Crew(actors, place)
+    store = crew.gather([actors[0].open_store.remote()])[0]
+    crew.gather([actor.use_store.remote(store) for actor in actors])
+    return WorkerGroup(RayRanks(crew, cfg, training))
+
+
+def share_ray_group(group: WorkerGroup, cfg: Config, training: bool = True) -> WorkerGroup:
+    """A second group in the processes of the first, such as the reference model of a policy. Both
+    must have one layout, and closing one ends both."""
+    assert isinstance(group.ranks, RayRanks)
+    return WorkerGroup(RayRanks(group.ranks.crew, cfg, training))
+
+
+class WorkerActor(RankActor):
+    """One rank and its workers."""
+
+    def __init__(self, rank: int, world: int):
+        super().__init__(rank, world)
+        self.members: list[Member] = []
+
+    def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
+        """Make a worker; its number in this process, and the layout."""
+        try:
+            with Watchdog.over(self.rank, cfg.launch.timeout_minutes) as watchdog:
+                worker = MegatronWorker(cfg, training, watchdog)
+        except Exception as error:
+            raise of_rank(error, self.rank) from error
+        self.members.append(Member(worker))
+        return len(self.members) - 1, worker.dims
+
+    def call_on_part(
+        self,
+        number: int,
+        method: str,
+        batch: np.ndarray,
+        pixels: np.ndarray | None,
+        first_row: int,
+        *args: Any,
+    ) -> Any:
+        """Call a method of a Member with a part of a batch, which comes as bytes."""
+        values = None if pixels is None else TensorBatch.from_bytes(pixels.data)
+        part = ReplicaBatch(TensorBatch.from_bytes(batch.data), values, first_row)
+        return self.call(number, method, part, *args)
+
+    def call(self, number: int, method: str, *args: Any) -> Any:
+        """Call a method of a Member."""
+        member = self.members[number]
+        result = member.call(method, *args)
+        # The other ranks of a replica have the same result, which need not be sent.
+        dims = member.worker.dims
+        return result if self.rank == dims.leader_of(dims.replica_of(self.rank)) else None
+
+
+class Crew:
+    """The actors of one set of processes."""
+
+    def __init__(self, actors: Sequence[Any], place: Any):
+        self.actors = actors
+        self.place = place
+        self.ended: Exception | str | None = None
+        self.gathering: threading.Thread | None = None
+
+    def promise(self, refs: Sequence[Any], join: Join[T]) -> Future[T]:
+        """A future of what `join` makes of the results of every rank."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # the ranks have begun: it cannot be cancelled
+        results = [ref.future() for ref in refs]
+        before = self.gathering
+
+        def finish() -> None:
+            if before is not None:
+                before.join()  # in order, so that the first failure says why the group ended
+            try:
+                future.set_result(join(self._all_of(results)))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.gathering = threading.Thread(target=finish, daemon=True)
+        self.gathering.start()
+        return future
+
+    def gather(self, refs: Sequence[Any]) -> list[Any]:
+        """Wait for the result of every rank."""
+        return self._all_of([ref.future() for ref in refs])
+
+    def _all_of(self, results: Sequence[Future[Any]]) -> list[Any]:
+        """The result of every rank. The first error is raised once all have ended their call; the
+        processes are ended if one has died, or if others do not return from theirs."""
+        found: dict[Future[Any], Any] = {}
+        errors: list[Exception] = []
+        going = set(results)
+        while going:
+            done = _some_of(going, GRACE_S if errors else None)
+            if not done:
+                break
+            going -= done
+            ended = [(rank, result) for rank, result in enumerate(results) if result in done]
+            found |= {result: _outcome(result, rank) for rank, result in ended}
+            errors = [item for item in found.values() if isinstance(item, Exception)]
+        if not errors:
+            return [found[result] for result in results]
+        error = first_failure(errors)
+        if going or any(isinstance(item, DeadError) for item in errors):
+            self.close(error)
+            raise _ended(self.ended) from error
+        raise error
+
+    def close(self, why: Exception | str = "it was closed") -> None:
+        """End all actors; later calls fail with the reason."""
+        if self.ended is None:
+            self.ended = why
+            if not ray.is_initialized():
+                return  # they ended with it
+            for actor in self.actors:
+                ray.kill(actor)
+            remove_placement_group(self.place)
+
+
+class RayRanks:
+    """A worker in each process of a crew."""
+
+    def __init__(self, crew: Crew, cfg: Config, training: bool):
+        self.crew = crew
+        found = crew.gather([actor.start.remote(cfg, training) for actor in crew.actors])
+        self.number, self.dims = found[0]
+
+    def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
+        if parts is None:
+            refs = [actor.call.remote(self.number, method, *args) for actor in self.crew.actors]
+        else:
+            refs = self._send(method, parts, args)
+        leaders = [self.dims.leader_of(replica) for replica in range(self.dims.dp)]
+        return self.crew.promise(refs, lambda found: join([found[rank] for rank in leaders]))
+
+    def _send(self, method: str, parts: Sequence[ReplicaBatch], args: Sequence[Any]) -> list[Any]:
+        stored = [(_store(part.batch), _store(part.pixels), part.first_row) for part in parts]
+        refs = []
+        for rank, actor in enumerate(self.crew.actors):
+            batch, pixels, first_row = stored[self.dims.replica_of(rank)]
+            mine = pixels if self.dims.stage_of(rank) == 0 else None
+            refs.append(
+                actor.call_on_part.remote(self.number, method, batch, mine, first_row, *args)
+            )
+        return refs
+
+    def close(self) -> None:
+        self.crew.close()
+
+
+def _store(batch: TensorBatch | None) -> Any:
+    """Put it into the object store as an array, which the actors of a node read without a copy."""
+    return None if batch is None else ray.put(np.frombuffer(batch.to_bytes(), dtype=np.uint8))
+
+
+def _some_of(going: set[Future[Any]], timeout: float | None) -> set[Future[Any]]:
+    """Those that have ended, at least one; none if that takes too long. Ray's own functions are not
+    called here: in a thread, while another shuts Ray down, they would start a new Ray."""
+    started = time.monotonic()
+    while timeout is None or time.monotonic() < started + timeout:
+        if done := wait(going, POLL_S, FIRST_COMPLETED).done:
+            return done
+        if not ray.is_initialized():
+            raise _ended("Ray was shut down")
+    return set()
+
+
+def _ended(why: Exception | str | None) -> WorkerError:
+    """The error of a call after the end of the group."""
+    fields = why.fields() if isinstance(why, MegatronVLMError) else {"problem": str(why)}
+    return WorkerError(**fields).within("the group has ended")
+
+
+class DeadError(WorkerError):
+    """The process of a rank has died."""
+
+
+def _outcome(result: Future[Any], rank: int) -> Any:
+    """The result of a call that has ended, or the worker's own error, without Ray's layers."""
+    try:
+        return result.result()
+    except RayTaskError as error:
+        return error.cause if isinstance(error.cause, Exception) else error
+    except RayActorError as error:
+        return DeadError(f"its process has died: {error}", place=f"rank {rank}")

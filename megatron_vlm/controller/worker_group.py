@@ -1,0 +1,166 @@
+"""WorkerGroup: the calls of a controller."""
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, even_parts, prompt_parts
+from megatron_vlm.data.tensors.tensor_list import TensorList
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.training.backward import LossCall
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.generate import ROWS
+from megatron_vlm.training.losses import LossFunction, Objective, check_divisor
+from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.worker import StepMetrics
+
+T = TypeVar("T")
+Join = Callable[[list[Any]], T]  # from the replicas' results, in order
+Parts = Sequence[ReplicaBatch] | None
+
+
+class Ranks(Protocol):
+    """How a call reaches every rank; see torchrun.py and ray_actors.py."""
+
+    dims: ParallelDims
+
+    def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
+        """Call a method of every Member, with the part of its replica if there are parts."""
+
+    def close(self) -> None: ...
+
+
+class WorkerGroup:
+    """N MegatronWorkers as one. Batches are those of the whole group: rows, or a TensorBatch, of
+    which only the fields that a call reads are sent.
+
+    Every method returns a future. The calls of a group are done in the order in which they were
+    made, whether or not a result was waited for.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.dims = ranks.dims
+
+    def forward(self, batch: BatchLike, temperature: float = 1.0) -> Future[list[Tensor]]:
+        """Log-probs of each row's supervised tokens, as MegatronWorker.forward gives them."""
+        parts = even_parts(batch, self.dims.dp)
+
+        def join(found: list[list[Tensor]]) -> list[Tensor]:
+            return _in_order(found)[: len(batch)]
+
+        return self.ranks.call(join, "forward", parts, temperature)
+
+    def likeliest(
+        self, batch: BatchLike, count: int, temperature: float = 1.0
+    ) -> Future[list[Tensor]]:
+        """The likeliest tokens where a row predicts something, as MegatronWorker.likeliest gives
+        them."""
+        parts = even_parts(batch, self.dims.dp)
+
+        def join(found: list[list[Tensor]]) -> list[Tensor]:
+            return _in_order(found)[: len(batch)]
+
+        return self.ranks.call(join, "likeliest", parts, count, temperature)
+
+    def routing(self, batch: BatchLike) -> Future[TensorList]:
+        """The experts that each token of each row goes to, as MegatronWorker.routing gives them:
+        as the field `routing` of a batch they send it there again."""
+        parts = even_parts(batch, self.dims.dp)
+
+        def join(found: list[list[Tensor]]) -> TensorList:
+            return TensorList(_in_order(found)[: len(batch)])
+
+        return self.ranks.call(join, "routing", parts)
+
+    def forward_backward(
+        self,
+        batch: BatchLike,
+        return_per_token_outputs: bool = False,
+        loss: str | LossFunction = "cross_entropy",
+        divisor: float | None = None,
+        accumulate: bool = False,
+        **options: float,
+    ) -> Future[StepMetrics]:
+        """Gradients of the mean loss over the batch, or of its sum over `divisor`, in place of
+        earlier ones, or with `accumulate` added to those since the last optim_step. The values of
+        each token that the loss reads are fields of the batch; see losses.py."""
+        check_divisor(divisor)
+        value_names = Objective.create(loss, options).value_names
+        parts = even_parts(batch, self.dims.dp, value_names)
+
+        def join(found: list[StepMetrics]) -> StepMetrics:
+            if not return_per_token_outputs:
+                return found[0]
+            log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
+            return replace(found[0], log_probs=log_probs)
+
+        asked = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
+        return self.ranks.call(join, "forward_backward", parts, asked)
+
+    def optim_step(
+        self, lr: float | None = None, adam: AdamStep | None = None
+    ) -> Future[tuple[float, float]]:
+        """Clip and apply the gradients: (norm before clipping, learning rate). `adam` takes the
+        place of the configured settings for this step."""
+        return self.ranks.call(_first, "optim_step", None, lr, adam)
+
+    def sample(
+        self,
+        prompts: BatchLike,
+        settings: SamplingSettings,
+        n: int = 1,
+        seed: int | Sequence[int] = 0,
+        batch_rows: int = ROWS,
+    ) -> Future[list[list[Completion]]]:
+        """`n` answers to each prompt, as MegatronWorker.sample gives them; stop strings are looked
+        for in what the checkpoint's tokenizer decodes. Answers are drawn by `seed` and their number
+        in the call: give each call another seed. Or give one for each prompt: its answer k is the
+        one that its seed + k alone gives."""
+        args = (settings, n, seed, batch_rows)
+        return self.ranks.call(_in_order, "sample", prompt_parts(prompts, self.dims.dp), *args)
+
+    def generate(
+        self,
+        prompts: BatchLike,
+        max_new_tokens: int,
+        stop_ids: Collection[int],
+        batch_rows: int = ROWS,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Future[list[list[int]]]:
+        """New tokens for each prompt, as decode.generate gives them; the rest as for `sample`."""
+        settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
+
+        def join(found: list[Any]) -> list[list[int]]:
+            return [settings.without_stop(each.ids) for (each,) in _in_order(found)]
+
+        args = (settings, 1, seed, batch_rows)
+        return self.ranks.call(join, "sample", prompt_parts(prompts, self.dims.dp), *args)
+
+    def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
+        """Write a checkpoint; `progress` is plain JSON, for `load` to return."""
+        return self.ranks.call(_first, "save", None, str(folder), progress or {})
+
+    def load(self, folder: str) -> Future[dict[str, Any]]:
+        """Fill the workers from a checkpoint of any layout; its `progress`."""
+        return self.ranks.call(_first, "load", None, str(folder))
+
+    def export(self, folder: str) -> Future[None]:
+        """Write a Hugging Face checkpoint."""
+        return self.ranks.call(_first, "export", None, str(folder))
+
+    def close(self) -> None:
+        """End the processes that the group has started."""
+        self.ranks.close()
+
+
+def _first(found: Sequence[Any]) -> Any:
+    return found[0]
+
+
+def _in_order(found: Sequence[Any]) -> list[Any]:
+    return [row for rows in found for row in rows]

@@ -1,0 +1,70 @@
+"""How much work a row is, in floating point operations of its forward, from its sizes alone.
+
+Padding is not work. Used to balance micro-batches and to say how well the hardware is used.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_vlm.data.batches.balance import RowSize
+from megatron_vlm.family.spec import ModelSizes, Part
+
+
+@dataclass(frozen=True)
+class WorkModel:
+    """Operations per unit; a multiplication and an addition count as two."""
+
+    per_token: int  # linear layers of the decoder; of experts, those that a token goes to
+    per_token_pair: int  # causal attention, over half of all pairs
+    per_supervised: int  # the head
+    per_patch_of_tower: int  # linear layers of the vision tower
+    per_patch_of_mergers: int  # and those of its mergers
+    per_patch_pair: int  # attention within a frame
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(sizes: ModelSizes) -> "WorkModel":
+        """The work of a model of these sizes."""
+        text, vision = sizes.text, sizes.vision
+        tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
+        idle = text.experts.idle_values(text.hidden) if text.experts else 0
+        return WorkModel(
+            per_token=2 * (_matrices(sizes, Part.decoder) - idle),
+            per_token_pair=4 * text.layers * text.query,
+            per_supervised=2 * text.hidden * text.vocab,
+            per_patch_of_tower=2 * tower,
+            per_patch_of_mergers=2 * (mergers // vision.merge**2),
+            per_patch_pair=4 * vision.depth * vision.hidden,
+        )
+
+    @property
+    def per_patch(self) -> int:
+        """Linear layers of the vision tower, mergers included."""
+        return self.per_patch_of_tower + self.per_patch_of_mergers
+
+    def row(self, tokens: int, supervised: int, patches: int, patch_pairs: int) -> int:
+        """The operations of one row's forward; its backward takes twice as many."""
+        return (
+            self.per_token * tokens
+            + self.per_token_pair * tokens * (tokens + 1) // 2
+            + self.per_supervised * supervised
+            + self.per_patch * patches
+            + self.per_patch_pair * patch_pairs
+        )
+
+    def row_size(
+        self, tokens: int, supervised: int, patches: int, patch_pairs: int, images: int = 0
+    ) -> RowSize:
+        """What planning needs to know of a row with these counts."""
+        cost = float(self.row(tokens, supervised, patches, patch_pairs))
+        return RowSize(tokens, cost, patches, images)
+
+
+def _matrices(sizes: ModelSizes, part: Part) -> int:
+    """Numbers in the weights of a part that inputs are multiplied by: neither norms, biases nor
+    tables of embeddings."""
+    return sum(
+        tensor.num_values
+        for tensor in sizes.tensors
+        if tensor.part is part and len(tensor.shape) > 1 and "embed.weight" not in tensor.name
+    )

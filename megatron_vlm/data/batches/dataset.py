@@ -1,0 +1,146 @@
+"""All sources of data.train, or of one evaluation set, as one ordered set of samples."""
+
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.balance import RowSize
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.order import Order, all_of
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.data.sources.source import Source, open_source
+from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.tokens.index import Index, build_index, check_errors
+from megatron_vlm.data.tokens.reader import Reader, make_encoder, make_reader
+from megatron_vlm.data.tokens.row import PlacedRow
+from megatron_vlm.data.tokens.sample_views import ShownSample, show_sample
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.io.paths import home_path
+from megatron_vlm.io.printable import visible
+from megatron_vlm.io.scratch import scratch_folder
+
+log = logging.getLogger("megatron_vlm.data")
+
+Handle = tuple[int, int]  # (source, sample)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The indexed sources, their readers, and the order of their samples."""
+
+    sources: tuple[Source, ...]
+    readers: tuple[Reader, ...]
+    indexes: tuple[Index, ...]
+    order: Order
+    work: WorkModel
+    known_ahead = True
+
+    @property
+    def length(self) -> int:
+        """Samples of an epoch."""
+        return len(self.order)
+
+    def size(self, source: int, sample: int) -> RowSize:
+        """What planning needs to know of a sample."""
+        index = self.indexes[source]
+        counts = (index.tokens, index.supervised, index.patches, index.patch_pairs, index.images)
+        return self.work.row_size(*(int(count[sample]) for count in counts))
+
+    def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
+        """The samples from a position to the end of its epoch, each with the position after it."""
+        order = self.order.epoch(start.epoch)
+        for taken in range(start.taken, len(order)):
+            handle = (int(order[taken, 0]), int(order[taken, 1]))
+            yield handle, self.size(*handle), Position(start.epoch, taken + 1)
+
+    def where(self, handle: Handle) -> str:
+        """The place of the sample's record, for messages."""
+        source, sample = handle
+        return self.sources[source].where(int(self.indexes[source].records[sample]))
+
+    def raw(self, handle: Handle) -> Any:
+        """The sample's record, as its source has it."""
+        source, sample = handle
+        return self.sources[source][int(self.indexes[source].records[sample])]
+
+    def row(self, handle: Handle) -> PlacedRow:
+        """The sample with its pixels."""
+        source, sample = handle
+        reader, index = self.readers[source], self.indexes[source]
+        return reader.row(self.raw(handle), self.where(handle), index[sample])
+
+    def handle(self, number: int) -> Handle:
+        """The sample with this number over all sources."""
+        source, sample = 0, number
+        while sample >= len(self.indexes[source]):
+            source, sample = source + 1, sample - len(self.indexes[source])
+        return source, sample
+
+    def show(self, handle: Handle, pictures: bool, number: int = 0) -> ShownSample:
+        """The sample as the model sees it; `number` is what it is called over all sources."""
+        source, sample = handle
+        raw, where = self.raw(handle), self.where(handle)
+        reader, index = self.readers[source], self.indexes[source]
+        return show_sample(reader, raw, where, index[sample], pictures, number)
+
+    def faults(self) -> tuple[Counter[str], list[str]]:
+        """How many samples each rule dropped, and the errors of wrong records."""
+        faults = [index.faults for index in self.indexes]
+        dropped = Counter(rule for fault in faults for _, rule in fault.dropped)
+        return dropped, [error for fault in faults for error in fault.errors]
+
+
+def open_data(
+    specs: Sequence[SourceSpec],
+    key: str,
+    cfg: DataConfig,
+    model_path: str,
+    sizes: ModelSizes,
+    share: tuple[int, int] = (0, 1),
+    train: bool = True,
+    asks: bool = False,
+) -> DataSet | StreamSet:
+    """Open and index every source of `data.train` or `data.eval`; streams are only opened.
+    `share`: which of how many processes this is, where several index together. With `asks`,
+    samples are prompts: nothing of them is trained, and an answer at their end is left out."""
+    encoder = make_encoder(model_path, cfg)
+    cache = None if cfg.cache_dir is None else home_path(cfg.cache_dir)
+    if any(spec.streaming for spec in specs):
+        assert all(spec.streaming for spec in specs)
+        stream = open_stream(specs, cfg, train)
+        reader = make_reader(encoder, cfg, sizes, stream.root)
+        return StreamSet(stream, reader, cfg, WorkModel.of(sizes))
+    sources = tuple(open_source(spec, cfg.image_root, cache) for spec in specs)
+    readers = tuple(make_reader(encoder, cfg, sizes, source.root, asks) for source in sources)
+    scratch = Path(tempfile.mkdtemp(dir=scratch_folder()))
+    indexes = tuple(
+        build_index(source, reader, cfg, scratch, share)
+        for source, reader in zip(sources, readers, strict=True)
+    )
+    lengths = tuple(len(index) for index in indexes)
+    order = all_of(lengths)
+    if train:
+        order = Order(lengths, tuple(spec.weight for spec in specs), cfg.seed, cfg.shuffle)
+    data = DataSet(sources, readers, indexes, order, WorkModel.of(sizes))
+    for index in indexes:
+        for where, rule in index.faults.dropped:
+            log.info("dropped %s: %s", visible(where), rule)
+        for error in index.faults.errors:
+            log.warning("skipped %s", visible(error))
+    check_errors(data.faults()[1], cfg)
+    if not len(order):
+        dropped, errors = data.faults()
+        raise DataError(
+            f"has no sample left: {sum(dropped.values())} were dropped {dict(dropped)}, and "
+            f"{len(errors)} were wrong",
+            key=key,
+        )
+    return data

@@ -1,0 +1,166 @@
+"""From sources to the micro-batches of each step, decoded ahead of it by worker processes.
+
+One process of a replica loads, and `training/broadcast.py` hands its micro-batches to the others.
+What comes next is decided from sizes alone, alike on every replica, so loaders need not communicate
+and a resumed run just keeps counting. Nothing that was consumed is decoded again.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.balance import Limits, Plan, RowSize, padded_tokens, plan_batch
+from megatron_vlm.data.batches.data_position import Position, SampleSource
+from megatron_vlm.data.batches.micro_batch import MicroBatch, collate, filler_batch
+from megatron_vlm.data.tokens.index import check_errors
+from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.printable import visible
+
+log = logging.getLogger("megatron_vlm.data")
+
+# Planning takes about 20 us a row, whatever the number of replicas: of a large global batch, which
+# every replica plans whole, that is more than a step should wait for.
+PLANNED_APART = 256  # rows
+_TASKS_AHEAD = 64
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Which of the data parallel replicas loads."""
+
+    rank: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class BatchFigures:
+    """The figures of a whole global batch, the same on every replica."""
+
+    samples: int
+    tokens: int
+    padded: int  # tokens plus the padding of all micro-batches
+    images: int
+    work: float  # operations of its forward
+
+    @staticmethod
+    def of(sizes: list[RowSize], plan: Plan) -> "BatchFigures":
+        return BatchFigures(
+            samples=len(sizes),
+            tokens=sum(size.tokens for size in sizes),
+            padded=padded_tokens(plan, sizes),
+            images=sum(size.images for size in sizes),
+            work=sum(size.cost for size in sizes),
+        )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One replica's share of a global batch."""
+
+    micro_batches: list[MicroBatch]
+    after: Position  # where the next step starts
+    figures: BatchFigures
+    skipped: tuple[str, ...] = ()  # errors of samples that this replica left out
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a worker process makes: one micro-batch."""
+
+    handles: tuple[Any, ...]
+    places: tuple[int, ...]  # of its rows in the replica's share
+    last: bool  # whether it is the last of its step
+    after: Position
+    figures: BatchFigures
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """The results of tasks, made in worker processes."""
+
+    data: SampleSource
+    cfg: DataConfig
+
+    def __getitem__(self, task: _Task) -> tuple[_Task, MicroBatch | DataError, tuple[str, ...]]:
+        rows, places, errors = [], [], []
+        for handle, place in zip(task.handles, task.places, strict=True):
+            try:
+                rows.append(self.data.row(handle))
+                places.append(place)
+            except DataError as error:
+                if self.cfg.on_error == "raise":
+                    return task, error, ()  # a DataLoader would wrap the message of a raised one
+                errors.append(str(error))
+        return task, collate(rows, places) if rows else filler_batch(), tuple(errors)
+
+
+@dataclass
+class _Planned(IterableDataset[_Task]):
+    """The tasks of a loader, for a process of their own."""
+
+    loader: "Loader"
+
+    def __iter__(self) -> Iterator[_Task]:
+        return self.loader.tasks()
+
+
+@dataclass
+class Loader:
+    """The steps of a replica, starting at a position; `epochs` may be infinite."""
+
+    data: SampleSource
+    cfg: DataConfig
+    batch_size: int  # of the global batch
+    limits: Limits
+    replica: Replica = Replica()
+    start: Position = field(default_factory=Position)
+    epochs: float = float("inf")
+    errors: list[str] = field(default_factory=list)  # of samples that could not be decoded
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        decoded, cfg = _Decoded(self.data, self.cfg), self.cfg
+        micro_batches: list[MicroBatch] = []
+        skipped: tuple[str, ...] = ()
+        tasks = self.tasks()
+        if cfg.num_workers and self.batch_size >= PLANNED_APART and self.data.known_ahead:
+            tasks = in_processes(_Planned(self), None, 1, _TASKS_AHEAD)
+        for task, outcome, errors in in_processes(decoded, tasks, cfg.num_workers, cfg.prefetch):
+            if isinstance(outcome, DataError):
+                raise outcome
+            self.errors += errors
+            for error in errors:
+                log.warning("skipped %s", visible(error))
+            check_errors([*self.data.faults()[1], *self.errors], cfg)
+            micro_batches.append(outcome)
+            skipped += errors
+            if task.last:
+                yield StepBatch(micro_batches, task.after, task.figures, skipped)
+                micro_batches, skipped = [], ()
+
+    def tasks(self) -> Iterator[_Task]:
+        """The tasks of this replica, epoch after epoch."""
+        position = self.start
+        while position.epoch < self.epochs:
+            batch: list[tuple[Any, RowSize]] = []
+            for handle, size, after in self.data.epoch(position):
+                batch.append((handle, size))
+                if len(batch) == self.batch_size:
+                    yield from self._step(batch, after)
+                    batch = []
+            position = Position(position.epoch + 1)
+            if batch:  # the last one of an epoch may be smaller: no row comes twice
+                yield from self._step(batch, position)
+
+    def _step(self, batch: list[tuple[Any, RowSize]], after: Position) -> Iterator[_Task]:
+        sizes = [size for _, size in batch]
+        plan = plan_batch(sizes, self.replica.count, self.limits)
+        figures, mine = BatchFigures.of(sizes, plan), plan[self.replica.rank]
+        for number, group in enumerate(mine or [[]]):
+            handles = tuple(batch[row][0] for row in group)
+            last = number + 1 >= len(mine)
+            yield _Task(handles, tuple(group), last, after, figures)

@@ -1,0 +1,268 @@
+"""MicroBatch: several rows, padded on the right, ready for every stage.
+
+Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images,
+P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
+of a token: its id, its target (what it predicts) and its position on three axes, F the values
+of a token that a loss reads, J targets of a place, N supervised places, M their targets (as many,
+unless places have several), T the tokens of all rows, L decoder layers with experts, K experts of
+a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, place_row
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import Tokens
+
+_PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one forward, on the host; patches may already be on the device. Targets are
+    shifted: targets[b, s] is what position s predicts.
+
+    What decides shapes is looked up here, on the host: asked of a tensor on the device, the host
+    would wait until the device has computed everything before it."""
+
+    tokens_BS5: Tensor  # int32, in one table so that a single copy moves it
+    lengths: tuple[int, ...]
+    rows: tuple[int, ...]  # the places of its rows in the batch that they came from
+    pixel_values_PC: Tensor | None = None
+    image_grid_I3: Tensor | None = None
+    pixel_values_videos_PC: Tensor | None = None
+    video_grid_I3: Tensor | None = None
+    values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
+    value_names: tuple[str, ...] = ()
+    weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
+    routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
+    visual: bool = False  # whether it has images or videos: known on stages without them, too
+    # Where a row's places have several targets: those of all rows, IGNORE where there are fewer.
+    targets_BSJ: Tensor | None = None
+    values_BSJF: Tensor | None = None  # and in place of values_BSF theirs
+    # Of each row the shape past S of what it calls targets; None: it has labels. (): of all rows.
+    target_shapes: tuple[tuple[int, ...] | None, ...] = ()
+
+    @property
+    def ids_BS(self) -> Tensor:
+        return self.tokens_BS5[..., 0].long()
+
+    @property
+    def targets_BS(self) -> Tensor:
+        return self.tokens_BS5[..., 1].long()
+
+    @property
+    def position_ids_3BS(self) -> Tensor:
+        return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
+
+    @cached_property
+    def supervised(self) -> tuple[Tensor, Tensor]:
+        """Row and column [N] of each supervised place, row by row."""
+        row_N, column_N = (self.tokens_BS5[..., 1] != IGNORE).nonzero(as_tuple=True)
+        return row_N, column_N
+
+    @cached_property
+    def several(self) -> tuple[Tensor, Tensor] | None:
+        """Of each target [M] the number of its place among the N, and its own among those of the
+        place; None where each place has one."""
+        if self.targets_BSJ is None:
+            return None
+        of_M, which_M = (self.targets_BSJ[self.supervised] != IGNORE).nonzero(as_tuple=True)
+        return of_M, which_M
+
+    @property
+    def of_M(self) -> Tensor | None:
+        """The place of each target, where places have several."""
+        return None if self.several is None else self.several[0]
+
+    @property
+    def num_supervised(self) -> int:
+        """The targets of all rows."""
+        return len(self.supervised[0] if self.several is None else self.several[0])
+
+    @property
+    def targets_M(self) -> Tensor:
+        """The targets of the supervised places."""
+        if self.targets_BSJ is None or self.several is None:
+            return self.targets_BS[self.supervised]
+        return self.targets_BSJ[self.supervised][self.several]
+
+    @property
+    def weights_M(self) -> Tensor | None:
+        """The weights of their losses."""
+        if self.weights_BS is None:
+            return None
+        weights_N = self.weights_BS[self.supervised]
+        return weights_N if self.of_M is None else weights_N[self.of_M]
+
+    @property
+    def values_MF(self) -> Tensor | None:
+        """The values that a loss reads of them."""
+        if self.values_BSJF is not None and self.several is not None:
+            return self.values_BSJF[self.supervised][self.several]
+        return None if self.values_BSF is None else self.values_BSF[self.supervised]
+
+    @cached_property
+    def weight(self) -> float:
+        """The sum of the weights: the number of supervised tokens, if each has the weight 1."""
+        weights_M = self.weights_M
+        return float(self.num_supervised if weights_M is None else weights_M.double().sum())
+
+    def check_values(self, names: Sequence[str], where: str) -> None:
+        """Refuse a batch that has supervised tokens but not these values."""
+        missing = [name for name in names if name not in self.value_names]
+        if missing and self.num_supervised:
+            raise DataError(
+                "is missing: the loss reads it for each token, and there "
+                + (f"is only {', '.join(self.value_names)}" if self.value_names else "is no value"),
+                place=where,
+                key=missing[0],
+                remedy=f"place and collate its rows with value_names={tuple(names)}",
+            )
+
+    def log_probs_by_row(self, log_probs_M: Tensor) -> list[Tensor]:
+        """The log-probs of the targets, by row: each in the place of its own token [S], or in the
+        shape and the place of the row's targets."""
+        rows, longest = self.tokens_BS5.shape[:2]
+        width = 1 if self.targets_BSJ is None else self.targets_BSJ.shape[2]
+        spread_BSJ = log_probs_M.new_zeros(rows, longest, width)
+        row_N, column_N = self.supervised
+        if self.several is None:
+            spread_BSJ[row_N, column_N, 0] = log_probs_M
+        else:
+            of_M, which_M = self.several
+            spread_BSJ[row_N[of_M], column_N[of_M], which_M] = log_probs_M
+        shapes = self.target_shapes or (None,) * rows
+        return [
+            _as_given(spread_SJ[:length], shape)
+            for spread_SJ, length, shape in zip(spread_BSJ, self.lengths, shapes, strict=True)
+        ]
+
+
+VISUAL_FIELDS = ("pixel_values_PC", "image_grid_I3", "pixel_values_videos_PC", "video_grid_I3")
+LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF")
+
+
+def collate(
+    rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
+) -> MicroBatch:
+    """Pad rows on the right to the longest and concatenate their patches. `value_names` are those
+    that the rows were placed with."""
+    lengths = tuple(len(row.tokens_S5) for row in rows)
+    longest = max(lengths)
+    padding = np.broadcast_to(_PADDING, (longest, 5))
+    # A single concatenation of rows and paddings. Padding is on the right only, where causal
+    # attention hides it from every token, so its ids may be anything.
+    pieces = [
+        piece
+        for row, length in zip(rows, lengths, strict=True)
+        for piece in (row.tokens_S5, padding[length:])
+        if len(piece)
+    ]
+    tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
+    others: dict[str, Any] = {"value_names": tuple(value_names)}
+    for name in VISUAL_FIELDS:
+        others[name] = _cat([getattr(row.row, name) for row in rows], name)
+    others["visual"] = any(others[name] is not None for name in VISUAL_FIELDS)
+    if any(row.targets_SJ is not None for row in rows):
+        others |= _several_targets(rows, longest, len(value_names))
+    elif value_names:
+        values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
+        others["values_BSF"] = pad_sequence(values, batch_first=True)
+    if any(row.row.targets is not None for row in rows):
+        given = [row.row.targets for row in rows]
+        others["target_shapes"] = tuple(t if t is None else tuple(t.shape[1:]) for t in given)
+    if any(row.weights_S is not None for row in rows):
+        weights = [
+            torch.ones(length) if row.weights_S is None else torch.from_numpy(row.weights_S)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        others["weights_BS"] = pad_sequence(weights, batch_first=True)
+    others["routing_TLK"] = _routing([row.row.routing_SLK for row in rows], lengths)
+    return MicroBatch(tokens_BS5, lengths, tuple(places), **others)
+
+
+def cut_micro_batches(
+    rows: Sequence[Row],
+    size: int,
+    tokens: Tokens,
+    value_names: Sequence[str] = (),
+    first_row: int = 0,
+) -> list[MicroBatch]:
+    """Cut a batch, in order, into micro-batches of at most `size` rows, with these values of each
+    token. Errors count rows from `first_row`."""
+    if not rows:
+        raise DataError(": every data parallel rank needs at least one row", key="rows", found=[])
+    placed = [
+        place_row(row, tokens, f"row {i}", value_names) for i, row in enumerate(rows, first_row)
+    ]
+    ends = [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    return [collate(placed[start:end], range(start, end), value_names) for start, end in ends]
+
+
+def filler_batch() -> MicroBatch:
+    """One token, no image, no loss, for a rank without a row of its own."""
+    return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
+
+
+def _several_targets(rows: Sequence[PlacedRow], longest: int, values: int) -> dict[str, Any]:
+    """Targets and values of rows of which some have several targets at each place."""
+    most = max(1 if row.targets_SJ is None else row.targets_SJ.shape[1] for row in rows)
+    targets_BSJ = torch.full((len(rows), longest, most), IGNORE)
+    values_BSJF = torch.zeros(len(rows), longest, most, values)
+    for place, row in enumerate(rows):
+        targets_SJ, values_SJF = row.targets_SJ, row.values_SJF
+        if targets_SJ is None:
+            targets_SJ = row.tokens_S5[:, 1:2]
+            values_SJF = None if row.values_SF is None else row.values_SF[:, None]
+        length, count = targets_SJ.shape
+        targets_BSJ[place, :length, :count] = torch.from_numpy(targets_SJ)
+        if values_SJF is not None:
+            values_BSJF[place, :length, :count] = torch.from_numpy(values_SJF)
+    return {"targets_BSJ": targets_BSJ, "values_BSJF": values_BSJF if values else None}
+
+
+def _as_given(spread_SJ: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """What belongs to the targets of a row, as the row has them."""
+    if shape is None:  # labels: in the place of the token that is predicted
+        spread_S = spread_SJ[:, 0]
+        return torch.cat([spread_S.new_zeros(1), spread_S[:-1]])
+    return spread_SJ[:, : shape[0]].clone() if shape else spread_SJ[:, 0].clone()
+
+
+def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """The experts of all tokens; those of a row that says nothing are left to the routers."""
+    said = {tuple(each.shape[1:]) for each in given if each is not None}
+    if not said:
+        return None
+    if len(said) > 1 or len(shape := said.pop()) != 2:
+        raise DataError(
+            "has a different shape for the tokens of some rows of one batch",
+            key="routing",
+            remedy="give [tokens, layers with experts, experts of a token] for each row",
+        )
+    pieces = [
+        torch.full((length, *shape), -1) if each is None else each
+        for each, length in zip(given, lengths, strict=True)
+    ]
+    return torch.cat([piece.to(torch.int32) for piece in pieces])
+
+
+def _cat(tensors: Sequence[Tensor | None], name: str) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None and len(tensor)]
+    kinds = {tensor.dtype for tensor in present}
+    if len(kinds) > 1:  # torch.cat would silently turn bytes into floats
+        raise DataError(
+            f"has several dtypes in one micro-batch: {', '.join(sorted(map(str, kinds)))}",
+            key=name.rpartition("_")[0],
+            remedy="give one dtype",
+        )
+    return torch.cat(present) if present else None

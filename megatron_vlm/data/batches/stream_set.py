@@ -1,0 +1,146 @@
+"""StreamSet: the samples of a stream, encoded as they are read."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.batches.balance import RowSize
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.sources.hub import root_cause
+from megatron_vlm.data.sources.stream import Stream, StreamRecord
+from megatron_vlm.data.tokens.index import check_errors
+from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.data.tokens.row import PlacedRow
+from megatron_vlm.data.tokens.sample import Dropped, Sample
+from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.printable import visible
+
+log = logging.getLogger("megatron_vlm.data")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A record on its way to the process that decodes its pixels."""
+
+    raw: Any
+    where: str
+    sample: Sample
+    passed: tuple[str, ...] = ()  # its keys that nothing is made of
+
+
+# A record's place, the state of the stream after it (empty if nothing can follow), and what became
+# of it.
+Outcome = tuple[str, dict[str, Any], Item | Dropped | DataError]
+
+
+@dataclass
+class StreamSet:
+    """The samples of a stream, as the loader takes them."""
+
+    stream: Stream
+    reader: Reader
+    cfg: DataConfig
+    work: WorkModel
+    dropped: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    passed: set[str] = field(default_factory=set)  # keys that were said to be passed over
+    known_ahead = False
+    length = None
+
+    @property
+    def name(self) -> str:
+        return self.stream.name
+
+    def epoch(self, start: Position) -> Iterator[tuple[Item, RowSize, Position]]:
+        """The samples from a position to the end of its epoch, each with the position after it."""
+        taken = start.taken
+        records = _EncodedRecords(self.stream, self.reader, start)
+        # One process: with more, the order would depend on their number.
+        for where, state, outcome in in_processes(records, None, min(self.cfg.num_workers, 1), 64):
+            if isinstance(outcome, Dropped):
+                self.dropped[str(outcome)] += 1
+                log.info("dropped %s: %s", visible(where), outcome)
+            elif isinstance(outcome, DataError):
+                if self.cfg.on_error == "raise" or not state:
+                    raise outcome
+                self.errors.append(str(outcome))
+                log.warning("skipped %s", visible(str(outcome)))
+                check_errors(self.errors, self.cfg)
+            else:
+                taken += 1
+                self._say_passed(outcome)
+                yield outcome, self._size(outcome.sample), Position(start.epoch, taken, state)
+        if not taken:
+            raise DataError(
+                f"has no sample left: {sum(self.dropped.values())} were dropped "
+                f"{dict(self.dropped)}, and {len(self.errors)} were wrong",
+                place=self.name,
+            )
+
+    def _say_passed(self, item: Item) -> None:
+        """A stream is not known at the start: its keys are said where they first come."""
+        new = [key for key in item.passed if key not in self.passed]
+        if new and self.cfg.unknown_keys == "warn":
+            names = ", ".join(repr(key[:80]) for key in new)
+            log.warning(
+                "%s: the model does not see %s: its meaning is not known here; "
+                "data.unknown_keys=refuse makes it an error, ignore says nothing of it",
+                visible(item.where),
+                visible(names),
+            )
+        self.passed.update(new)
+
+    def row(self, handle: Item) -> PlacedRow:
+        """The sample with its pixels."""
+        return self.reader.row(handle.raw, handle.where, handle.sample)
+
+    def faults(self) -> tuple[Counter[str], list[str]]:
+        """How many samples each rule dropped, and the errors of wrong records, so far."""
+        return self.dropped, self.errors
+
+    def _size(self, sample: Sample) -> RowSize:
+        supervised, pairs = sample.num_supervised, sample.patch_pairs
+        counts = (len(sample.ids_S), supervised, sample.num_patches, pairs)
+        return self.work.row_size(*counts, len(sample.image_grids))
+
+
+@dataclass
+class _EncodedRecords(IterableDataset[Outcome]):
+    """The records of an epoch from a position on, encoded: for a worker process."""
+
+    stream: Stream
+    reader: Reader
+    start: Position
+
+    def __iter__(self) -> Iterator[Outcome]:
+        # Errors are handed on: a DataLoader would wrap the message of a raised one.
+        where = "its beginning"
+        records = iter(self.stream.records(self.start.epoch, self.start.stream))
+        while True:
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except Exception as error:  # of a network, a file system, a damaged file
+                why = f"cannot be read any further after {where}: {root_cause(error)}"
+                broken = DataError(why, place=self.stream.name)
+                yield where, {}, error if isinstance(error, DataError) else broken
+                return
+            where = record.where
+            yield where, record.state, self._encoded(record)
+
+    def _encoded(self, record: StreamRecord) -> Item | Dropped | DataError:
+        try:
+            raw = record.raw()
+            passed = Counter[str]()
+            sample = self.reader.encode(raw, record.where, False, passed)
+            return Item(raw, record.where, sample, tuple(passed))
+        except (Dropped, DataError) as reason:
+            return reason

@@ -1,0 +1,77 @@
+"""The files of a checkpoint with the settings of its image and video processors: each value of its
+type, and within bounds that keep nonsense from taking hours and memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.untrusted import Field, Outside
+
+_MOST_FILE = 2**20  # bytes
+_MOST_PIXELS = 2**40  # bounds are often set far beyond any picture
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a file."""
+    return checked(_file(path))
+
+
+def read_part(path: Path, name: str) -> dict[str, Any] | None:
+    """The settings of one processor in a file of several; None where it has none."""
+    part = _file(path).get(name)
+    return checked(part) or None if part is not None else None
+
+
+def _file(path: Path) -> Field:
+    return Outside(str(path), ConfigError, "give the file as the checkpoint has it").json(
+        _MOST_FILE
+    )
+
+
+def checked(settings: Field) -> dict[str, Any]:
+    """The settings as plain values; any of them may be null."""
+    for key, field in settings.object().items():
+        if key in _CHECKS and field.value is not None:
+            _CHECKS[key](field)
+    return dict(settings.value)
+
+
+def _side(field: Field) -> None:
+    field.whole(1, 1024)
+
+
+def _pixels(field: Field) -> None:
+    field.whole(0, _MOST_PIXELS)
+
+
+def _size(field: Field) -> None:
+    for key in ("shortest_edge", "longest_edge"):
+        if (found := field.get(key)) is not None:
+            found.whole(1, _MOST_PIXELS)
+
+
+def _colours(field: Field) -> None:
+    values = [each.number(-1e9, 1e9) for each in field.items()]
+    if len(values) != 3:
+        raise field.error("three numbers, one for each colour")
+
+
+def _deviations(field: Field) -> None:
+    _colours(field)
+    for each in field.items():
+        each.number(1e-9, 1e9)
+
+
+_CHECKS: dict[str, Callable[[Field], object]] = {
+    **dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size"), _side),
+    **dict.fromkeys(("min_pixels", "max_pixels"), _pixels),
+    **dict.fromkeys(("min_frames", "max_frames"), lambda field: field.whole(1, 2**20)),
+    "size": _size,
+    "image_mean": _colours,
+    "image_std": _deviations,
+    "rescale_factor": lambda field: field.number(1e-9, 1e9),
+    "resample": lambda field: field.whole(0, 5),  # Pillow's filters
+    "fps": lambda field: field.number(1e-3, 1e6),
+    "max_video_tokens": lambda field: field.whole(1, 2**31),
+}

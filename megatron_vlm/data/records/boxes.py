@@ -1,0 +1,148 @@
+"""Grounding: the boxes and points of a record, in ms-swift's form.
+
+`objects` holds what the marks `<ref-object>` and `<bbox>` in the texts stand for, each kind in the
+order of its marks. They become text in `encode/grounding.py`, where the pictures' sizes are known.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.record import Box, Image, Objects, Turn
+from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, parse_text, text_of
+from megatron_vlm.errors import DataError
+
+REF, BOX = "<ref-object>", "<bbox>"
+MARKS = re.compile(f"{REF}|{BOX}")
+# What coordinates count: pixels, parts of the picture's sides, or thousandths of them.
+UNITS = ("real", "norm1", "norm1000")
+_MOST = 1e9  # no picture has so many pixels
+
+
+def parse_objects(value: Any, turns: Sequence[Turn], keys: Keys) -> Objects | None:
+    """What a record's `objects` says; as many marks as it fills must be in the turns' texts."""
+    where = f"{keys.where}: objects"
+    if isinstance(value, str) and value:
+        value = parse_text(value, "objects", keys.where)
+    if is_empty(value) and not isinstance(value, Mapping):
+        return None
+    if not isinstance(value, Mapping):
+        raise DataError(
+            f"must be an object with the lists 'ref' and 'bbox', not {kind_of(value)}",
+            place=keys.where,
+            key="objects",
+            remedy="see docs/data.md",
+        )
+    given = keys.read(value, {"ref", "bbox", "bbox_type", "image_id"}, where)
+    if not given:
+        return None
+    refs, boxes = (_list(given.get(name, ()), name, where) for name in ("ref", "bbox"))
+    unit = given.get("bbox_type", "real")
+    if unit not in UNITS:
+        raise DataError(place=where, key="bbox_type", found=unit, allowed=UNITS)
+    pictures = sum(isinstance(part, Image) for turn in turns for part in turn.parts)
+    images = _images(given.get("image_id"), len(boxes), pictures, where)
+    found = Objects(
+        tuple(text_of(ref, f"ref[{i}]", where) for i, ref in enumerate(refs)),
+        tuple(
+            Box(_coordinates(box, f"bbox[{i}]", where), unit, image)
+            for i, (box, image) in enumerate(zip(boxes, images, strict=True))
+        ),
+    )
+    _check_marks(found, turns, keys.where)
+    return found
+
+
+def _list(value: Any, key: str, where: str) -> Sequence[Any]:
+    if not is_list(value):
+        raise DataError(f"must be a list, not {kind_of(value)}", place=where, key=key)
+    return value
+
+
+def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
+    """For each box the number of its image: 0 unless the record says otherwise."""
+    given = [0] * boxes if is_empty(value) else _list(value, "image_id", where)
+    if len(given) != boxes:
+        raise DataError(
+            f"has {len(given)} entries for {boxes} boxes",
+            place=where,
+            key="image_id",
+            remedy="give the number of its image for each box, or leave image_id out if all boxes "
+            "are of the first",
+        )
+    if boxes and not pictures:
+        raise DataError(
+            f": there are {boxes} boxes and no images, and boxes belong to images, not to videos",
+            place=where,
+            key="bbox",
+            remedy="give images, or write the coordinates into the text",
+        )
+    for place, image in enumerate(given):
+        if type(image) is not int or not 0 <= image < pictures:
+            raise DataError(
+                f": the record has images 0 to {pictures - 1}",
+                place=where,
+                key=f"image_id[{place}]",
+                found=image,
+                allowed=range(pictures),
+                remedy="give the number of the image that the box is of",
+            )
+    return given
+
+
+def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
+    if not is_list(value) or len(value) not in (2, 4):
+        got = f"a list of {len(value)}" if is_list(value) else kind_of(value)
+        raise DataError(
+            f"is {got}", place=where, key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point"
+        )
+    for number in value:
+        if type(number) not in (int, float) or not -_MOST <= number <= _MOST:
+            got = f"{number}" if type(number) is float else kind_of(number)
+            raise DataError(
+                f"has a coordinate that is {got}",
+                place=where,
+                key=key,
+                allowed=f"numbers of at most {_MOST:g}",
+            )
+    if len(value) == 4 and (value[0] > value[2] or value[1] > value[3]):
+        raise DataError(
+            ": the second corner must not be left of the first or above it",
+            place=where,
+            key=key,
+            found=list(value),
+            allowed="[x1, y1, x2, y2], not a width and a height",
+        )
+    return tuple(value)
+
+
+def _check_marks(objects: Objects, turns: Sequence[Turn], where: str) -> None:
+    counts: Counter[str] = Counter()
+    for number, turn in enumerate(turns):
+        if _has_mark(turn.tool_calls):
+            raise DataError(
+                f"has a mark {REF} or {BOX}, and marks are replaced in texts alone",
+                place=f"{where}: message {number}",
+                key="tool_calls",
+                remedy="write the coordinates themselves, 0 to 1000",
+            )
+        for text in (turn.reasoning, *(part for part in turn.parts if isinstance(part, str))):
+            counts.update(MARKS.findall(text))
+    for mark, name, given in ((REF, "ref", objects.refs), (BOX, "bbox", objects.boxes)):
+        if counts[mark] != len(given):
+            raise DataError(
+                f"has {len(given)} values for the {counts[mark]} {mark} marks of the texts",
+                place=f"{where}: objects",
+                key=name,
+                remedy="give one for each mark",
+            )
+
+
+def _has_mark(value: Any) -> bool:
+    if isinstance(value, str):
+        return MARKS.search(value) is not None
+    if isinstance(value, Mapping):
+        return any(_has_mark(part) for pair in value.items() for part in pair)
+    return is_list(value) and any(map(_has_mark, value))

@@ -1,0 +1,134 @@
+"""A raw dict, in any of the formats that people use, becomes a Record.
+
+The keys tell the format: OpenAI `messages`, LLaVA and ShareGPT `conversations`, `prompt` with
+`completion`, Alpaca, and lists of encoded chunks. All but the last become turns with parts.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from megatron_vlm.data.records.boxes import parse_objects
+from megatron_vlm.data.records.chunks import parse_chunks
+from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.messages import parse_messages
+from megatron_vlm.data.records.placeholders import check_lone_marks, place_media
+from megatron_vlm.data.records.record import Chat, Chunks, Turn
+from megatron_vlm.data.records.record_values import dicts, is_list, kind_of, text_of
+from megatron_vlm.data.records.unknown_keys import slip_of
+from megatron_vlm.data.records.visuals import column, image_of, video_of
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import Outside, is_too_deep
+
+# What names a format, and what else it has beside the keys that all have.
+_FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("messages",): (),
+    ("conversations",): (),
+    ("prompt", "completion"): (),
+    ("instruction", "output"): ("input", "history"),
+}
+_NAMING = frozenset(name for names in _FORMATS for name in names)
+_COMMON = ("system", "tools", "image", "images", "video", "videos", "objects")
+_NAMES = (
+    "messages; conversations; prompt and completion; instruction and output; chunks; or a "
+    "pair of an image and a text"
+)
+
+
+def parse_record(
+    raw: Any,
+    where: str,
+    ignore_keys: Collection[str] = (),
+    strict: bool = False,
+    lone_marks: Literal["refuse", "text"] = "refuse",
+    passed: Counter[str] | None = None,
+) -> Chat | Chunks:
+    """The Record in a raw dict, or a DataError that says what is wrong with it, and where. Keys
+    that mean something to some format, or most likely do, are wrong where they are neither read nor
+    in `ignore_keys`; others of the record itself are counted in `passed`, or with `strict` wrong,
+    too. `lone_marks`: see the configuration."""
+    if not isinstance(raw, Mapping):
+        raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
+    if is_too_deep(raw):
+        raise Outside(where, remedy="mend the record or drop it").too_deep()
+    keys = Keys(where, ignore_keys, strict)
+    raw = keys.record(raw)
+    encoded = "chunks" in raw or "model_input" in raw
+    record = parse_chunks(raw, keys) if encoded else _parse_chat(raw, keys)
+    keys.check(record)
+    if lone_marks == "refuse":
+        check_lone_marks(keys.marked, record)
+    if passed is not None:
+        passed.update(keys.passed)
+    return record
+
+
+def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
+    where = keys.where
+    names = next((names for names in _FORMATS if all(name in raw for name in names)), None)
+    if names is None:
+        given = sorted(map(str, raw))
+        slips = [(key, slip_of(key, _NAMING)) for key in given if key not in _NAMING]
+        likely = [f"{key!r} is most likely {near!r}" for key, near in slips if near]
+        raise DataError(
+            f": the keys {given} match no known format",
+            place=where,
+            remedy=f"give {'; '.join([_NAMES, *likely])}; see docs/data.md",
+        )
+    raw = keys.read(raw, {*names, *_FORMATS[names], *_COMMON}, where)
+    turns = _as_turns(raw.get("system"), "system", keys) + _turns_of(raw, names, keys)
+    if not turns:
+        raise DataError("is empty", place=where, key=names[0])
+    images = [
+        image_of(v, f"{where}: image {i}", keys) for i, v in enumerate(column(raw, "image", where))
+    ]
+    videos = [
+        video_of(v, f"{where}: video {i}", keys) for i, v in enumerate(column(raw, "video", where))
+    ]
+    turns = place_media(turns, images, videos, where)
+    for index, turn in enumerate(turns):
+        if turn.role == "system" and index:
+            raise DataError(
+                ": only the first message may be a system message",
+                place=f"{where}: message {index}",
+                key="role",
+                found="system",
+            )
+    objects = parse_objects(raw.get("objects"), turns, keys)
+    tools = tuple(dicts(raw.get("tools") or (), "tools", where))
+    return Chat(where, tuple(turns), tools, objects)
+
+
+def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> list[Turn]:
+    where = keys.where
+    if len(names) == 1:
+        return parse_messages(raw[names[0]], where, keys)
+    if names == ("prompt", "completion"):
+        prompt = _as_turns(raw["prompt"], "user", keys)
+        return prompt + _as_turns(raw["completion"], "assistant", keys)
+    given = [text_of(raw[key], key, where) for key in ("instruction", "input") if key in raw]
+    turns: list[Turn] = []
+    keys.marked += given
+    for asked, answered in _pairs(raw.get("history", ()), "history", where):
+        turns += [Turn("user", (asked,)), Turn("assistant", (answered,))]
+    answer = text_of(raw["output"], "output", where)
+    question = "\n".join(filter(None, given))
+    return [*turns, Turn("user", (question,)), Turn("assistant", (answer,))]
+
+
+def _pairs(value: Any, key: str, where: str) -> Sequence[Sequence[str]]:
+    pairs = value if is_list(value) else [value]
+    if not all(is_list(p) and [type(text) for text in p] == [str, str] for p in pairs):
+        raise DataError(
+            "must be a list of pairs of strings, a question and its answer", place=where, key=key
+        )
+    return pairs
+
+
+def _as_turns(value: Any, role: str, keys: Keys) -> list[Turn]:
+    """A string as one turn with this role; a list as messages."""
+    if value is None or value == "":
+        return [] if role == "system" else [Turn(role, ())]
+    if isinstance(value, str):
+        return [Turn(role, (value,))]
+    return parse_messages(value, keys.where, keys)

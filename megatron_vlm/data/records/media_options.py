@@ -1,0 +1,168 @@
+"""What a record says beside an image or a video: which frames are taken, and how many pixels.
+
+Names and meanings are those of qwen-vl-utils.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from megatron_vlm.data.records.record import VideoOptions
+from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, only
+from megatron_vlm.errors import DataError
+
+_MOST = 2**31 - 1  # of what is counted
+_LEAST_RATE, _MOST_SECONDS = 1e-9, 1e9
+_SECONDS = "seconds, at least 0"
+_RESIZED = (
+    "sizes are chosen as Hugging Face's processor does, by bounds: give min_pixels and max_pixels"
+)
+_NOT_CARRIED_OUT = {
+    "resized_height": _RESIZED,
+    "resized_width": _RESIZED,
+    "raw_fps": "frames of a list are sample_fps apart; if they are not, give times, their seconds",
+}
+_OF_FILES = ("nframes", "num_frames", "min_frames", "max_frames", "video_start", "video_end")
+_OF_LISTS = ("sample_fps", "times", "timestamps")
+_COUNTS = {"min_frames": 1, "max_frames": 2, "min_pixels": 1, "max_pixels": 1, "total_pixels": 1}
+IMAGE_OPTIONS = frozenset({"min_pixels", "max_pixels", "resized_height", "resized_width"})
+VIDEO_OPTIONS = frozenset({"fps", *_COUNTS, *_NOT_CARRIED_OUT, *_OF_FILES, *_OF_LISTS})
+
+
+def joined(
+    held: Mapping[str, Any], beside: Mapping[str, Any], names: frozenset[str], where: str
+) -> dict[str, Any]:
+    """The options in the object that holds a medium, and those beside it in a part."""
+    held, beside = ({k: v for k, v in raw.items() if k in names} for raw in (held, beside))
+    for key in held.keys() & beside.keys():
+        if held[key] != beside[key]:
+            raise DataError(
+                "occurs twice, with different values", place=where, key=key, remedy="give it once"
+            )
+    return {key: value for key, value in (held | beside).items() if not is_empty(value)}
+
+
+def image_options(given: Mapping[str, Any], where: str) -> dict[str, int | None]:
+    """The bounds of an image's pixels."""
+    _refuse(given, _NOT_CARRIED_OUT, where)
+    found = {key: _count(given.get(key), key, 1, where) for key in ("min_pixels", "max_pixels")}
+    _check_order(found, "min_pixels", "max_pixels", where)
+    return found
+
+
+def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) -> VideoOptions:
+    """The options of a list of so many frames, or, with None, of a file."""
+    _refuse(given, _NOT_CARRIED_OUT, where)
+    if num_frames is None:
+        _refuse(
+            given, dict.fromkeys(_OF_LISTS, "it is for a list of frames, not for a file"), where
+        )
+    else:
+        _refuse(given, dict.fromkeys(_OF_FILES, "all frames of a list are taken"), where)
+    nframes = only(given, ("nframes", "num_frames"), where)
+    fps = only(given, ("fps", "sample_fps"), where)
+    times = only(given, ("times", "timestamps"), where)
+    if nframes is not None and given.keys() & {"fps", "min_frames", "max_frames"}:
+        raise DataError(
+            "sets the number of frames",
+            place=where,
+            key="nframes",
+            found=nframes,
+            remedy="leave out fps, min_frames and max_frames, or nframes",
+        )
+    if times is not None and fps is not None:
+        raise DataError(
+            "and fps both set the times of the frames",
+            place=where,
+            key="times",
+            remedy="give one of them",
+        )
+    found: dict[str, Any] = {
+        key: _count(given.get(key), key, least, where) for key, least in _COUNTS.items()
+    }
+    for key in ("video_start", "video_end"):
+        found[key] = _seconds(given.get(key), key, where)
+    for least, most in (
+        ("min_frames", "max_frames"),
+        ("min_pixels", "max_pixels"),
+        ("video_start", "video_end"),
+    ):
+        _check_order(found, least, most, where)
+    return VideoOptions(
+        fps=_rate(fps, where),
+        nframes=_count(nframes, "nframes", 2, where),
+        times=None if times is None else _times(times, num_frames or 0, where),
+        **found,
+    )
+
+
+def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str], where: str) -> None:
+    for key in given:
+        if key in reasons:
+            raise DataError(
+                f"is not supported here: {reasons[key]}",
+                place=where,
+                key=key,
+                remedy=f"or leave it out, for example by data.ignore_keys=[{key}]",
+            )
+
+
+def _count(value: Any, key: str, least: int, where: str) -> int | None:
+    """A whole number, which tables with gaps have as a float."""
+    if value is None or (_is_number(value) and least <= value <= _MOST and value == int(value)):
+        return value if value is None else int(value)
+    allowed = f"a whole number, at least {least}"
+    raise DataError(place=where, key=key, found=value, allowed=allowed)
+
+
+def _rate(value: Any, where: str) -> float | None:
+    if value is None or (_is_number(value) and _LEAST_RATE <= value <= 1 / _LEAST_RATE):
+        return None if value is None else float(value)
+    allowed = "frames per second, above 0"
+    raise DataError(place=where, key="fps", found=value, allowed=allowed)
+
+
+def _seconds(value: Any, key: str, where: str) -> float | None:
+    if value is None or (_is_number(value) and 0 <= value <= _MOST_SECONDS):
+        return None if value is None else float(value)
+    raise DataError(place=where, key=key, found=value, allowed=_SECONDS)
+
+
+def _times(value: Any, num_frames: int, where: str) -> tuple[float, ...]:
+    if not is_list(value):
+        raise DataError(
+            f"must be a list of seconds, not {kind_of(value)}", place=where, key="times"
+        )
+    if len(value) != num_frames:
+        raise DataError(
+            f"has {len(value)} values for {num_frames} frames",
+            place=where,
+            key="times",
+            remedy="give one for each frame",
+        )
+    for number, time in enumerate(value):
+        key = f"times[{number}]"
+        if _seconds(time, key, where) is None:
+            raise DataError(place=where, key=key, found=None, allowed=_SECONDS)
+    for number, (one, after) in enumerate(pairwise(value), start=1):
+        if after < one:
+            raise DataError(
+                f"is before {one}, the time of the previous frame",
+                place=where,
+                key=f"times[{number}]",
+                found=after,
+                remedy="give frames and times in the order of time",
+            )
+    return tuple(map(float, value))
+
+
+def _check_order(found: Mapping[str, Any], least: str, most: str, where: str) -> None:
+    low, high = found[least], found[most]
+    if low is not None and high is not None and low > high:
+        raise DataError(
+            f"is above {most}={high}", place=where, key=least, found=low, remedy="change one"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,187 @@
+"""Messages of OpenAI's, ShareGPT's and LLaMA-Factory's kinds become turns."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.media_options import IMAGE_OPTIONS, VIDEO_OPTIONS
+from megatron_vlm.data.records.placeholders import AWAITED_IMAGE, AWAITED_VIDEO
+from megatron_vlm.data.records.record import Part, Turn
+from megatron_vlm.data.records.record_values import (
+    dicts,
+    is_empty,
+    is_list,
+    kind_of,
+    only,
+    parse_text,
+    text_of,
+    weight_of,
+)
+from megatron_vlm.data.records.visuals import image_of, video_of
+from megatron_vlm.errors import DataError
+
+_ROLE_NAMES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing"), "assistant"),
+    "function_call": "assistant",
+    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
+}
+_WEIGHTS = ("weight", "loss_weight", "train", "loss")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_MESSAGE = {"role", "from", "content", "value", "tool_calls", *_WEIGHTS, *_REASONING}
+_ANSWER = {"tool_call_id", "name"}  # which call a tool answers: templates show answers in order
+# Where each kind of part has what it holds.
+_PARTS = {
+    "text": ("text", "value"),
+    "image": ("image", "image_url", "url", "path", "value"),
+    "video": ("video", "video_url", "url", "path", "value"),
+    "reasoning": (*_REASONING, "text", "value"),
+    "tool_call": ("tool_call", "value"),
+}
+_KINDS = {
+    **{kind: kind for kind in _PARTS},
+    **{"image_url": "image", "video_url": "video", "thinking": "reasoning"},
+}
+_MORE = {"image": IMAGE_OPTIONS | {"base64"}, "video": VIDEO_OPTIONS}
+_MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)}
+
+
+def parse_messages(messages: Any, where: str, keys: Keys) -> list[Turn]:
+    """A list of messages, which may be JSON text."""
+    if isinstance(messages, str):
+        messages = parse_text(messages, "messages", where)
+    if not is_list(messages):
+        raise DataError(f"must be a list, not {kind_of(messages)}", place=where, key="messages")
+    return [_parse_message(m, f"{where}: message {i}", keys) for i, m in enumerate(messages)]
+
+
+def _parse_message(message: Any, where: str, keys: Keys) -> Turn:
+    if not isinstance(message, Mapping):
+        raise DataError(f"must be an object, not {kind_of(message)}", place=where)
+    given = _speaker(message, where)
+    role = _ROLE_NAMES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise DataError(place=where, key="role", found=given, allowed=tuple(_ROLE_NAMES))
+    message = keys.read(message, _MESSAGE | (_ANSWER if role == "tool" else set()), where)
+    content = only(message, ("content", "value"), where)
+    calls = dicts(message.get("tool_calls") or (), "tool_calls", where)
+    if given == "function_call":
+        calls, content = dicts(content, "function_call", where), None
+    found = _parse_content(content, where, keys)
+    thoughts = only(message, _REASONING, where)
+    said = [*found["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
+    reasoning = "".join(text_of(text, "reasoning", where) for text in said)
+    calls += found["tool_call"]
+    if reasoning and role != "assistant":
+        raise DataError(
+            f"is in a message of role {role}; only messages of the assistant have it",
+            place=where,
+            key="reasoning",
+        )
+    if not found["parts"] and not calls and role != "system":
+        raise DataError(f"is empty in a message of role {role}", place=where, key="content")
+    weight = only(message, _WEIGHTS, where)
+    return Turn(
+        role,
+        tuple(found["parts"]),
+        tuple(_parse_call(call, where, keys) for call in calls),
+        None if weight is None else weight_of(weight, "weight", where),
+        reasoning,
+    )
+
+
+def _speaker(message: Mapping[str, Any], where: str) -> Any:
+    """The role as the message spells it."""
+    role, name = message.get("role"), message.get("from")
+    known = isinstance(role, str) and isinstance(name, str)
+    if known and role and name and _ROLE_NAMES.get(role) != _ROLE_NAMES.get(name):
+        raise DataError(
+            f"and from={name!r} differ", place=where, key="role", found=role, remedy="give one"
+        )
+    return role or name
+
+
+def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]:
+    """What is shown in order, and the reasoning and calls that stand among it in some formats."""
+    found: dict[str, list[Any]] = {"parts": [], "reasoning": [], "tool_call": []}
+    if isinstance(content, str | Mapping):
+        content = [content]
+    if content is not None and not is_list(content):
+        raise DataError(
+            f"must be a string or a list, not {kind_of(content)}", place=where, key="content"
+        )
+    for number, part in enumerate(content or ()):
+        place = f"{where}, part {number}"
+        kind = _kind_of_part(part) if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind in keys.ignored:
+            continue
+        keys.marked += [part] if isinstance(part, str) else []
+        kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
+        if kind == "tool_call":
+            found[kind] += dicts(value, kind, place)
+        elif value != "":
+            found[kind if kind == "reasoning" else "parts"].append(value)
+    return found
+
+
+def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
+    """The kind of a part, and what it holds."""
+    if not isinstance(part, Mapping):
+        raise DataError(f"must be a string or an object, not {kind_of(part)}", place=where)
+    given = _kind_of_part(part)
+    kind = _KINDS.get(given) if isinstance(given, str) else None
+    if kind is None:
+        raise DataError(place=where, key="type", found=given, allowed=tuple(_KINDS))
+    more = _MORE.get(kind, frozenset())
+    part = keys.read(part, {"type", *_PARTS[kind], *more}, where)
+    value = only(part, _PARTS[kind], where)
+    if kind in ("text", "reasoning"):
+        return kind, text_of(value, kind, where)
+    if kind == "image" and value is None and "base64" in part:
+        value = f"data:image;base64,{part['base64']}"
+    if kind in _MEDIA:
+        awaited, read = _MEDIA[kind]
+        if value is not None:
+            return kind, read(value, where, keys, part)
+        if options := sorted(part.keys() & _MORE[kind]):
+            raise DataError(
+                f"is an option of a part without {kind}",
+                place=where,
+                key=options[0],
+                remedy=f'give both in the record\'s {kind}s: {{"path": ..., "{options[0]}": ...}}',
+            )
+        return kind, awaited
+    return kind, value
+
+
+def _kind_of_part(part: Mapping[str, Any]) -> Any:
+    """The type that a part gives itself, or else that of what it holds."""
+    return part.get("type") or next((kind for kind in _KINDS if part.get(kind) is not None), "")
+
+
+def _parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any]:
+    """{"type": "function", "function": {"name": ..., "arguments": {...}}} from a variant."""
+    place, own = f"{where}, a tool call", {"type", "id", "index"}
+    function = call.get("function")
+    if function is None:
+        function = keys.read(call, {*own, "name", "arguments"}, place)
+    else:
+        keys.read(call, {*own, "function"}, place)
+    if call.get("type") not in (None, "function"):
+        raise DataError(place=place, key="type", found=call["type"], allowed="function")
+    if isinstance(function, Mapping):
+        function = keys.read(function, {*own, "name", "arguments"}, place)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise DataError("is missing", place=place, key="function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_text(arguments, f"arguments of {name}", where)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, Mapping):
+        raise DataError(
+            f"must be an object, not {kind_of(arguments)}", place=where, key=f"arguments of {name}"
+        )
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}

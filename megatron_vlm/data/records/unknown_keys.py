@@ -1,0 +1,154 @@
+"""Keys of a record that are not read: which may be passed over, and what is said of the others."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import PIL.Image
+
+from megatron_vlm.data.records.media_options import IMAGE_OPTIONS, VIDEO_OPTIONS
+from megatron_vlm.errors import DataError
+
+# What a format of ours or of others says with them changes what is learnt.
+MEANT = frozenset(
+    ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "output")
+    + ("input", "inputs", "outputs", "history", "query", "response", "responses", "system")
+    + ("system_prompt", "chunks", "model_input", "loss_fn_inputs", "logprobs", "advantages")
+    + ("advantage", "weight", "weights", "loss_weight", "loss_weights", "loss_mask", "mask")
+    + ("loss", "train", "trainable", "input_ids", "labels", "attention_mask", "position_ids")
+    + ("pixel_values", "image_grid_thw", "tools", "tool_calls", "tool_choice", "functions")
+    + ("function_call", "documents", "objects", "image", "images", "video", "videos")
+    + ("reasoning", "reasoning_content", "thinking", "enable_thinking")
+    + ("chat_template", "chat_template_kwargs", "template_kwargs", "image_root")
+    + tuple(IMAGE_OPTIONS | VIDEO_OPTIONS)
+)
+_MEDIA_NAME = re.compile(
+    r"([a-z0-9]+_)*(image|img|picture|pic|photo|video|frame|clip|audio|sound)s?"
+    r"(_?(path|file|name|url|uri|link|bytes|data|base64|b64|list|content|\d)s?)*|file_?names?"
+)
+_FILE_NAME = re.compile(r"(media|file|path|url|uri|src)s?(_?(file|path|name|url|uri)s?)?")
+_MEDIA_FILE = re.compile(
+    r".*\.(png|jpe?g|webp|gif|bmp|tiff?|avif|mp4|m4v|avi|mov|mkv|webm|wav|mp3|flac|ogg)",
+    re.I | re.S,
+)
+_MOST_SHOWN = 20
+_LONGEST = 80  # letters of a name that is looked at
+_PLAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a key is refused."""
+
+    place: str = ""  # of the first, in its record
+    near: str = ""  # the key of ours that it is most likely a slip of
+    is_media: bool = False  # it looks like pictures or videos, and the record has no others
+
+
+class UnknownKeysError(DataError):
+    """A record has keys that are neither read nor to be passed over: `keys`, by name."""
+
+    def __init__(
+        self, problem: str = "", *, keys: Mapping[str, Unknown] | None = None, **fields: Any
+    ) -> None:
+        super().__init__(problem, **fields)
+        self.keys = dict(keys or {})
+
+    @staticmethod
+    def of(where: str, keys: dict[str, Unknown], ignored: Collection[str]) -> "UnknownKeysError":
+        return UnknownKeysError(**refusal(where, keys, ignored), keys=keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), {"keys": self.keys}
+
+
+def refusal(
+    where: str,
+    keys: Mapping[str, Unknown],
+    ignored: Collection[str],
+    counts: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the fields of an error about these keys, with the setting that takes them as absent
+    where that may be right. `counts`: in how many records each is."""
+    shown = {name: _shown(name, why, (counts or {}).get(name, "")) for name, why in keys.items()}
+    media = [name for name, why in keys.items() if why.is_media]
+    problems, remedies = [], []
+    if media:
+        one = len(media) == 1
+        problems.append(
+            f"{_listed(shown[name] for name in media)} look{'s' * one} like pictures, videos or "
+            "sound, and the record has no others"
+        )
+        remedies.append(
+            f"name {'it' if one else 'them'} image, images, video or videos, so that they are seen"
+        )
+    if others := [name for name in keys if name not in media]:
+        problems.append(
+            f"the meaning of {_listed(shown[name] for name in others)} is not known, or not "
+            "supported here"
+        )
+        remedies.append(f"see docs/data.md. If training may ignore it, {remedy(others, ignored)}")
+    problem = f": {'; '.join(problems)}"
+    return {"problem": problem, "place": where, "remedy": "; ".join(remedies)}
+
+
+def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
+    """The setting that takes these keys, too, as if they were not there."""
+    given = sorted({*ignored, *names})[:_MOST_SHOWN]
+    spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in given]
+    return f"set data.ignore_keys=[{','.join(spelled)}]"
+
+
+def looks_like_media(key: str, value: Any) -> bool:
+    """Whether a key that is not read most likely holds or names pictures, videos or sound."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, bytes | PIL.Image.Image):
+        return True
+    if isinstance(first, Mapping):
+        return bool(first.get("bytes"))
+    if isinstance(first, bool | int | float):
+        return False
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower() if len(key) <= _LONGEST else ""
+    is_file = isinstance(first, str) and _MEDIA_FILE.fullmatch(first[-80:]) is not None
+    return bool(_MEDIA_NAME.fullmatch(name) or (is_file and _FILE_NAME.fullmatch(name)))
+
+
+def slip_of(key: str, known: Iterable[str]) -> str:
+    """The known key that this one is one or two letters from; empty if there is none."""
+    return _nearest(key, frozenset(known)) if len(key) <= _LONGEST else ""
+
+
+@lru_cache(maxsize=4096)  # the records of a file have the same keys
+def _nearest(key: str, known: frozenset[str]) -> str:
+    most = 2 if len(key) > 5 else 1
+    near = {other: _distance(key.lower(), other) for other in sorted(known)}
+    found = min(near, key=lambda other: (near[other], abs(len(other) - len(key))), default="")
+    return found if found and near[found] <= most else ""
+
+
+def _distance(one: str, other: str) -> int:
+    """Letters added, left out, exchanged, or swapped with their neighbour."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        older, before, row = before, row, [i + 1]
+        for j, same in enumerate(other):
+            cost = min(before[j] + (letter != same), before[j + 1] + 1, row[j] + 1)
+            if i and j and letter == other[j - 1] and one[i - 1] == same:
+                cost = min(cost, older[j - 1] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def _shown(name: str, why: Unknown, count: str) -> str:
+    more = [why.place, why.near and f"most likely {why.near!r}", count]
+    details = "; ".join(filter(None, more))
+    return f"{name[:80]!r}" + (f" ({details})" if details else "")
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

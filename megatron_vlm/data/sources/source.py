@@ -1,0 +1,191 @@
+"""Where raw records come from: one small class for each way of reading, all with random access.
+
+A source has `len`, `source[i]` (a raw dict), `where(i)` (for messages), `digest` (of its content)
+and `root` (the folder of its images). Streams, which have no random access, are in `stream.py`.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_vlm.config.data_sources import HUB, SourceSpec
+from megatron_vlm.data.sources.hub import load_by_name, root_cause
+from megatron_vlm.data.sources.lines import check_size, parse_json, scan_lines
+from megatron_vlm.data.sources.tables import TableSource
+from megatron_vlm.data.sources.tar import TarSource
+from megatron_vlm.data.sources.text_files import unpacked
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.paths import real_path, require_file, require_files_in
+from megatron_vlm.io.untrusted import Outside
+
+_MOST_LIST = 2**36  # bytes
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub
+
+
+class Source(Protocol):
+    """What the rest of the data path needs of a source."""
+
+    name: str
+    root: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+    def where(self, index: int) -> str: ...
+    @property
+    def digest(self) -> str: ...
+
+
+def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
+    """The source of a spec, with its records located but not read."""
+    root = spec.image_root or image_root
+    paths = paths_of(spec)
+    if not paths:
+        is_name = _NAME.fullmatch(spec.path) and not Path(spec.path).suffix
+        if is_name or spec.path.startswith(HUB):
+            return _hub_source(spec, root)
+        raise ConfigError(": there is no such file or folder", place=spec.path)
+    folder = folder_of(paths[0])
+    if Path(paths[0]).is_dir():
+        return _open_folder(paths[0], spec, root or folder)
+    for path in paths:
+        require_file(path)
+    kinds = {
+        "".join(Path(path).suffixes[-2:]) if path.endswith((".gz", ".zst")) else Path(path).suffix
+        for path in paths
+    }
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"matches files of several kinds: {', '.join(sorted(kinds))}", place=spec.path
+        )
+    kind = kinds.pop()
+    if kind == ".tar":
+        return TarSource(paths, root or folder)
+    if kind in (".parquet", ".arrow"):
+        return TableSource(_read_tables(kind[1:], paths), spec.path, root or folder)
+    if kind == ".json":
+        return ListSource(paths, spec.path, root or folder)
+    if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
+        return JsonlSource([unpacked(path, cache) for path in paths], paths, root or folder)
+    raise ConfigError(
+        "has a name that does not tell the format",
+        place=spec.path,
+        allowed=".jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet, .arrow, .tar, a folder of "
+        "save_to_disk, or the name of a Hugging Face data set",
+    )
+
+
+def paths_of(spec: SourceSpec) -> list[str]:
+    """The files or folders that a spec names, in the order of their names."""
+    return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
+
+
+def folder_of(path: str) -> str:
+    """Where the images of a file, or of a folder of files, lie unless something else is said."""
+    resolved = real_path(path)
+    return str(resolved if resolved.is_dir() else resolved.parent)
+
+
+class JsonlSource:
+    """JSON lines; one scan finds the lines and the digest."""
+
+    def __init__(self, files: Sequence[str], names: Sequence[str], root: str):
+        self.files, self.names, self.root = list(files), list(names), root
+        self.name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        hasher = hashlib.blake2b(digest_size=16)
+        scanned = [scan_lines(file, hasher) for file in self.files]
+        self.digest = hasher.hexdigest()
+        self.spans = np.concatenate([spans for spans, _ in scanned])
+        self.lines = np.concatenate([lines for _, lines in scanned])
+        self.file_of = np.repeat(range(len(files)), [len(lines) for _, lines in scanned])
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> Any:
+        (start, end), where = self.spans[index].tolist(), self.where(index)
+        check_size(end - start, where)
+        with open(self.files[self.file_of[index]], "rb") as file:
+            file.seek(start)
+            return parse_json(file.read(end - start), where)
+
+    def where(self, index: int) -> str:
+        return f"{self.names[self.file_of[index]]}:{self.lines[index]}"
+
+
+class ListSource:
+    """Records in memory, from .json files that hold a list."""
+
+    def __init__(self, paths: Sequence[str], name: str, root: str):
+        self.name, self.root = name, root
+        self.records: list[tuple[str, Any]] = []  # where each is, and its content
+        for path in paths:
+            file = Outside(path, remedy="JSON lines are named .jsonl")
+            # As large as memory: whoever has more gives JSON lines.
+            content = file.parsed(file.content(_MOST_LIST), most_values=_MOST_LIST)
+            if not isinstance(content, list):
+                raise file.error("must hold one list of records")
+            self.records += [(f"{path}: record {i}", record) for i, record in enumerate(content)]
+
+    @cached_property
+    def digest(self) -> str:
+        text = json.dumps([record for _, record in self.records], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.records[index][1]
+
+    def where(self, index: int) -> str:
+        return self.records[index][0]
+
+
+def _read_tables(kind: str, paths: Sequence[str]) -> Any:
+    import datasets
+
+    try:
+        if kind == "parquet":
+            return datasets.Dataset.from_parquet(list(paths))
+        return datasets.concatenate_datasets([datasets.Dataset.from_file(p) for p in paths])
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise DataError(
+            f"is not a readable {kind} file: {root_cause(error)}", place=paths[0]
+        ) from error
+
+
+def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
+    import datasets
+
+    folder = Path(path)
+    require_files_in(folder)
+    if not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
+        return _hub_source(spec, root)
+    try:
+        found, name = datasets.load_from_disk(path), path
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise DataError(f"cannot be read: {root_cause(error)}", place=path) from error
+    if isinstance(found, datasets.DatasetDict):
+        if spec.split not in found:
+            raise ConfigError(
+                ": the folder has no such split",
+                place=path,
+                key="split",
+                found=spec.split,
+                allowed=tuple(found),
+            )
+        found, name = found[spec.split], f"{path}[{spec.split}]"
+    return TableSource(found, name, root)
+
+
+def _hub_source(spec: SourceSpec, root: str | None) -> Source:
+    name = f"{spec.path.removeprefix(HUB)}[{spec.split}]"
+    return TableSource(load_by_name(spec), name, root or os.getcwd())

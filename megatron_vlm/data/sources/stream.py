@@ -1,0 +1,181 @@
+"""Streams: Hugging Face data sets with `streaming: true`, read window by window.
+
+Nothing is indexed. Records are shuffled within a window, in an order that depends only on the seed,
+the epoch and the window's number; a run resumes at the start of its window and skips the records
+that it had already taken.
+"""
+
+import codecs
+import copy
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.config.data_sources import SourceSpec
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.sources.hub import load_by_name, root_cause
+from megatron_vlm.data.sources.lines import iter_lines, parse_json, too_large
+from megatron_vlm.data.sources.source import folder_of, paths_of
+from megatron_vlm.data.sources.tables import table_row
+from megatron_vlm.data.sources.tar import TarSource, join_members
+from megatron_vlm.data.sources.text_files import content_of
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.paths import require_file, require_files_in
+from megatron_vlm.io.untrusted import Outside
+
+_LINES = (".jsonl", ".ndjson", ".gz", ".zst")
+_TABLES = (".parquet", ".arrow")  # which `datasets` reads
+# The columns of what is read here: bytes, parsed where an error can be skipped.
+_WHERE, _CONTENT = "__where__", "__content__"
+_LINE = "a line"  # no name of a member has a space
+
+
+@dataclass(frozen=True)
+class StreamRecord:
+    """A record as it was read, and where the stream is after it."""
+
+    table: Any  # of one row, in Arrow format
+    where: str
+    state: dict[str, Any]
+
+    def raw(self) -> Any:
+        """The record as plain values."""
+        raw = table_row(self.table, self.where)
+        if _WHERE not in raw:
+            return raw
+        members = {member["name"]: member["content"] for member in raw.get(_CONTENT, ())}
+        if not members:
+            raise too_large(self.where)
+        line = members.get(_LINE)
+        return join_members(members, self.where) if line is None else parse_json(line, self.where)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream, or several mixed by their weights."""
+
+    dataset: Any  # of `datasets`, in Arrow format
+    name: str
+    root: str | None  # where its images lie
+    window: int  # records that are shuffled together
+    seed: int
+    shuffle: bool
+
+    def records(self, epoch: int, state: dict[str, Any] | None) -> Iterator[StreamRecord]:
+        """The records of an epoch, from its start or from the state that a record carries."""
+        state = state or {"window": 0, "used": 0, "state": None}
+        window, used, read = state["window"], state["used"], state["state"]
+        # A data set remembers how far it was read, even across calls of `iter`.
+        dataset = copy.deepcopy(self.dataset)
+        if read is not None:
+            dataset.load_state_dict(read)
+        records = iter(dataset)
+        while tables := self._window(records):
+            generator = np.random.default_rng([self.seed, epoch, window])
+            order = generator.permutation(len(tables)) if self.shuffle else np.arange(len(tables))
+            for count, index in enumerate(order.tolist()):
+                if count >= used:
+                    where = _where(tables[index])
+                    where = where or f"{self.name}: record {window * self.window + index}"
+                    after = {"window": window, "used": count + 1, "state": read}
+                    yield StreamRecord(tables[index], where, after)
+            # A copy: the data set keeps changing its own.
+            window, used, read = window + 1, 0, copy.deepcopy(dataset.state_dict())
+
+    def _window(self, records: Iterator[Any]) -> list[Any]:
+        """The next records, fewer at the end."""
+        # What is damaged in a Parquet or Arrow file shows as it is read.
+        with Outside(self.name, remedy="download it again").border("cannot be read further"):
+            return list(itertools.islice(records, self.window))
+
+
+def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> Stream:
+    """The streams of these specs, mixed by weight until each has been read to its end."""
+    import datasets
+
+    streams = [_open(spec) for spec in specs]
+    mixed = streams[0]
+    if len(streams) > 1:
+        total = sum(spec.weight for spec in specs)
+        mixed = datasets.interleave_datasets(
+            streams,
+            probabilities=[spec.weight / total for spec in specs],
+            seed=cfg.seed,
+            stopping_strategy="all_exhausted_without_replacement",
+        )
+    root = _root(specs, cfg)
+    # Arrow's own values: `datasets` would decode images, and without our limits.
+    dataset, name = mixed.with_format("arrow"), " + ".join(spec.path for spec in specs)
+    return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, train and cfg.shuffle)
+
+
+def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
+    """The folder of the images: as given (checks.py: streams share it), or that of the files. If
+    these lie in several, none: a record says nothing of where it comes from."""
+    if given := specs[0].image_root or cfg.image_root:
+        return given
+    firsts = [next(iter(paths_of(spec)), None) for spec in specs]
+    roots = {os.getcwd() if first is None else folder_of(first) for first in firsts}
+    return roots.pop() if len(roots) == 1 else None
+
+
+def _open(spec: SourceSpec) -> Any:
+    import datasets
+
+    paths = paths_of(spec)
+    if not paths or os.path.isdir(paths[0]):
+        for folder in paths:
+            require_files_in(folder)
+        return load_by_name(spec, streaming=True)
+    for path in paths:
+        require_file(path)
+    suffix = Path(paths[0]).suffix
+    if suffix in _LINES or suffix == ".tar":
+        text, data = datasets.Value("string"), datasets.Value("large_binary")
+        return datasets.IterableDataset.from_generator(
+            _samples if suffix == ".tar" else _lines,
+            features=datasets.Features({_WHERE: text, _CONTENT: [{"name": text, "content": data}]}),
+            gen_kwargs={"paths": paths},
+        )
+    if suffix not in _TABLES:
+        known = (*_LINES, ".tar", *_TABLES)
+        raise ConfigError("cannot be streamed", place=spec.path, allowed=known)
+    try:
+        return datasets.load_dataset(
+            suffix[1:], data_files={spec.split: paths}, split=spec.split, streaming=True
+        )
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise DataError(f"cannot be streamed: {root_cause(error)}", place=spec.path) from error
+
+
+def _where(table: Any) -> str | None:
+    """The place of a record, where it was read here."""
+    known = _WHERE in table.column_names
+    return table[_WHERE][0].as_py() if known else None
+
+
+def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The lines of JSON of files, not parsed yet: a wrong one may be skipped."""
+    for path in paths:
+        for number, line in enumerate(iter_lines(content_of(path)), 1):
+            where = f"{path}:{number}"
+            line = line.removeprefix(codecs.BOM_UTF8) if line and number == 1 else line
+            if line is None:
+                yield {_WHERE: where}
+            elif line.strip():
+                yield {_WHERE: where, _CONTENT: [{"name": _LINE, "content": line}]}
+
+
+def _samples(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The samples of WebDataset shards."""
+    for path in paths:
+        source = TarSource([path], "")
+        for index in range(len(source)):
+            where, members = source.where(index), source.members(index)
+            content = [{"name": name, "content": value} for name, value in members.items()]
+            yield {_WHERE: where, _CONTENT: content}

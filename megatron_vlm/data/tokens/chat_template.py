@@ -1,0 +1,333 @@
+"""Chats as tokens: rendered once by the tokenizer's own template, with the span of every message.
+
+The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's do. Messages are
+found by the ids of those two tokens; text that merely spells them never becomes one of them.
+
+Shapes: U tokens before placeholders are expanded.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.data.records.record import Chat, Image, Turn
+from megatron_vlm.data.tokens.loss_spans import Message, choose_trained, take_turns, weight_of
+from megatron_vlm.data.tokens.template_timeout import at_most
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.family import VisionMarks
+from megatron_vlm.io.untrusted import Outside, reason
+
+START, END = "<|im_start|>", "<|im_end|>"
+_PRIVATE_USE = range(0xE000, 0xF8FF)
+_CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
+_LONG_WORD = 2**16  # characters without a space
+_THOUGHT = "thought before it is said"  # text that no template has
+_PATIENCE_S = 60.0  # for a template to render a chat, which takes milliseconds
+_SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat in tokens, with a single placeholder for each image and video frame."""
+
+    ids_U: np.ndarray  # int32
+    weights_U: np.ndarray  # float32, of the loss; 0: not trained
+    video_starts: tuple[int, ...] = ()  # first token of each video's text
+
+
+class ChatRenderer:
+    """The tokenizer, with what it takes to find the messages in its template's output."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        special_tokens: str,
+        marks: VisionMarks,
+        variables: Mapping[str, Any] | None = None,
+    ):
+        """`variables` are data.template_kwargs."""
+        self.outside = Outside(
+            f"the tokenizer of {tokenizer.name_or_path}",
+            ConfigError,
+            "give a Qwen3-VL tokenizer as the checkpoint has it",
+        )
+        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
+            raise ConfigError("is missing", place=self.outside.name, key="chat_template")
+        self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        for name in self.variables:
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ConfigError(
+                    f": the chat template of {tokenizer.name_or_path} does not read it",
+                    key=f"data.template_kwargs.{name}",
+                    found=self.variables[name],
+                    remedy="correct the name, or leave it out",
+                )
+        self.special_tokens, self.marks = special_tokens, marks
+        names = (START, END, marks.image, marks.video, marks.start, marks.end)
+        with self.outside.border("cannot look up its tokens"):
+            ids = tokenizer.convert_tokens_to_ids(list(names))
+            known = [None if id is None else tokenizer.convert_ids_to_tokens(id) for id in ids]
+        for name, found in zip(names, known, strict=True):
+            if found != name:
+                raise ConfigError(
+                    "is not among its tokens, so that it is not a Qwen-VL tokenizer",
+                    place=self.outside.name,
+                    key=name,
+                )
+        self.start_id, self.end_id, self.image_id, self.video_id = ids[:4]
+        self.vision_start_id, self.vision_end_id = ids[4:]
+        added = tokenizer.added_tokens_decoder.values()
+        special = sorted({*names, *(token.content for token in added if token.special)})
+        self.special = re.compile("|".join(map(re.escape, special)))
+
+    def render(
+        self,
+        chat: Chat,
+        videos: Sequence[str],
+        train_on: str | Sequence[str],
+        bounded: Callable[[str], str] = str,
+    ) -> Rendered:
+        """The tokens and the weights of their losses. `videos` is the text for each video.
+        `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
+        chat, cut = self._guard(chat)
+        messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
+        try:
+            text = self._apply(messages, tools=tools)
+            thinks = any(turn.reasoning for turn in chat.turns)
+            hidden = thinks and not self._shows_reasoning
+        except TemplateSyntaxError as error:
+            raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
+        except Exception as error:  # a template is a program, and refuses what it does not expect
+            template = f"the chat template of {self.tokenizer.name_or_path}"
+            raise DataError(f": {template} cannot show it: {error}", place=chat.where) from error
+        if hidden:
+            raise DataError(
+                f"of an answer is not shown by the chat template of {self.tokenizer.name_or_path}",
+                place=chat.where,
+                key="reasoning_content",
+                remedy="train a Thinking checkpoint, or leave it out with data.ignore_keys="
+                "[reasoning_content,reasoning,thinking]",
+            )
+        text, video_chars = _fill(bounded(text), self.marks.video, videos, cut, chat.where)
+        ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
+        text = text.replace(cut, "") if cut else text
+        found = self._messages(chat, text, ids_U, starts_U)
+        weights_U = np.zeros(len(ids_U), dtype=np.float32)
+        for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
+            if chosen and message.turns:
+                weights_U[message.body : message.end] = weight_of(message, chat.where)
+        return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
+
+    def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The text that the template renders."""
+        options |= self.variables
+        with at_most(_PATIENCE_S):
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return text
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        """Whether the template shows what was thought before the last answer. Qwen's leave out the
+        thoughts before earlier ones."""
+        answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
+        return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
+
+    def least_tokens(self, text: str) -> int:
+        """No fewer tokens than this come of the text: none is longer than the longest."""
+        least = len(text.encode()) // self._longest
+        if not least:
+            return 0
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        text = re.sub(_CUTS, "", text)  # which become no tokens
+        text = normalizer.normalize_str(text) if normalizer else text
+        return len(text.encode()) // self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token. The vocabulary has one character for each byte."""
+        added = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        return max(map(len, [*self.tokenizer.get_vocab(), *(text.encode() for text in added)]))
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """A rendered text that is the same for at least so many tokens; what is left of the rest
+        are turns without text, images and videos."""
+        end = tokens * self._longest
+        while self.least_tokens(text[:end]) < tokens + _SPARE and end < len(text):
+            end *= 2
+        space = re.compile(r"\s").search(text, end, end + _LONG_WORD)  # where words are cut anyway
+        end = space.start() if space else end
+        frame = re.compile(rf"{re.escape(START)}[^\n]*\n|{self.special.pattern}")
+        kept = []
+        for mark in frame.finditer(text):
+            if mark.end() > end:
+                kept.append(mark[0])
+                end = min(end, mark.start())
+        return text[:end] + "".join(kept)
+
+    def opened(self, rendered: Rendered) -> Rendered:
+        """The chat followed by the tokens that open an answer."""
+        ids_U = np.concatenate([rendered.ids_U, self._opening])
+        weights_U = np.pad(rendered.weights_U, (0, len(self._opening)))
+        return replace(rendered, ids_U=ids_U, weights_U=weights_U)
+
+    @cached_property
+    def _opening(self) -> np.ndarray:
+        """The tokens that the template adds when an answer is to follow."""
+        chat = [{"role": "user", "content": ""}]
+        with self.outside.border("its chat template cannot open an answer"):
+            closed, opened = (
+                self._apply(chat, add_generation_prompt=opens) for opens in (False, True)
+            )
+        return self._tokenize([opened.removeprefix(closed)])[0]
+
+    def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and the character that each token starts at. Pieces are tokenized separately: a
+        special token that was cut in two is plain text in both."""
+        with self.outside.border("cannot encode text"):
+            encoded = self.tokenizer(
+                pieces,
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        starts: list[int] = []
+        base = 0
+        for piece, offsets in zip(pieces, encoded["offset_mapping"], strict=True):
+            starts += [base + start for start, _ in offsets]
+            base += len(piece)
+        ids = list(itertools.chain(*encoded["input_ids"]))
+        return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64)
+
+    def _guard(self, chat: Chat) -> tuple[Chat, str]:
+        """The chat with every special token that its text spells cut in two, and the mark of the
+        cuts; or a refusal."""
+        said = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
+        texts = list(_strings([chat.tools, *said]))
+        if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
+            raise DataError(
+                ": the text has half of a surrogate pair, which is not valid Unicode",
+                place=chat.where,
+            )
+        found = next((m for text in texts if (m := self.special.search(text))), None)
+        if found is None:
+            return chat, ""
+        if self.special_tokens == "refuse":
+            raise DataError(
+                f": the text contains {found[0]}, which would forge a turn or an image",
+                place=chat.where,
+                remedy="set data.special_tokens=escape to take it as plain text",
+            )
+        whole = "".join(texts)
+        cut = next((chr(code) for code in _PRIVATE_USE if chr(code) not in whole), None)
+        if cut is None:
+            raise DataError(
+                f": the text contains {found[0]} and every character from U+E000 to U+F8FF, so "
+                "that none is left to escape it with",
+                place=chat.where,
+                remedy="drop the record",
+            )
+
+        def escape(text: str) -> str:
+            return self.special.sub(lambda match: match[0][0] + cut + match[0][1:], text)
+
+        turns = tuple(
+            replace(
+                turn,
+                parts=_map(turn.parts, escape),
+                tool_calls=_map(turn.tool_calls, escape),
+                reasoning=escape(turn.reasoning),
+            )
+            for turn in chat.turns
+        )
+        return Chat(chat.where, turns, _map(chat.tools, escape)), cut
+
+    def _messages(
+        self, chat: Chat, text: str, ids_U: np.ndarray, starts_U: np.ndarray
+    ) -> list[Message]:
+        opens = np.flatnonzero(ids_U == self.start_id)
+        closes = np.flatnonzero(ids_U == self.end_id)
+        if not len(opens) or len(opens) != len(closes) or (closes < opens).any():
+            raise ConfigError(
+                f": the chat template renders {len(opens)} {START} and {len(closes)} {END}; only "
+                "ChatML templates are supported",
+                place=chat.where,
+            )
+        found = []
+        waiting = list(chat.turns)
+        for start, close in zip(opens.tolist(), closes.tolist(), strict=True):
+            line = text.find("\n", starts_U[start])
+            role = text[starts_U[start] + len(START) : line]
+            body = int(np.searchsorted(starts_U, line + 1))
+            turns = take_turns(waiting, role)
+            role = turns[0].role if turns else role
+            found.append(Message(role, min(body, close), close + 1, turns))
+        if waiting:
+            raise ConfigError(
+                f": the chat template leaves out {len(waiting)} of {len(chat.turns)} messages, "
+                f"the first of which is a {waiting[0].role} message",
+                place=chat.where,
+            )
+        return found
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    """The turn in the form that templates expect."""
+    texts = [part for part in turn.parts if isinstance(part, str)]
+    content: Any = "".join(texts)
+    if len(texts) < len(turn.parts):
+        content = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image" if isinstance(part, Image) else "video"}
+            for part in turn.parts
+        ]
+    calls = {"tool_calls": list(turn.tool_calls)} if turn.tool_calls else {}
+    thoughts = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    return {"role": turn.role, "content": content, **thoughts, **calls}
+
+
+def _fill(
+    text: str, mark: str, videos: Sequence[str], cut: str, where: str
+) -> tuple[str, list[int]]:
+    """Replace each video placeholder; their places do not count the cuts."""
+    before, *rest = text.split(mark)
+    if len(rest) != len(videos):
+        raise ConfigError(
+            f": the chat template renders {len(rest)} {mark} for {len(videos)} videos", place=where
+        )
+    starts = []
+    for video, after in zip(videos, rest, strict=True):
+        starts.append(len(before) - (before.count(cut) if cut else 0))
+        before += video + after
+    return before, starts
+
+
+def _strings(value: Any) -> list[str]:
+    """Every string in nested tuples, lists and dicts, including keys."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [s for pair in value.items() for s in _strings(list(pair))]
+    if isinstance(value, list | tuple):
+        return [s for item in value for s in _strings(item)]
+    return []
+
+
+def _map(value: Any, change: Callable[[str], str]) -> Any:
+    """The same nested value with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map(item, change) for item in value)
+    return value

@@ -1,0 +1,241 @@
+"""All samples of a source, encoded once and kept: sizes in memory, tokens in files.
+
+The source is cut into chunks. The first process to come to a chunk encodes it into a file whose
+name depends on everything that the content depends on. Files are written under a temporary name and
+renamed, so any number of processes may work on the same source without waiting for each other, and
+none of them reads half a file.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.records.unknown_keys import UnknownKeysError, refusal
+from megatron_vlm.data.sources.source import Source
+from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile
+from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.data.tokens.sample import Dropped, Sample
+from megatron_vlm.data.worker_processes import in_processes
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.paths import home_path
+
+_log = logging.getLogger("megatron_vlm.data")
+
+CHUNK = 512  # records
+_MOST_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
+_VERSION = 6  # of the files; raise it when the meaning of their content changes
+# The settings that decide what a sample is.
+_DECIDING = [
+    "exif_orientation",
+    "max_images",
+    "max_tokens",
+    "truncation",
+    "train_on",
+    "special_tokens",
+    "ignore_keys",
+    "unknown_keys",
+    "lone_marks",
+    "template_kwargs",
+    "allow_http",
+]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What was left out, and why, as users are told."""
+
+    dropped: tuple[tuple[str, str], ...]  # place and rule
+    errors: tuple[str, ...]  # place and mistake
+    passed: Mapping[str, int]  # in how many records each key is that nothing is made of
+
+
+class Index:
+    """The usable samples of a source: `len`, `index[i]`, and for each its sizes and its record."""
+
+    def __init__(self, source: Source, files: list[ChunkFile]):
+        self.files = files
+        places = [file.columns["records"] for file in files]  # of the samples' records in chunks
+        self.records = np.concatenate([places[i] + CHUNK * i for i in range(len(files))])
+        self.chunk_of = np.repeat(range(len(files)), [len(part) for part in places])
+        self.place = np.concatenate([np.arange(len(part)) for part in places])
+        ends = [file.columns["token_ends"] for file in files]
+        self.tokens = np.concatenate([np.diff(part, prepend=0) for part in ends])
+        self.supervised, self.patches, self.patch_pairs, self.images = (
+            np.concatenate([file.columns[name] for file in files])
+            for name in ("supervised", "patches", "patch_pairs", "images")
+        )
+        self.faults = Faults(
+            tuple(
+                (source.where(CHUNK * number + place), rule)
+                for number, file in enumerate(files)
+                for place, rule in file.dropped
+            ),
+            tuple(message for file in files for message in file.errors),
+            sum((Counter(file.passed) for file in files), Counter()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, sample: int) -> Sample:
+        return self.files[self.chunk_of[sample]].sample(int(self.place[sample]))
+
+
+def build_index(
+    source: Source, reader: Reader, cfg: DataConfig, scratch: Path, share: tuple[int, int] = (0, 1)
+) -> Index:
+    """Encode what is not in the cache yet. `share`: which of how many processes this is, where
+    several do it together."""
+    if not len(source):
+        raise DataError("has no records", place=source.name)
+    cache = scratch if cfg.cache_dir is None else home_path(cfg.cache_dir) / "text"
+    folder = cache / index_key(source, reader, cfg)
+    with contextlib.suppress(OSError):  # then nothing can be kept there, and `_keep` says why
+        folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{start:09d}.safetensors" for start in range(0, len(source), CHUNK)]
+    # Each process begins at its own share, then helps with what is left.
+    first = len(names) * share[0] // share[1]
+    turn = [*range(first, len(names)), *range(first)]
+    kept: dict[int, ChunkFile] = {}  # those that the cache has
+
+    def missing() -> Iterator[int]:
+        """Drawn late, chunk by chunk, so that chunks others have done by then are skipped."""
+        for chunk in turn:
+            if (file := _kept(folder / names[chunk])) is None:
+                yield chunk
+            else:
+                kept[chunk] = file
+
+    workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
+    elsewhere: dict[int, Path] = {}
+    for chunk, content in in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
+        if isinstance(content, UnknownKeysError):
+            raise _all_unknown(source, reader, content)
+        if isinstance(content, DataError):
+            raise content
+        # Somebody may fix what is faulty, so such a chunk is never cached.
+        if content.faults or not _keep(content, folder / names[chunk], quiet=bool(elsewhere)):
+            elsewhere[chunk] = scratch / f"{folder.name}-{names[chunk]}"
+            _write(content, elsewhere[chunk])
+    paths = [elsewhere.get(chunk, folder / name) for chunk, name in enumerate(names)]
+    files = [kept[i] if i in kept else ChunkFile.open(path) for i, path in enumerate(paths)]
+    index = Index(source, files)
+    check_errors(index.faults.errors, cfg)
+    return index
+
+
+def _kept(path: Path) -> ChunkFile | None:
+    """A chunk that the cache has; one that is damaged goes."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return ChunkFile.open(path, "it is made again")
+    except DataError as error:
+        _log.warning("%s", error)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _keep(content: Chunk, path: Path, quiet: bool) -> bool:
+    """Write a chunk into the cache; a cache that cannot be written is done without."""
+    try:
+        content.save(path)
+    except (OSError, SafetensorError) as error:
+        if not quiet:
+            _log.warning("data.cache_dir is done without: %s cannot be written: %s", path, error)
+        return False
+    return True
+
+
+def _write(content: Chunk, path: Path) -> None:
+    try:
+        content.save(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"cannot be written: {error}",
+            place=str(path),
+            remedy="free space there, or set TMPDIR to another folder",
+        ) from error
+
+
+def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> DataError:
+    """Of all keys that records of the source are refused for, so that nobody meets them one after
+    the other."""
+    keys, counts = dict(first.keys), Counter[str]()
+    surveyed = min(len(source), _MOST_SURVEYED)
+    for number in range(surveyed):
+        try:
+            reader.parse(source[number], source.where(number))
+        except UnknownKeysError as error:
+            keys = error.keys | keys
+            counts.update([*error.keys])
+        except DataError:
+            continue
+    among = f" of the first {surveyed:,}" if surveyed < len(source) else ""
+    told = {name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()}
+    return DataError(**refusal(first.place, keys, reader.encoder.cfg.ignore_keys, told))
+
+
+def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
+    """Stop if there are more wrong records than data.max_errors."""
+    if len(errors) > cfg.max_errors:
+        raise DataError(
+            f"is below the {len(errors)} wrong records, of which the first is {errors[0]}",
+            key="data.max_errors",
+            found=cfg.max_errors,
+        )
+
+
+def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
+    """A digest of everything that the encoded text depends on."""
+    encoder, tokenizer = reader.encoder, reader.encoder.renderer.tokenizer
+    parts = {
+        "version": [_VERSION, CHUNK],
+        "source": [source.digest, len(source), reader.policy.root],
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "template": tokenizer.chat_template,
+        "images": asdict(encoder.images),
+        "videos": asdict(encoder.videos),
+        "rules": {key: getattr(cfg, key) for key in _DECIDING},
+    }
+    if reader.asks:
+        parts["prompts"] = True
+    text = json.dumps(parts, sort_keys=True, default=list)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The chunks of a source, encoded in worker processes. With data.on_error=raise, the first
+    wrong record's error takes the place of its chunk."""
+
+    source: Source
+    reader: Reader
+    cfg: DataConfig
+
+    def __getitem__(self, number: int) -> tuple[int, Chunk | DataError]:
+        chunk = Chunk()
+        start = number * CHUNK
+        for place in range(min(CHUNK, len(self.source) - start)):
+            where = self.source.where(start + place)
+            try:
+                sample = self.reader.encode(self.source[start + place], where, False, chunk.passed)
+                chunk.samples.append((place, sample))
+            except Dropped as rule:
+                chunk.dropped.append((place, str(rule)))
+            except DataError as error:
+                if self.cfg.on_error == "raise":
+                    return number, error  # a DataLoader would wrap the message of a raised one
+                chunk.faults.append(str(error))
+        return number, chunk

@@ -1,0 +1,152 @@
+"""The files that encoded samples are kept in, one for each chunk of a source.
+
+What is read at the start is under one checksum, and each sample under its own, which is looked at
+whenever the sample is read: what a disk has changed is never trained.
+"""
+
+import json
+import os
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from megatron_vlm.data.tokens.sample import Sample, uneven
+from megatron_vlm.io.paths import require_file
+from megatron_vlm.io.untrusted import Outside
+
+REMEDY = "delete data.cache_dir and start again"
+_SIZES = ("supervised", "patches", "patch_pairs", "images")
+_COLUMNS = ("records", *_SIZES, "checksums", "token_ends", "image_ends", "video_ends")
+_TOLD = ("dropped", "errors", "passed")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The encoded records of one chunk."""
+
+    # Each with its record's place in the chunk.
+    samples: list[tuple[int, Sample]] = field(default_factory=list)
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
+    faults: list[str] = field(default_factory=list)
+    passed: Counter[str] = field(default_factory=Counter)  # keys that nothing is made of
+
+    def save(self, path: Path) -> None:
+        """Write under a temporary name first, so that readers see all of it or nothing."""
+        tensors = self._tensors()
+        values = (self.dropped, self.faults, self.passed)
+        told = dict(zip(_TOLD, map(json.dumps, values), strict=True))
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        checksum = {"checksum": _checksum(shapes, tensors, told)}
+        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file(tensors, partial, told | checksum)
+            os.replace(partial, path)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+    def _tensors(self) -> dict[str, np.ndarray]:
+        samples = [sample for _, sample in self.samples]
+        tensors = {
+            "records": _column(place for place, _ in self.samples),
+            "ids": np.concatenate([np.zeros(0, np.int32), *(s.ids_S for s in samples)]),
+            "trained": np.concatenate([np.zeros(0, bool), *(s.trained_S for s in samples)]),
+            "token_ends": _column(len(s.ids_S) for s in samples).cumsum(),
+            "supervised": _column(s.num_supervised for s in samples),
+            "patches": _column(s.num_patches for s in samples),
+            "patch_pairs": _column(s.patch_pairs for s in samples),
+            "images": _column(len(s.image_grids) for s in samples),
+            "checksums": _column(map(_checksum_of_sample, samples)),
+        }
+        if any(s.weights_S is not None for s in samples):
+            lists = [s.trained_S if s.weights_S is None else s.weights_S for s in samples]
+            tensors["weights"] = np.concatenate(lists, dtype=np.float32)
+        for kind in ("image", "video"):
+            grids = [getattr(sample, f"{kind}_grids") for sample in samples]
+            flat = [grid for each in grids for grid in each]
+            tensors[f"{kind}_grids"] = np.array(flat, dtype=np.int32).reshape(-1, 3)
+            tensors[f"{kind}_ends"] = _column(map(len, grids)).cumsum()
+        return tensors
+
+
+@dataclass(frozen=True)
+class ChunkFile:
+    """A file that `Chunk.save` has written, and what is kept in memory of it."""
+
+    path: Path
+    columns: Mapping[str, np.ndarray]  # each with an entry for each sample
+    dropped: list[tuple[int, str]]
+    errors: list[str]
+    passed: dict[str, int]  # in how many records each key is that nothing is made of
+    weighted: bool  # whether it has weights of tokens
+
+    @staticmethod
+    def open(path: Path, remedy: str = REMEDY) -> "ChunkFile":
+        """A DataError where it is not as it was written."""
+        outside = Outside(str(path), remedy=remedy)
+        require_file(path)
+        with outside.border("the cache is damaged"), safe_open(path, "np") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            columns = {name: file.get_tensor(name) for name in _COLUMNS}
+            told = {name: file.metadata()[name] for name in _TOLD}
+            if file.metadata()["checksum"] != _checksum(shapes, columns, told):
+                raise ValueError("its checksum is another than when it was written")
+            dropped, errors, passed = (outside.parsed(told[name]) for name in _TOLD)
+        return ChunkFile(path, columns, dropped, errors, passed, "weights" in shapes)
+
+    def sample(self, place: int) -> Sample:
+        """One of its samples; a DataError where it is not as it was written."""
+
+        def span(kind: str) -> slice:
+            ends = self.columns[kind]
+            return slice(int(ends[place - 1]) if place else 0, int(ends[place]))
+
+        tokens, images, videos = span("token_ends"), span("image_ends"), span("video_ends")
+        outside = Outside(str(self.path), remedy=REMEDY)
+        with outside.border("the cache is damaged"), safe_open(self.path, "np") as file:
+            ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
+            grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
+            weights_S = uneven(file.get_slice("weights")[tokens]) if self.weighted else None
+            found = Sample(ids_S, trained_S, *grids, weights_S)
+            if _checksum_of_sample(found) != self.columns["checksums"][place]:
+                raise ValueError(f"the checksum of sample {place} is another than when written")
+        return found
+
+
+def _checksum(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, np.ndarray], told: dict[str, str]
+) -> str:
+    """Of all but what the samples' own checksums are of."""
+    said = repr((sorted(shapes.items()), sorted(told.items()))).encode()
+    return str(_sum([tensors[name] for name in _COLUMNS], zlib.crc32(said)))
+
+
+def _checksum_of_sample(sample: Sample) -> int:
+    weights = [] if sample.weights_S is None else [sample.weights_S]
+    grids = [np.array(each, np.int64) for each in (sample.image_grids, sample.video_grids)]
+    return _sum([sample.ids_S, sample.trained_S, *weights, *grids])
+
+
+def _sum(arrays: Iterable[np.ndarray], start: int = 0) -> int:
+    for array in arrays:
+        start = zlib.crc32(array.data, zlib.crc32(array.dtype.str.encode(), start))
+    return start
+
+
+def _column(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _grids(file: Any, name: str, span: slice) -> tuple[Any, ...]:
+    if span.start == span.stop:  # safetensors cannot slice what is empty
+        return ()
+    return tuple(map(tuple, file.get_slice(name)[span].tolist()))

@@ -1,0 +1,133 @@
+"""Reader: raw records become samples, and samples rows with pixels."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.config.schema import DataConfig
+from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
+from megatron_vlm.data.media.video import CHOSEN, VideoSettings, video_patches
+from megatron_vlm.data.media.video_file import iter_frames
+from megatron_vlm.data.records.formats import parse_record
+from megatron_vlm.data.records.record import Chat, Image, Record, Video
+from megatron_vlm.data.tokens.chat_template import ChatRenderer
+from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
+from megatron_vlm.data.tokens.sample import Encoder, Grid, Sample
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_family
+from megatron_vlm.family.spec import ModelSizes, Tokens
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.io.paths import home_path
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes samples and rows from the raw records of one source."""
+
+    encoder: Encoder
+    policy: MediaPolicy
+    tokens: Tokens
+    asks: bool = False  # every record is a prompt; an answer that ends it is left out
+
+    def encode(
+        self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
+    ) -> Sample:
+        """Tokens and grids. Only the headers of images are read, not their pixels. `passed` counts
+        the keys that nothing is made of."""
+        record = self.parse(raw, where, passed)
+        sample = self.encoder.encode(record, self.policy, prompt or self.asks)
+        check_ids(sample.ids_S, self.tokens, where)
+        return sample
+
+    def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
+        """What the raw record says."""
+        cfg = self.encoder.cfg
+        strict = cfg.unknown_keys == "refuse"
+        record = parse_record(raw, where, cfg.ignore_keys, strict, cfg.lone_marks, passed)
+        return without_answer(record) if self.asks else record
+
+    def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
+        """The sample with its pixels."""
+        record = self.parse(raw, where)
+        images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
+        videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
+        ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
+        labels_S = torch.where(torch.from_numpy(sample.trained_S), ids_S, IGNORE)
+        weights_S = None if sample.weights_S is None else torch.from_numpy(sample.weights_S)
+        row = replace(Row(ids_S, labels_S, *images, *videos), loss_weights_S=weights_S)
+        return place_row(row, self.tokens, where)
+
+    def picture(self, image: Image, where: str) -> Tensor:
+        """The image decoded, resized and cut into patches: bytes [P, C]."""
+        settings = self.encoder.images.within(image.min_pixels, image.max_pixels, where)
+        return torch.from_numpy(image_patches(read_image(image, self.policy, where), settings))
+
+    def _video(self, video: Video, where: str) -> Tensor:
+        plan = self.encoder.video_plan(video, self.policy, where)
+        if isinstance(video.source, str):
+            frames = iter_frames(resolve_path(video.source, self.policy, where), plan.indices)
+        else:
+            frames = (np.asarray(read_image(f, self.policy, where)) for f in video.source)
+        try:
+            return torch.from_numpy(video_patches(frames, plan, self.encoder.videos))
+        except DataError as error:
+            raise error.within(where) from error
+
+
+def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
+    """The checkpoint's tokenizer and processors, with the configuration's rules."""
+    folder = folder_of(model_path)
+    tokenizer = read_tokenizer(model_path, cfg.add_tokens)
+    marks = read_family(folder).marks
+    renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
+    images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
+    chosen = {name: getattr(cfg, f"video_{name}") for name in CHOSEN}
+    videos = VideoSettings.from_checkpoint(folder, chosen)
+    return Encoder(renderer, images, videos, cfg)
+
+
+def make_reader(
+    encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None, asks: bool = False
+) -> Reader:
+    """A reader for records whose images are in `root`; with None it opens no local files."""
+    root = None if root is None else str(home_path(root))
+    policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
+    return Reader(encoder, policy, sizes.tokens, asks)
+
+
+def without_answer(record: Record) -> Record:
+    """The record up to where its last answer begins, if it ends with one."""
+    if not isinstance(record, Chat) or record.turns[-1].role != "assistant":
+        return record
+    turns = record.turns[:-1]
+    if not turns:
+        raise DataError(
+            "has only an answer", place=record.where, remedy="give the question before it"
+        )
+    return replace(record, turns=turns)
+
+
+def _read(
+    media: Sequence[Any], grids: Sequence[Grid], read: Callable[[Any, str], Tensor], where: str
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The patches and the grids of the images or videos of a sample; a cut drops the last ones."""
+    patches = []
+    for i, (medium, grid) in enumerate(zip(media[: len(grids)], grids, strict=True)):
+        part = read(medium, f"{where} {i}")
+        patches.append(part)
+        if len(part) != math.prod(grid):
+            raise DataError(
+                f"makes {len(part)} patches now, and made {math.prod(grid)} when its text was "
+                "encoded: the file has changed",
+                place=f"{where} {i}",
+                remedy="delete data.cache_dir and start again",
+            )
+    return (torch.cat(patches), torch.tensor(grids)) if patches else (None, None)

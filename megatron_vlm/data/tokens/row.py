@@ -1,0 +1,221 @@
+"""Row: one sample as tensors, its placeholders checked against its images.
+
+Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
+height, width, 5 the columns of a token: its id, its target (what it predicts) and its position on
+three axes, F the values of a token that a loss reads, J targets of a place, L decoder layers with
+experts, K experts of a token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.tokens.mrope_positions import GridQueue
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import Tokens
+
+IGNORE = -100  # a label that carries no loss, as in Hugging Face
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample. Each token's label has the token's own place (not shifted, as in Hugging Face),
+    and so has each value of `values_S`, which holds, by name, what a loss reads (see losses.py).
+    `loss_weights_S` multiplies the loss of each supervised token; None: all have the weight 1.
+    Pixels are floats as the image processor gives them, or bytes as `image_patches` does.
+    `routing_SLK` says which experts each token goes to, in place of the model's routers; -1 leaves
+    a token to them, and None leaves all.
+
+    Instead of labels a row may have `targets`: [S], what each place predicts, or [S, J], several
+    ids that it may predict; IGNORE where it has none. Values then have their shape and places."""
+
+    ids_S: Tensor
+    labels_S: Tensor
+    pixel_values_PC: Tensor | None = None
+    image_grid_I3: Tensor | None = None
+    pixel_values_videos_PC: Tensor | None = None
+    video_grid_I3: Tensor | None = None
+    values_S: Mapping[str, Tensor] = field(default_factory=dict)
+    loss_weights_S: Tensor | None = None
+    routing_SLK: Tensor | None = None
+    targets: Tensor | None = None
+
+    def check_pixels(self, where: str) -> None:
+        """Refuse patches and grids that do not come together or do not add up."""
+        for pixels, grid, name in (
+            (self.pixel_values_PC, self.image_grid_I3, "pixel_values"),
+            (self.pixel_values_videos_PC, self.video_grid_I3, "pixel_values_videos"),
+        ):
+            expected = 0 if grid is None else int(grid.prod(-1).sum())
+            got = 0 if pixels is None else len(pixels)
+            if expected != got:
+                raise DataError(
+                    f"has {got} patches but its grid needs {expected}",
+                    place=where,
+                    key=name,
+                    remedy="take both from one call of the image processor",
+                )
+
+
+@dataclass(frozen=True)
+class PlacedRow:
+    """A checked row, its tokens, targets and positions in one table, so that collating is a copy
+    of it."""
+
+    row: Row
+    tokens_S5: np.ndarray  # int32
+    values_SF: np.ndarray | None = None  # float32, shifted like the targets
+    weights_S: np.ndarray | None = None  # of the loss; float32, shifted like the targets
+    # Of a row whose places have several targets; the table has the first that there is.
+    targets_SJ: np.ndarray | None = None
+    values_SJF: np.ndarray | None = None
+
+
+def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
+    """Check every image against its placeholders, shift the labels and compute the positions. Of
+    the row's values, those with these names are kept."""
+    if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
+        raise DataError(
+            f"has shape {tuple(row.labels_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            place=where,
+            key="labels",
+            remedy="give two vectors of the same length, at least 1",
+        )
+    check_ids(row.ids_S.numpy(), tokens, where, "ids")
+    targets = _targets(row, tokens, where)
+    row.check_pixels(where)
+    if row.routing_SLK is not None and len(row.routing_SLK) != len(row.ids_S):
+        raise DataError(
+            f"has shape {tuple(row.routing_SLK.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            place=where,
+            key="routing",
+            remedy="give the experts of each token, -1 where the routers are to choose",
+        )
+    queue = GridQueue(row.image_grid_I3, row.video_grid_I3, tokens)
+    runs = queue.runs_of(row.ids_S, where)
+    queue.check_used_up(where)
+    tokens_S5 = np.empty((len(row.ids_S), 5), dtype=np.int32)
+    tokens_S5[:, 0] = row.ids_S.numpy()
+    tokens_S5[:, 2:] = tokens.positions(len(row.ids_S), runs).T
+    values = _values(row, targets, names, where) if names else None
+    if targets.ndim == 1:
+        tokens_S5[:, 1] = targets
+        return PlacedRow(row, tokens_S5, values, _shifted_weights(row, where))
+    first_S1 = (targets != IGNORE).argmax(axis=1)[:, None]
+    tokens_S5[:, 1] = np.take_along_axis(targets, first_S1, axis=1)[:, 0]
+    return PlacedRow(row, tokens_S5, targets_SJ=targets, values_SJF=values)
+
+
+def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
+    """What each place predicts, [S] or [S, J]: the next token's label, or what the row says."""
+    if row.targets is None:
+        labels_S = row.labels_S.numpy()
+        check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, where, "labels")
+        return np.append(labels_S[1:], IGNORE)
+    if (row.labels_S != IGNORE).any() or row.loss_weights_S is not None:
+        raise DataError(
+            "come together with labels or loss_weights",
+            place=where,
+            key="targets",
+            remedy="give targets alone, with the label -100 everywhere, and weights as values "
+            "that the loss reads",
+        )
+    targets, count = row.targets.numpy(), len(row.ids_S)
+    if len(targets) != count or targets.ndim not in (1, 2) or not targets.size:
+        raise DataError(
+            f"has shape {targets.shape}, and there are {count} tokens",
+            place=where,
+            key="targets",
+            remedy=f"give [{count}], what each token predicts, or [{count}, J], several for each, "
+            "-100 where there is none",
+        )
+    check_ids(np.where(targets == IGNORE, 0, targets), tokens, where, "targets")
+    return targets
+
+
+def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens") -> None:
+    """Refuse ids that the model has no row for. A rank that holds a part of the embedding would
+    take them for those of another rank, and the sum would be zero."""
+    if len(wrong := np.argwhere((ids < 0) | (ids >= tokens.vocab))):
+        raise DataError(
+            f"is not one of the model's ids, 0 to {tokens.vocab - 1}",
+            place=where,
+            key=f"{name}[{','.join(map(str, wrong[0]))}]",
+            found=int(ids[tuple(wrong[0])]),
+            allowed=range(tokens.vocab),
+            remedy="give the tokenizer that belongs to the model, without tokens that were added "
+            "to it alone: data.add_tokens adds some to both",
+        )
+
+
+def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
+    given_S = row.loss_weights_S
+    if given_S is None:
+        return None
+    if given_S.shape != row.ids_S.shape:
+        raise DataError(
+            f"has shape {tuple(given_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            place=where,
+            key="loss_weights",
+            remedy="give a weight for each token, in its own place",
+        )
+    weights_S = np.zeros(len(row.ids_S), dtype=np.float32)
+    weights_S[:-1] = given_S[1:].detach().float().numpy()
+    supervised_S = row.labels_S[1:].numpy() != IGNORE
+    good_S = np.isfinite(weights_S[:-1]) & (weights_S[:-1] > 0)
+    if (wrong := (supervised_S & ~good_S).nonzero()[0]).size:
+        raise DataError(
+            ": the token is supervised",
+            place=where,
+            key=f"loss_weights[{wrong[0] + 1}]",
+            found=float(given_S[wrong[0] + 1]),
+            remedy="give a finite number above 0, or the label -100",
+        )
+    return weights_S
+
+
+def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
+    """The values [..., F] of these names, each where the target is that it belongs to."""
+    values = np.zeros((*targets.shape, len(names)), dtype=np.float32)
+    is_target = targets != IGNORE
+    shape = targets.shape  # of labels, too: there are as many
+    for place, name in enumerate(names):
+        given = row.values_S.get(name)
+        if given is None and not is_target.any():
+            continue
+        if given is None or tuple(given.shape) != shape:
+            got = "is missing" if given is None else f"has shape {tuple(given.shape)}"
+            each = f"{len(row.ids_S)} tokens" if row.targets is None else f"targets {shape}"
+            by_token = "give one number per token, in the place of that token"
+            raise DataError(
+                f"{got}, and the loss reads it for each of the row's {each}",
+                place=where,
+                key=name,
+                remedy=by_token if row.targets is None else "give one number for each target",
+            )
+        own = given.detach().float().numpy()
+        values[..., place] = own if row.targets is not None else np.append(own[1:], np.float32(0))
+        good = np.isfinite(values[..., place])
+        if len(wrong := np.argwhere(is_target & ~good)):
+            first = wrong[0] if row.targets is not None else wrong[0] + 1
+            raise DataError(
+                ": the token is supervised",
+                place=where,
+                key=f"{name}[{','.join(map(str, first))}]",
+                found=float(own[tuple(first)]),
+                remedy="give a finite number, or the label -100",
+            )
+    return values
+
+
+def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
+    """The prompt followed by supervised tokens, each of which gets these values."""
+    answer_S = torch.tensor(ids, dtype=torch.long)
+    ids_S = torch.cat([prompt.ids_S, answer_S])
+    labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])
+    values_S = {name: torch.full(ids_S.shape, value) for name, value in values.items()}
+    new = {"ids_S": ids_S, "labels_S": labels_S, "values_S": values_S}
+    return replace(prompt, **new, loss_weights_S=None, routing_SLK=None, targets=None)  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""RowMaker: rows for training or generation without a configuration file, e.g. in a service."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_vlm.config.checks import check_values
+from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.data.tokens.reader import make_encoder, make_reader
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.sample import Dropped
+from megatron_vlm.errors import DataError
+from megatron_vlm.family import read_sizes
+from megatron_vlm.io.hub import pin
+
+
+class RowMaker:
+    """Makes rows with the tokenizer and the processors of a checkpoint: a folder, or a
+    name on the Hub. `settings` are keys
+    of the configuration's `data` (see docs/data.md). No local file is opened unless `image_root`
+    names a folder; then only files inside it are. Keys that mean nothing are refused."""
+
+    def __init__(self, checkpoint: str, **settings: Any):
+        cfg = DataConfig(**{"unknown_keys": "refuse", **settings})
+        check_values(replace(Config(), data=cfg))
+        checkpoint = pin(checkpoint)
+        sizes = read_sizes(checkpoint, cfg.add_tokens)  # it refuses tokens that are not new
+        encoder = make_encoder(checkpoint, cfg)
+        self.reader = make_reader(encoder, cfg, sizes, cfg.image_root)
+
+    def row(
+        self, record: Mapping[str, Any], prompt: bool = False, where: str = "the record"
+    ) -> Row:
+        """The row of a record in any format of docs/data.md: `messages`, or `chunks` of token ids
+        and images. Labels follow `train_on` and the record's weights or mask. A prompt has none,
+        and one of messages ends where the answer begins. Errors call the record `where`."""
+        try:
+            sample = self.reader.encode(record, where, prompt)
+        except Dropped as rule:
+            raise DataError(
+                f": {rule}",
+                place=where,
+                remedy="change the record or the limits, or pass prompt=True for a row without "
+                "labels",
+            ) from None
+        return self.reader.row(record, where, sample).row

@@ -1,0 +1,232 @@
+"""Samples as the model sees them: turns of text with images between, trained tokens marked.
+
+Pictures are decoded, resized and put together again from their patches only for those who look
+at them.
+
+Shapes: S tokens, P patches, C values of a patch, H W 3 a picture in RGB.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_vlm.data.records.record import Chat, Image, Record, Video
+from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
+from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.mrope_positions import GridQueue
+from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.data.tokens.sample import Encoder, Sample, image_sizes
+from megatron_vlm.errors import DataError
+
+MOST_FRAMES = 16  # temporal patches of a video that get pictures
+
+
+@dataclass(frozen=True)
+class View:
+    """What one run of placeholders stands for: an image, or one temporal patch of a video."""
+
+    label: str  # image 0; video 1, frame 2
+    name: str  # its path, for display
+    height: int  # in patches
+    width: int
+    num_tokens: int
+    pictures: tuple[np.ndarray, ...] = ()  # [H, W, 3] bytes; empty if none was decoded
+    outlines: tuple[Outline, ...] = ()  # what the record marks on it
+
+    @property
+    def text(self) -> str:
+        return f"[{self.label}: {self.height}x{self.width} patches, {self.num_tokens} tokens]"
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Adjacent tokens of one kind: text, special tokens, or the placeholders of a view."""
+
+    text: str
+    trained: bool = False
+    special: bool = False  # tokens of the template, not text that spells them
+    view: View | None = None
+    weight: float = 1.0  # of the loss of each token, where they are trained
+
+    @property
+    def mark(self) -> str:
+        """What is said of a trained piece whose tokens weigh more or less than others."""
+        return f"x{self.weight:.6g}" if self.trained and self.weight != 1 else ""
+
+
+@dataclass(frozen=True)
+class ShownTurn:
+    """A turn without the frame that the template puts around each: `<|im_start|>role`, and the
+    newline after `<|im_end|>`. Tokens outside ChatML, as in chunk lists, have no role."""
+
+    role: str
+    pieces: tuple[TextPiece, ...]
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample as the model sees it, and the place of its record."""
+
+    number: int  # over all sources, as --sample counts
+    where: str
+    sample: Sample
+    turns: tuple[ShownTurn, ...]
+    problem: str | None = None  # why its pictures cannot be shown, or its boxes be right
+
+    @property
+    def figures(self) -> str:
+        """Its sizes in one line."""
+        sizes = [f"{len(self.sample.ids_S):,} tokens", f"{self.sample.num_supervised:,} trained"]
+        for kind, grids in (("image", self.sample.image_grids), ("video", self.sample.video_grids)):
+            if grids:
+                sizes.append(f"{len(grids)} {kind}{'s' if len(grids) > 1 else ''}")
+        if self.sample.num_patches:
+            sizes.append(f"{self.sample.num_patches:,} patches")
+        return ", ".join(sizes)
+
+
+def show_sample(
+    reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
+) -> ShownSample:
+    """The sample of a raw record, its views with pictures if they are wanted."""
+    record = reader.parse(raw, where)
+    views, problem = _with_outlines(_views(sample, record, reader), sample, record, reader)
+    if pictures and views:
+        try:
+            row = reader.row(raw, where, sample).row
+            views = _with_pictures(views, row, sample, reader.encoder)
+        except DataError as error:
+            problem = str(error)
+    return ShownSample(number, where, sample, _turns(sample, reader, views, where), problem)
+
+
+def unpatch(
+    patches_PC: np.ndarray, grid: tuple[int, int, int], patch: int, merge: int
+) -> np.ndarray:
+    """Pictures [temporal patches, frames of one, H, W, 3] from patches: the inverse of
+    `image_patches` and `video_patches`."""
+    t, h, w = grid
+    split = patches_PC.reshape(t, h // merge, w // merge, merge, merge, 3, -1, patch, patch)
+    pixels = split.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
+    return np.ascontiguousarray(pixels).reshape(t, pixels.shape[1], h * patch, w * patch, 3)
+
+
+def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
+    """First all images, then all temporal patches of all videos."""
+    images = zip(sample.image_grids, record.media(Image), strict=False)  # a cut drops the last ones
+    videos = zip(sample.video_grids, record.media(Video), strict=False)
+    merged = reader.tokens.merge**2
+    found = [
+        View(f"image {i}", _short_name(image.name), h, w, h * w // merged)
+        for i, ((_, h, w), image) in enumerate(images)
+    ]
+    for i, ((t, h, w), video) in enumerate(videos):
+        name = _short_name(video.name)
+        found += [View(f"video {i}, frame {j}", name, h, w, h * w // merged) for j in range(t)]
+    return found
+
+
+def _with_outlines(
+    views: list[View], sample: Sample, record: Record, reader: Reader
+) -> tuple[list[View], str | None]:
+    """The views of images with their boxes and points, and what is wrong with those."""
+    kept = len(sample.image_grids)  # the views of videos follow
+    try:
+        boxes = isinstance(record, Chat) and record.objects is not None
+        sizes = image_sizes(record, reader.policy) if boxes else []
+        found = outlines_of(record, sizes, len(record.media(Image)))
+    except DataError as error:  # a picture has gone since the text was encoded
+        return views, str(error)
+    marked = zip(views[:kept], found, strict=False)
+    views = [replace(view, outlines=tuple(outlines)) for view, outlines in marked] + views[kept:]
+    if (
+        far := max((n for outlines in found for s in outlines for n in s.numbers), default=0)
+    ) <= 1000:
+        return views, None
+    return views, (
+        f"{record.where}: a box in the text has {far:g}, above 1000: Qwen3-VL's coordinates are "
+        "thousandths of the picture's sides, and text is learnt as it stands; to give pixels, use "
+        "objects and <bbox> (docs/data.md)"
+    )
+
+
+def _short_name(name: str) -> str:
+    return "inline" if name.startswith("data:") else name
+
+
+def _with_pictures(views: Sequence[View], row: Row, sample: Sample, encoder: Encoder) -> list[View]:
+    pictures: list[tuple[np.ndarray, ...]] = []
+    for patches, grids, settings in (
+        (row.pixel_values_PC, sample.image_grids, encoder.images),
+        (row.pixel_values_videos_PC, sample.video_grids, encoder.videos),
+    ):
+        parts = () if patches is None else patches.split([math.prod(grid) for grid in grids])
+        for part, grid in zip(parts, grids, strict=True):
+            frames = unpatch(part.numpy(), grid, settings.patch_size, settings.merge_size)
+            pictures += [tuple(shown) for shown in frames[:MOST_FRAMES]]
+            pictures += [()] * (len(frames) - MOST_FRAMES)
+    return [replace(view, pictures=p) for view, p in zip(views, pictures, strict=True)]
+
+
+def _turns(
+    sample: Sample, reader: Reader, views: Sequence[View], where: str
+) -> tuple[ShownTurn, ...]:
+    """The tokens, cut where a turn begins and, within it, where their kind changes."""
+    renderer = reader.encoder.renderer
+    tokenizer = renderer.tokenizer
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    kind_S = np.isin(sample.ids_S, special).astype(np.int64)  # 0: text, 1: special, below 0: a view
+    placed = list(_placed(sample, reader, views, where))
+    for number, (start, view) in enumerate(placed):
+        kind_S[start : start + view.num_tokens] = -1 - number
+    turn_S = np.cumsum(sample.ids_S == renderer.start_id)
+    trained_S = sample.trained_S.astype(np.float32)
+    weight_S = trained_S if sample.weights_S is None else sample.weights_S
+    change_S = np.stack([turn_S, kind_S, weight_S])
+    cuts = np.flatnonzero((change_S[:, 1:] != change_S[:, :-1]).any(axis=0)) + 1
+    turns: dict[int, list[TextPiece]] = {}
+    for start, end in itertools.pairwise([0, *cuts.tolist(), len(kind_S)]):
+        kind, trained = int(kind_S[start]), bool(sample.trained_S[start])
+        weight = float(weight_S[start]) if trained else 1.0
+        if kind < 0:
+            view = placed[-1 - kind][1]
+            piece = TextPiece(view.text, trained, view=view)
+        else:
+            ids = sample.ids_S[start:end].tolist()
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            piece = TextPiece(text, trained, special=kind == 1, weight=weight)
+        turns.setdefault(int(turn_S[start]), []).append(piece)
+    return tuple(map(_framed, turns.values()))
+
+
+def _placed(
+    sample: Sample, reader: Reader, views: Sequence[View], where: str
+) -> Iterator[tuple[int, View]]:
+    """The views in the order of their tokens, each with the place of its first token."""
+    images, videos = (
+        torch.tensor(grids) if grids else None for grids in (sample.image_grids, sample.video_grids)
+    )
+    waiting = {
+        reader.tokens.image_id: iter(views[: len(sample.image_grids)]),
+        reader.tokens.video_id: iter(views[len(sample.image_grids) :]),
+    }
+    ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
+    for run in GridQueue(images, videos, reader.tokens).runs_of(ids_S, where):
+        yield run.start, next(waiting[int(ids_S[run.start])])
+
+
+def _framed(pieces: list[TextPiece]) -> ShownTurn:
+    """The pieces of a turn without its frame, unless the frame is trained."""
+    role = ""
+    if len(pieces) > 1 and pieces[0].text == START and not (pieces[0].trained or pieces[1].trained):
+        role, _, body = pieces[1].text.partition("\n")
+        pieces = [*([replace(pieces[1], text=body)] if body else []), *pieces[2:]]
+    if pieces and pieces[-1] == TextPiece("\n"):
+        pieces = pieces[:-1]
+    return ShownTurn(role, tuple(pieces))

@@ -1,0 +1,138 @@
+"""Worker processes: a DataLoader over anything that answers `[task]`, in the order of tasks.
+
+They are forked from a server that has neither this process's threads nor its CUDA context and that
+has already done the imports: forking the trainer itself can hang, and spawning costs seconds per
+process.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing import forkserver
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from megatron_vlm.data.fork_server import start_server
+from megatron_vlm.errors import LostError
+
+_END = object()
+_NICER = 10  # than the trainer, of 19
+_GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
+_LESS = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
+_SIGNALS = {
+    signal.SIGKILL: (
+        ", as the kernel does where memory runs out",
+        f"give the job more memory, or {_LESS}",
+    ),
+    signal.SIGBUS: (
+        ", as happens where shared memory runs out, or where a file became shorter while it was "
+        "read",
+        f"enlarge /dev/shm (`docker run --shm-size`), or {_LESS}",
+    ),
+}
+
+
+def in_processes(
+    work: Any, tasks: Iterable[Any] | None, processes: int, prefetch: int
+) -> Iterator[Any]:
+    """work[task] for each task, or, with `tasks` None, all that the IterableDataset `work` yields.
+    Each process has at most `prefetch` tasks in flight; tasks are drawn as there is room."""
+    if processes:
+        start_server()
+    drawn = None if tasks is None else _Tasks(tasks)
+    loader = DataLoader(
+        work,
+        sampler=drawn,  # type: ignore[arg-type]
+        batch_size=None,
+        # The default turns tuples into lists, and arrays into tensors.
+        collate_fn=_unchanged,
+        num_workers=processes,
+        prefetch_factor=prefetch if processes else None,
+        multiprocessing_context="forkserver" if processes else None,
+        worker_init_fn=_stand_back,
+    )
+    return _finished(_watched(iter(loader)) if processes else iter(loader), drawn)
+
+
+class _Tasks:
+    """The tasks up to an error of theirs, which is kept until the results before it were taken.
+    While a DataLoader starts, it would leave a half-made one to the garbage collector."""
+
+    def __init__(self, tasks: Iterable[Any]):
+        self.tasks = tasks
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.tasks
+        except Exception as error:
+            self.error = error
+
+
+def _finished(results: Iterator[Any], drawn: _Tasks | None) -> Iterator[Any]:
+    yield from results
+    if drawn is not None and drawn.error is not None:
+        raise drawn.error
+
+
+def _watched(results: Any) -> Iterator[Any]:
+    """The results, until a process that makes them is gone: then the error says which, and why."""
+    try:
+        while (result := _next(results)) is not _END:
+            yield result
+    finally:
+        # Left to the garbage collector, the pipes of the queues would be closed twice: by it and by
+        # the threads that torch starts while it collects. Whatever has their number by then is hit.
+        results._shutdown_workers()
+
+
+def _next(results: Any) -> Any:
+    try:
+        return next(results, _END)
+    except Exception as error:
+        # torch says no more than that it ended, or what came of reading half a result.
+        until = time.monotonic() + _GONE_S
+        while (lost := _lost(results)) is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+def _lost(results: Any) -> LostError | None:
+    """Make the error of the first worker process that failed."""
+    for number, worker in enumerate(results._workers):
+        if worker.exitcode is not None and worker.exitcode != 0:
+            name = f"data worker {number} (process {worker.pid})"
+            if worker.exitcode > 0:
+                status = f"ended with exit status {worker.exitcode}"
+                return LostError(status, place=name, remedy="see its messages above")
+            number_of_signal = signal.Signals(-worker.exitcode)
+            why, remedy = _SIGNALS.get(number_of_signal, ("", ""))
+            killed = f"was killed by {number_of_signal.name}{why}"
+            return LostError(killed, place=name, remedy=remedy)
+    return None
+
+
+def _stand_back(_: int) -> None:
+    """In a new worker, which torch has given a single thread: where there are fewer cores than
+    threads, take those moments of a core that the step leaves. A step waits for the slowest of its
+    threads, so that a worker beside one of them would hold up all; a worker is steps ahead."""
+    os.nice(_NICER)
+    _let_server_end()
+
+
+def _let_server_end() -> None:
+    """In a new worker: drop its copy of the pipe by which the server sees that the trainer is gone.
+    Python gives it to every worker, so that a worker can start others; but then a killed trainer
+    leaves the server and its workers alive for ever, each because of the other."""
+    server: Any = getattr(forkserver, "_forkserver")  # noqa: B009 - typeshed does not know it
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+
+
+def _unchanged(value: Any) -> Any:
+    return value

@@ -1,0 +1,122 @@
+"""What all ranks must know of each other at every step: that one failed, or was told to stop."""
+
+import contextlib
+import enum
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.error_json import from_json, to_json
+from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, say
+from megatron_vlm.errors import LostError, MegatronVLMError
+
+
+class Vote(enum.IntEnum):
+    """What a rank has to say before all continue; the highest vote decides."""
+
+    OK = 0
+    STOP = 1
+    FAILED = 2
+    LOST = 3  # the same, and starting again may help
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """A signal asked to save and stop; every rank agreed."""
+
+
+class Signals:
+    """SIGTERM, SIGUSR1 and Ctrl-C ask the run to save and stop; it looks between two steps. Before
+    it `can_save` they end the process at once, as does a second Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.can_save = False
+        self.before = {}
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number
+        if not self.can_save:
+            say("stopped by a signal before the first step: there is nothing to save")
+            raise SystemExit(PREEMPTED)
+
+    def restore(self) -> None:
+        """Put the former handlers back."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def job_store() -> Board | None:
+    """The store through which the ranks found each other; None where there is only one rank."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return Board(store) if dist.get_world_size() > 1 else None
+
+
+def meet(name: str) -> None:
+    """Wait for every rank, however long it takes: indexing a data set may outlast the time-out of
+    any collective. The watchdog sees who is silent. A job may use each `name` once."""
+    board, delay, key = job_store(), 0.01, f"meet/{name}"
+    if board is None:
+        return
+    board.write(f"{key}/{dist.get_rank()}", "here")
+    awaited = [key]  # rank 0 waits for the others, and they for its word
+    if dist.get_rank() == 0:
+        awaited = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    while awaited := [each for each in awaited if board.read(each) is None]:
+        time.sleep(delay)
+        delay = min(2 * delay, 0.2)
+    if dist.get_rank() == 0:
+        board.write(key, "all are here")
+
+
+def agree(mine: int, device: torch.device) -> int:
+    """The highest number that any rank gives. A collective."""
+    number = torch.full((1,), mine, dtype=torch.int32, device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
+
+
+@contextlib.contextmanager
+def fail_together(
+    device: torch.device,
+    error_type: type[MegatronVLMError],
+    message: str | None = None,
+    vote: Vote = Vote.OK,
+    catches: type[Exception] = Exception,
+) -> Iterator[None]:
+    """What fails in the body on one rank fails on all, instead of leaving the others in a
+    collective. A collective at its end.
+
+    A rank that failed raises its own error; the others raise `error_type` with `message`, or
+    without one with the fields of the first rank that failed; a LostError where one had it. Where
+    none failed and one voted STOP, all raise Stopped. Errors other than `catches` are raised at
+    once, and reach no other rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except catches as error:
+        failure = error
+    failed = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
+    decision = agree(vote if failure is None else failed, device)
+    fields: dict[str, Any] = {"problem": message or ""}
+    if decision >= Vote.FAILED and message is None:
+        every = all_gather_json(None if failure is None else to_json(failure), None, device)
+        fields = from_json(next(each for each in every if each is not None))
+    if failure is not None:
+        raise failure
+    if decision >= Vote.FAILED:
+        raise (LostError if decision == Vote.LOST else error_type)(**fields)
+    if decision == Vote.STOP:
+        raise Stopped

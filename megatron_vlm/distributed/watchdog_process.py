@@ -1,0 +1,73 @@
+"""The process beside a rank that ends it when the rank can no longer do so itself.
+
+The watchdog is a thread of the rank: it does not run while the rank is stopped (SIGSTOP), nor while
+code in C keeps Python's lock, such as a read from a mapped file on a file system that has gone.
+The rank writes a line whenever its watchdog has looked; after a long silence it is killed. The
+sentinel ends with the rank, since the pipe between them closes then.
+
+    python watchdog_process.py FD RANK EVERY_S TIMEOUT_S
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import IO
+
+
+class Sentinel:
+    """A rank's end of it."""
+
+    def __init__(self, rank: int, every_s: float, timeout_s: float):
+        reading, self.writing = os.pipe()
+        os.set_blocking(self.writing, False)
+        words = [str(reading), str(rank), str(every_s), str(timeout_s)]
+        # Of Python only what this file needs: it starts in milliseconds and takes 8 MB.
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[reading],
+        )
+        os.close(reading)
+
+    def tell(self, where: str) -> None:
+        """The rank is alive and knows where it is."""
+        with contextlib.suppress(OSError):  # it was killed, or stopped and the pipe is full
+            os.write(self.writing, f"{where}\n".encode())
+
+    def close(self) -> None:
+        """End the sentinel."""
+        os.close(self.writing)
+        self.process.wait()
+
+
+def stand(pipe: IO[bytes], rank: int, every_s: float, timeout_s: float) -> None:
+    """Until the pipe closes, or the rank has been silent for the time-out and is killed."""
+    parent, silent, where = os.getppid(), 0, "start"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for the rank
+    # Counted rather than measured: while both are stopped, as by Ctrl-Z, no time passes.
+    while silent * every_s <= timeout_s:
+        if not select.select([pipe], [], [], every_s)[0]:
+            silent += 1
+            continue
+        if not (lines := os.read(pipe.fileno(), 65536)):
+            return
+        silent, where = 0, lines.decode(errors="replace").splitlines()[-1]
+    if os.getppid() == parent:
+        print(
+            f"megatron-vlm: rank {rank} has not run for {timeout_s:.0f} s "
+            f"(launch.timeout_minutes): it was stopped, or hangs where Python cannot end it; it "
+            f"was at {where}. Killing it; the run resumes from its last complete checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os.kill(parent, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with open(int(sys.argv[1]), "rb", buffering=0) as given:
+        stand(given, int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

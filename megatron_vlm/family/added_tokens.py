@@ -1,0 +1,143 @@
+"""Tokens that a run adds to a checkpoint's vocabulary (data.add_tokens), and what grows with them.
+
+They follow the tokens that are there, so they take the spare rows of the embedding first. They are
+ordinary tokens: text that spells one becomes it, and decoded answers show it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.io.untrusted import Outside
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+MOST_BYTES = 2**27  # of tokenizer.json, the largest of its files; Qwen's has 11 MB
+_TOKENIZER, _SETTINGS, _OLDER = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+# As Qwen's own ordinary tokens are added, such as <tool_call>: found in the text as it was written.
+_KIND = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The added tokens, and the id of the first; the others follow. All lower ids were known
+    before: of their rows the new ones are the mean."""
+
+    names: tuple[str, ...]
+    first: int
+
+    def vocab(self, before: int) -> int:
+        """Rows of the embedding that had so many `before`: no more than are needed."""
+        return max(before, self.first + len(self.names))
+
+    def grow(self, config: "PretrainedConfig") -> None:
+        """Make room in what transformers has read from a config.json."""
+        text = config.text_config
+        if self.first > text.vocab_size:
+            raise ConfigError(
+                f": the tokenizer has {self.first} tokens already, and the vocab_size in "
+                f"config.json is {text.vocab_size}",
+                key="data.add_tokens",
+                allowed="a checkpoint whose files belong together",
+            )
+        text.vocab_size = self.vocab(text.vocab_size)
+
+    def write(self, folder: Path) -> None:
+        """Add the tokens to the files of a copy of the checkpoint."""
+        ids = dict(zip(self.names, range(self.first, self.first + len(self.names)), strict=True))
+        config = _read(folder / "config.json")
+        text = config["text_config"]
+        text["vocab_size"] = self.vocab(text["vocab_size"])
+        _write(folder / "config.json", config)
+        tokenizer = _read(folder / _TOKENIZER)
+        tokenizer["added_tokens"] += [{"id": i, "content": name} | _KIND for name, i in ids.items()]
+        _write(folder / _TOKENIZER, tokenizer)
+        # Two files of older versions list them again.
+        if (folder / _SETTINGS).is_file():
+            settings = _read(folder / _SETTINGS)
+            if "added_tokens_decoder" in settings:
+                named = {str(i): {"content": name} | _KIND for name, i in ids.items()}
+                settings["added_tokens_decoder"] |= named
+                _write(folder / _SETTINGS, settings)
+        if (folder / _OLDER).is_file():
+            _write(folder / _OLDER, _read(folder / _OLDER) | ids)
+
+
+def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None:
+    """The tokens that data.add_tokens adds to a checkpoint, a folder or a name on the Hub; None
+    where it names none. Those that the tokenizer has already are refused. Needs no torch."""
+    if not names:
+        return None
+    from tokenizers import Tokenizer
+
+    file = folder_of(model) / _TOKENIZER
+    if what_is_at(file) == "nothing":
+        raise ConfigError(
+            f": {file.parent} has no {_TOKENIZER}",
+            key="data.add_tokens",
+            remedy="load its tokenizer in transformers and save it with save_pretrained, which "
+            "writes one",
+        )
+    outside = Outside(str(file), ConfigError, "data.add_tokens needs the checkpoint's own file")
+    text = outside.text(MOST_BYTES)
+    with outside.border("cannot be read"):
+        tokenizer = Tokenizer.from_str(text)
+    known = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in known if token.special]
+    for name in names:
+        encoded = tokenizer.encode(name, add_special_tokens=False)
+        if tokenizer.token_to_id(name) is not None or len(encoded) == 1:
+            raise ConfigError(
+                f"is a token of {file} already",
+                key="data.add_tokens",
+                found=name,
+                remedy="leave it out",
+            )
+        if (inside := next((token for token in special if token in name), None)) is not None:
+            raise ConfigError(
+                f"contains the special token {inside}, which would be read as part of the new one",
+                key="data.add_tokens",
+                found=name,
+                allowed="another name",
+            )
+    first = max(tokenizer.get_vocab().values()) + 1
+    _add(tokenizer, names)
+    ids = [tokenizer.token_to_id(name) for name in names]
+    if ids != list(range(first, first + len(names))):
+        raise ConfigError(
+            f": the ids in {file} have gaps: {first - 1} is the highest, and {names[0]!r} would "
+            f"get {ids[0]}",
+            key="data.add_tokens",
+            allowed="a tokenizer whose ids follow each other",
+        )
+    return NewTokens(tuple(names), first)
+
+
+def add_to(tokenizer: "PreTrainedTokenizerBase", names: Sequence[str]) -> None:
+    """Give the tokenizer of a checkpoint the tokens that `find_new_tokens` has found to be new."""
+    if names:
+        first = max(tokenizer.get_vocab().values()) + 1
+        _add(tokenizer, names)
+        ids = tokenizer.convert_tokens_to_ids(list(names))
+        assert ids == list(range(first, first + len(names))), (first, ids)
+
+
+def _add(tokenizer: Any, names: Sequence[str]) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer.add_tokens([AddedToken(name, **_KIND) for name in names])
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write(file: Path, content: Any) -> None:
+    text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+    file.write_text(text, encoding="utf-8")

@@ -1,0 +1,131 @@
+"""What a config.json shows at once, without transformers, whose import takes many seconds.
+
+Only what is certainly wrong is refused here; the rest is left to `sizes_of`, which sees the fields
+as transformers fills them in.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.field_rules import KnownFields, ModelFields, other_model, refused
+from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
+from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
+from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.io.untrusted import Field, Outside
+
+_MOST_BYTES = 2**20
+_FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The numbers that layouts have to divide."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    deepstack: int | None  # None where transformers fills in a list of its own
+    experts: int = 0
+
+
+def read_counts(folder: str) -> Counts | None:
+    """The counts of the config.json in a folder; None where it takes transformers to tell."""
+    try:
+        if what_is_at(Path(folder) / "config.json") == "nothing":
+            return None
+    except (OSError, ValueError):
+        return None
+    config = read_fields(folder).value
+    check_model_type(config.get("model_type"), folder)
+    if problems := list(_problems(config, _FIELDS[config["model_type"]])):
+        raise other_model(folder, problems)
+    return _counts(_part(config, "text_config"), _part(config, "vision_config"))
+
+
+def read_fields(folder: str | Path) -> Field:
+    """The config.json in a folder, which is an object."""
+    file = Outside(
+        str(Path(folder) / "config.json"), ConfigError, "give a folder of a Qwen3-VL checkpoint"
+    )
+    found = file.json(_MOST_BYTES)
+    found.object()
+    return found
+
+
+def no_config_json(folder: str | Path) -> ConfigError:
+    """The refusal of a folder that is no checkpoint."""
+    if os.path.lexists(Path(folder) / "adapter_config.json"):
+        return ConfigError(
+            "has an adapter and no model",
+            key="model.path",
+            found=str(folder),
+            remedy="to continue from it, give its base model as model.path and this folder as "
+            "lora.path",
+        )
+    return ConfigError(
+        "has no config.json",
+        key="model.path",
+        found=str(folder),
+        remedy="give the folder of a Qwen3-VL checkpoint, or the name of one on the Hub, such as "
+        "Qwen/Qwen3-VL-2B-Instruct",
+    )
+
+
+def check_model_type(model_type: Any, path: str | Path) -> None:
+    """Refuse the models of other families."""
+    if not isinstance(model_type, str) or model_type not in _FIELDS:
+        raise ConfigError(
+            f"has model_type={model_type!r} in its config.json",
+            key="model.path",
+            found=str(path),
+            remedy="give a Qwen3-VL (model_type='qwen3_vl') or a Qwen3-VL-MoE ('qwen3_vl_moe'), "
+            "which this version trains",
+        )
+
+
+def _problems(config: dict[str, Any], known: ModelFields) -> Iterator[str]:
+    text, vision = _part(config, "text_config"), _part(config, "vision_config")
+    yield from _other_values("", config, known.top)
+    yield from _other_values("text_config.", text, known.text)
+    for name in ("rope_parameters", "rope_scaling"):  # the second is older
+        part = _part(text, name)
+        yield from _other_values("text_config.rope_parameters.", part, known.text_rope)
+    yield from _other_values("vision_config.", vision, known.vision)
+    rope = _part(vision, "rope_parameters")
+    yield from _other_values("vision_config.rope_parameters.", rope, known.vision_rope)
+
+
+def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Iterator[str]:
+    """Fields that have one meaning here and another value in the file. transformers names the
+    models of the parts itself, and takes its own value for null."""
+    names = (known.fixed.keys() | known.carried_out.keys()) - {"model_type"}
+    said = {name: given[name] for name in names & given.keys()}
+    null = {name for name, value in said.items() if value is None and name in known.carried_out}
+    yield from refused(part, {name: said[name] for name in said.keys() - null}, known)
+
+
+def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:
+    heads = text.get("num_attention_heads")
+    blocks = vision.get("deepstack_visual_indexes")
+    deepstack = len(blocks) if isinstance(blocks, list) else None
+    experts = text.get("num_experts", text.get("num_local_experts", 0))
+    counts: dict[str, Any] = {
+        "layers": text.get("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": text.get("num_key_value_heads", heads),
+        "ffn": text.get("intermediate_size"),
+        "experts": experts,
+    }
+    if not all(type(count) is int and count >= 0 for count in counts.values()):
+        return None
+    return Counts(**counts, deepstack=deepstack)
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,291 @@
+"""Qwen3-VL: the fields of its config.json, its tensors, its tower and its positions.
+
+Shapes: S tokens of a row, P patches, C values of a patch, 3 the axes time, height, width.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.family import Family, HFNames, TowerHeads, VisionMarks
+from megatron_vlm.family.field_rules import OBJECT, KnownFields, ModelFields, other_model, refused
+from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
+from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
+from megatron_vlm.family.spec import (
+    ExpertSizes,
+    ModelSizes,
+    Part,
+    PlaceholderRun,
+    TensorSpec,
+    TextSizes,
+    Tokens,
+    TowerInputs,
+    VisionSizes,
+)
+from megatron_vlm.io.untrusted import Outside
+
+NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
+_MROPE_SECTION = (24, 20, 20)  # transformers' default
+
+
+def check_fields(config: PretrainedConfig, known: ModelFields) -> None:
+    """Refuse a config.json that describes another model than the one computed here."""
+    problems = list(_unknown(config, known)) or [
+        said for fits, said in (*_text_fits(config), *_vision_fits(config)) if not fits
+    ]
+    if problems:
+        raise other_model(config.name_or_path, problems)
+
+
+def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
+    """Fields that are not known, or not with their value."""
+    top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
+    top |= {"text_config": text, "vision_config": vision}
+    # Some tools repeat a field of the text at the top, where nothing reads it.
+    repeated = {name for name in top if name in text and top[name] == text[name]}
+    read = top.keys() - (repeated - known.top.fixed.keys())
+    yield from refused("", {name: top[name] for name in read}, known.top)
+    yield from refused("text_config.", text, known.text)
+    rope = text["rope_parameters"]
+    yield from _unknown_of("text_config.rope_parameters.", rope, known.text_rope)
+    yield from refused("vision_config.", vision, known.vision)
+    rope = vision["rope_parameters"]
+    yield from _unknown_of("vision_config.rope_parameters.", rope, known.vision_rope)
+
+
+def _unknown_of(part: str, given: Any, known: KnownFields) -> Iterator[str]:
+    yield from refused(part, given, known) if OBJECT.fits(given) else ()  # it is refused whole
+
+
+def _fields(part: PretrainedConfig) -> dict[str, Any]:
+    renamed = {"_heterogeneity_spec": "per_layer_config"}  # the name that config.json has for it
+    return {renamed.get(name, name): value for name, value in vars(part).items()}
+
+
+def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """Whether values of the text fit the others, and what to say where they do not."""
+    text, top_tied, kinds = config.text_config, config.tie_word_embeddings, ["full_attention"]
+    heads, groups, pad = text.num_attention_heads, text.num_key_value_heads, text.pad_token_id
+    yield (
+        heads % groups == 0,
+        f"text_config.num_attention_heads={heads}, not a multiple of num_key_value_heads={groups}",
+    )
+    yield text.head_dim % 2 == 0, f"text_config.head_dim={text.head_dim}, not an even number"
+    section = text.rope_parameters.get("mrope_section", _MROPE_SECTION)
+    yield (
+        len(section) == 3,
+        f"text_config.rope_parameters.mrope_section={section}, not three whole numbers",
+    )
+    ids, images, videos = range(text.vocab_size), config.image_token_id, config.video_token_id
+    yield pad is None or pad in ids, f"text_config.pad_token_id={pad}, not in the vocabulary"
+    yield (
+        images in ids and videos in ids and images != videos,
+        f"image_token_id={images} and video_token_id={videos}, not two tokens of the vocabulary of "
+        f"{len(ids)}",
+    )
+    tied = getattr(text, "tie_word_embeddings", top_tied)  # which transformers does not read
+    yield tied == top_tied, f"text_config.tie_word_embeddings={tied}, and {top_tied} at the top"
+    layers = getattr(text, "layer_types", None)
+    yield (
+        layers is None or list(layers) == kinds * text.num_hidden_layers,
+        f"text_config.layer_types={layers}, not {kinds[0]} in each layer",
+    )
+
+
+def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """The same for the tower."""
+    vision, hidden = config.vision_config, config.text_config.hidden_size
+    out, indexes = vision.out_hidden_size, vision.deepstack_visual_indexes
+    yield (
+        out == hidden,
+        f"vision_config.out_hidden_size={out}, not text_config.hidden_size={hidden}",
+    )
+    yield (
+        vision.hidden_size % (4 * vision.num_heads) == 0,
+        f"vision_config.num_heads={vision.num_heads}, of which no head of hidden_size="
+        f"{vision.hidden_size} has a width that 4 divides",
+    )
+    yield (
+        len(set(indexes)) == len(indexes) and set(indexes) <= set(range(vision.depth)),
+        f"vision_config.deepstack_visual_indexes={list(indexes)}, not different blocks of "
+        f"depth={vision.depth}",
+    )
+
+
+def sizes_of(config: PretrainedConfig) -> ModelSizes:
+    """Everything that the rest of the package asks of config.json."""
+    check_fields(config, QWEN3_VL_FIELDS)
+    return make_sizes(config)
+
+
+def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> ModelSizes:
+    """The sizes that checked fields give, of a decoder with or without experts."""
+    text, vision = config.text_config, config.vision_config
+    text_sizes = TextSizes(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        ffn=text.intermediate_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim,
+        vocab=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+        norm_eps=text.rms_norm_eps,
+        rope_theta=text.rope_parameters["rope_theta"],
+        mrope_section=tuple(text.rope_parameters.get("mrope_section", _MROPE_SECTION)),
+        pad_id=text.pad_token_id,
+        experts=experts,
+    )
+    vision_sizes = VisionSizes(
+        depth=vision.depth,
+        hidden=vision.hidden_size,
+        ffn=vision.intermediate_size,
+        out_hidden=vision.out_hidden_size,
+        patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+        merge=vision.spatial_merge_size,
+        deepstack=len(vision.deepstack_visual_indexes),
+        inputs=tower_inputs,
+    )
+    tokens = Tokens(
+        text_sizes.vocab,
+        config.image_token_id,
+        config.video_token_id,
+        vision_sizes.merge,
+        mrope_positions,
+    )
+    tensors = [*_vision_tensors(config), *_text_tensors(text_sizes)]
+    tied = bool(config.tie_word_embeddings)
+    head = TensorSpec(NAMES.head, (text_sizes.vocab, text_sizes.hidden), Part.head)
+    if not tied:
+        tensors.append(head)
+    return ModelSizes(text_sizes, vision_sizes, tokens, tied, tuple(tensors), head)
+
+
+def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
+    """Asked of Hugging Face's own module, without making its weights."""
+    for name, param in _empty_tower(config, torch.device("meta")).named_parameters():
+        part = Part.merger if "merger" in name else Part.vision
+        yield TensorSpec(NAMES.vision + name, tuple(param.shape), part)
+
+
+def _text_tensors(text: TextSizes) -> Iterator[TensorSpec]:
+    hidden, ffn, query, kv = text.hidden, text.ffn, text.query, text.kv
+    layer = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.q_norm.weight": (text.head_dim,),
+        "self_attn.k_norm.weight": (text.head_dim,),
+        "self_attn.o_proj.weight": (hidden, query),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    dense = {
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    sparse: dict[str, tuple[int, ...]] = {}
+    if (experts := text.experts) is not None:
+        sparse = {
+            "mlp.gate.weight": (experts.count, hidden),
+            "mlp.experts.gate_up_proj": (experts.count, 2 * experts.ffn, hidden),
+            "mlp.experts.down_proj": (experts.count, hidden, experts.ffn),
+        }
+    yield TensorSpec(NAMES.embedding, (text.vocab, hidden), Part.embed)
+    for number in range(text.layers):
+        has_experts = experts is not None and number in experts.layers
+        for name, shape in (layer | (sparse if has_experts else dense)).items():
+            yield TensorSpec(NAMES.layer(number) + name, shape, Part.decoder)
+    yield TensorSpec(NAMES.final_norm, (hidden,), Part.decoder)
+
+
+class LinearPatchEmbed(nn.Module):
+    """The patch embedding as one GEMM: the Conv3d's kernel equals its stride, and convolution
+    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay."""
+
+    def __init__(self, proj: nn.Conv3d):
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, patches_PC: Tensor) -> Tensor:
+        return F.linear(patches_PC, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
+    config.vision_config._attn_implementation = "sdpa"  # whatever config.json asks for
+    file = Outside(f"the config.json of {config.name_or_path}", ConfigError)
+    border = file.border("transformers cannot make its vision tower")
+    with border, no_init_weights(), device:
+        return Qwen3VLVisionModel(config.vision_config)
+
+
+def build_tower(
+    config: PretrainedConfig, device: torch.device, recompute: bool, heads: TowerHeads
+) -> Qwen3VLVisionModel:
+    """Hugging Face's tower with unset weights; loading fills them."""
+    tower = _empty_tower(config, device)
+    tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
+    for block in tower.blocks:
+        block.attn = PackedAttention(block.attn, heads)
+    if recompute:
+        # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,
+        # and the DeepStack mergers would silently stop learning.
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    return tower
+
+
+def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
+    """What `Qwen3VLVisionModel.forward` makes of the grids unless it is given: each number that it
+    reads of a grid on the device would make the host wait, some of them in every block."""
+    given: Any = tower
+    indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
+        grid_I3,
+        num_grid_per_side=given.num_grid_per_side,
+        mode=given.interpolation_mode,
+        align_corners=given.interpolation_align_corners,
+        spatial_merge_size=given.config.spatial_merge_size,
+    )
+    starts = get_vision_cu_seqlens(grid_I3)
+    on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
+    return on_host, {
+        "starts": starts,
+        "interp_indices": indices_P4,
+        "interp_weights": weights_P4,
+        "position_ids": get_vision_position_ids(grid_I3, given.spatial_merge_size),
+    }
+
+
+def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
+    """Position ids [3, S]: text counts up on all three axes; an image keeps one time and spans
+    height and width; what follows continues after its longer side."""
+    positions_3S = torch.empty(3, length, dtype=torch.long)
+    cursor, position = 0, 0
+    for run in [*runs, PlaceholderRun(length, 0, 0)]:
+        text = run.start - cursor
+        positions_3S[:, cursor : run.start] = torch.arange(position, position + text)
+        position += text
+        end = run.start + run.height * run.width
+        rows = torch.arange(run.height).repeat_interleave(run.width)
+        positions_3S[0, run.start : end] = position
+        positions_3S[1, run.start : end] = position + rows
+        positions_3S[2, run.start : end] = position + torch.arange(run.width).repeat(run.height)
+        position += max(run.height, run.width)
+        cursor = end
+    return positions_3S
+
+
+MARKS = VisionMarks("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN3_VL = Family("qwen3_vl", NAMES, MARKS, sizes_of, build_tower)

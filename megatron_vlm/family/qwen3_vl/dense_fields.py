@@ -1,0 +1,108 @@
+"""The fields of Qwen3-VL's config.json, as transformers holds them, by what is done with them."""
+
+from typing import Any
+
+from megatron_vlm.family.field_rules import (
+    LIST,
+    OBJECT,
+    POSITIVE,
+    SWITCH,
+    KnownFields,
+    ModelFields,
+    list_of,
+    or_null,
+    whole,
+)
+from megatron_vlm.family.field_rules import TEXT as STRING
+
+# Fields of every part, as transformers holds them: the names with an underscore are its own.
+_IDLE = {
+    *("transformers_version", "architectures", "_name_or_path", "_commit_hash", "dtype"),
+    *("id2label", "label2id", "problem_type", "initializer_range", "chunk_size_feed_forward"),
+    *("_attn_implementation_internal", "_experts_implementation_internal", "use_cache"),
+    *("bos_token_id", "eos_token_id", "_post_init_done"),
+}
+_OUTPUTS = {"output_hidden_states", "_output_attentions"}
+_FIXED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "return_dict": (True,)}
+
+_WIDTH = whole(1, 2**20)
+_COUNT = whole(1, 2**10)
+_ID = whole(0, 2**31 - 1)
+
+TOP = KnownFields(
+    {
+        "text_config": OBJECT,
+        "vision_config": OBJECT,
+        "image_token_id": _ID,
+        "video_token_id": _ID,
+        "tie_word_embeddings": SWITCH,
+    },
+    {*_IDLE, *_OUTPUTS, "vision_start_token_id", "vision_end_token_id", "pad_token_id"},
+    {**_FIXED, "model_type": ("qwen3_vl",), "quantization_config": (None,)},
+)
+TEXT = KnownFields(
+    {
+        "vocab_size": whole(1, 2**26),
+        "hidden_size": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "num_hidden_layers": _COUNT,
+        "head_dim": _COUNT,
+        "num_attention_heads": _COUNT,
+        "num_key_value_heads": or_null(_COUNT),
+        "max_position_embeddings": whole(1, 2**31 - 1),
+        "rms_norm_eps": POSITIVE,
+        "rope_parameters": OBJECT,
+        "pad_token_id": or_null(_ID),
+        # As far as they say the same as the others.
+        "tie_word_embeddings": SWITCH,
+        "layer_types": or_null(LIST),
+    },
+    {*_IDLE, *_OUTPUTS, "max_window_layers"},
+    {
+        **_FIXED,
+        "model_type": ("qwen3_vl_text",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "attention_dropout": (0.0,),
+        "sliding_window": (None,),
+        "use_sliding_window": (False,),
+        "partial_rotary_factor": (1.0,),
+    },
+)
+TEXT_ROPE = KnownFields(
+    {"rope_theta": POSITIVE, "mrope_section": list_of(whole(0, 2**10))},
+    set(),
+    {
+        "rope_type": ("default",),
+        "type": ("default", "mrope"),  # an older name, which rope_type overrules
+        "mrope_interleaved": (True,),
+        "partial_rotary_factor": (1.0,),
+    },
+)
+# The tower is transformers' own module, made from this part of the config.
+VISION = KnownFields(
+    {
+        "depth": _COUNT,
+        "hidden_size": _WIDTH,
+        "hidden_act": STRING,
+        "intermediate_size": _WIDTH,
+        "num_heads": _COUNT,
+        "in_channels": _COUNT,
+        "patch_size": _COUNT,
+        "spatial_merge_size": _COUNT,
+        "temporal_patch_size": _COUNT,
+        "out_hidden_size": _WIDTH,
+        "num_position_embeddings": _WIDTH,
+        "deepstack_visual_indexes": list_of(whole(0, 2**10)),
+        "rope_parameters": OBJECT,
+    },
+    _IDLE,
+    {
+        **_FIXED,
+        "model_type": ("qwen3_vl_vision",),
+        "output_hidden_states": (False,),
+        "_output_attentions": (False,),
+    },
+)
+VISION_ROPE = KnownFields({"rope_theta": POSITIVE}, set(), {"rope_type": ("axial",)})
+QWEN3_VL_FIELDS = ModelFields(TOP, TEXT, TEXT_ROPE, VISION, VISION_ROPE)

@@ -1,0 +1,43 @@
+"""Qwen3-VL-MoE: Qwen3-VL with experts in the decoder. All but these is the same."""
+
+from collections.abc import Iterator
+
+from transformers import PretrainedConfig
+
+from megatron_vlm.family.family import Family
+from megatron_vlm.family.field_rules import other_model
+from megatron_vlm.family.qwen3_vl.dense import MARKS, NAMES, build_tower, check_fields, make_sizes
+from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
+from megatron_vlm.family.spec import ExpertSizes, ModelSizes
+
+
+def sizes_of(config: PretrainedConfig) -> ModelSizes:
+    """Everything that the rest of the package asks of config.json."""
+    check_fields(config, QWEN3_VL_MOE_FIELDS)
+    if problems := [said for fits, said in _experts_fit(config) if not fits]:
+        raise other_model(config.name_or_path, problems)
+    text = config.text_config
+    step, dense = text.decoder_sparse_step, set(text.mlp_only_layers)
+    sparse = {n for n in range(text.num_hidden_layers) if (n + 1) % step == 0} - dense
+    experts = ExpertSizes(
+        count=text.num_experts,
+        top_k=text.num_experts_per_tok,
+        ffn=text.moe_intermediate_size,
+        layers=frozenset(sparse),
+    )
+    return make_sizes(config, experts)
+
+
+def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
+    """Whether values of the experts fit the others, and what to say where they do not."""
+    text = config.text_config
+    count, top_k, layers = text.num_experts, text.num_experts_per_tok, text.num_hidden_layers
+    yield top_k <= count, f"text_config.num_experts_per_tok={top_k}, of num_experts={count}"
+    dense = text.mlp_only_layers
+    yield (
+        set(dense) <= set(range(layers)),
+        f"text_config.mlp_only_layers={list(dense)}, not layers of num_hidden_layers={layers}",
+    )
+
+
+QWEN3_VL_MOE = Family("qwen3_vl_moe", NAMES, MARKS, sizes_of, build_tower)

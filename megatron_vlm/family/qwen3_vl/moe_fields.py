@@ -1,0 +1,45 @@
+"""The fields of Qwen3-VL-MoE's config.json: those of Qwen3-VL and the ones of its experts."""
+
+from megatron_vlm.family.field_rules import (
+    POSITIVE_OR_0,
+    KnownFields,
+    ModelFields,
+    list_of,
+    or_null,
+)
+from megatron_vlm.family.field_rules import whole as _whole
+from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS as DENSE
+
+_EXPERTS = _whole(1, 2**12)
+
+TOP = KnownFields(
+    DENSE.top.carried_out, DENSE.top.idle, {**DENSE.top.fixed, "model_type": ("qwen3_vl_moe",)}
+)
+TEXT = KnownFields(
+    {
+        **DENSE.text.carried_out,
+        # Two names of one field: of the released checkpoints, and of transformers.
+        "num_experts": _EXPERTS,
+        "num_local_experts": _EXPERTS,
+        "num_experts_per_tok": _EXPERTS,
+        "moe_intermediate_size": _whole(1, 2**20),
+        "decoder_sparse_step": _whole(1, 2**10),
+        "mlp_only_layers": or_null(list_of(_whole(0, 2**10))),
+        # transformers adds this loss only where it is asked for the router's logits.
+        "router_aux_loss_coef": POSITIVE_OR_0,
+    },
+    # How transformers would cut the model, which it notes where the head is tied.
+    {*DENSE.text.idle, "base_model_tp_plan"},
+    {
+        **DENSE.text.fixed,
+        "model_type": ("qwen3_vl_moe_text",),
+        "norm_topk_prob": (True,),
+        "output_router_logits": (False,),
+    },
+)
+VISION = KnownFields(
+    DENSE.vision.carried_out,
+    DENSE.vision.idle,
+    {**DENSE.vision.fixed, "model_type": ("qwen3_vl_moe_vision",)},
+)
+QWEN3_VL_MOE_FIELDS = ModelFields(TOP, TEXT, DENSE.text_rope, VISION, DENSE.vision_rope)

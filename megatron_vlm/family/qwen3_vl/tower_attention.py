@@ -1,0 +1,78 @@
+"""The tower's attention within each image, and in videos within each frame: all in as few calls as
+there can be, where transformers makes one for each.
+
+Shapes: P patches of all images, N heads, D head size, L patches of an image or frame, X images or
+frames of one size in a row, C width.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_vlm.family.cpu_matmul import by_mkl
+from megatron_vlm.family.family import TowerHeads
+
+
+class PackedAttention(nn.Module):
+    """In place of transformers' module, with its parameters under their names. `heads` makes
+    queries, keys and values of what `qkv` gives."""
+
+    def __init__(self, given: Any, heads: TowerHeads):
+        super().__init__()
+        self.qkv, self.proj, self.num_heads = given.qkv, given.proj, given.num_heads
+        self.heads = heads
+
+    def forward(
+        self,
+        hidden_PC: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        lengths: Sequence[int],
+        starts: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """`lengths` are the patches of each image or frame, `starts` on the device (int32) where
+        each begins, and where the last ends."""
+        parts = self.heads(self.qkv(hidden_PC), *position_embeddings, self.num_heads)
+        return self.proj(attend(*parts, lengths, starts).flatten(1))
+
+
+def attend(
+    query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
+) -> Tensor:
+    """[P, N, D]: each patch attends to those of its image or frame."""
+    is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
+    if is_flash and query_PND.shape[-1] % 8 == 0:
+        return at_once(query_PND, key_PND, value_PND, lengths, starts)
+    return by_runs(query_PND, key_PND, value_PND, lengths)
+
+
+def at_once(
+    query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
+) -> Tensor:
+    """One call of torch's kernel for sequences of any lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(lengths)
+    # By place, and no more: the arguments that follow differ from torch 2.10 to 2.13.
+    out_PND: Any = varlen_attn(query_PND, key_PND, value_PND, starts, starts, longest, longest)
+    return out_PND
+
+
+def by_runs(
+    query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """One call for each run of equal lengths, such as the frames of a video."""
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    parts = zip(runs, *(x.split(sizes) for x in (query_PND, key_PND, value_PND)), strict=True)
+    made = []
+    for (length, _), *of_run in parts:
+        given_XNLD = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_run)
+        out_XNLD = by_mkl(F.scaled_dot_product_attention, *given_XNLD)
+        made.append(out_XNLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(made)

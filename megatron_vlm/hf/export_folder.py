@@ -1,0 +1,111 @@
+"""What an export says of itself: its run, step and checkpoint, and which files it has, with their
+sizes and digests."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.io.atomic import MARK, digest_of, read_mark, write_mark
+
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class ExportMark:
+    """Where the weights of an export are from."""
+
+    run: str | None  # the id of the run
+    step: int
+    checkpoint: str  # the id of the checkpoint, see checkpoint/manifest.py
+    # Of an adapter: the digest of the weights that it was trained beside.
+    base: str | None = field(default=None, compare=False)
+
+
+def finish_mark(folder: Path, mark: ExportMark | None) -> None:
+    """Mark a folder whose files are written; without `mark` nothing but the export stays in it."""
+    if mark is None:
+        (folder / MARK).unlink()
+        return
+    content = sorted(_content(folder))
+    with ThreadPoolExecutor(_THREADS) as threads:  # they were just written, so memory has them
+        digests = list(threads.map(digest_of, content))
+    facts: dict[str, Any] = {"step": mark.step, "checkpoint": mark.checkpoint}
+    if mark.base is not None:
+        facts["base"] = mark.base
+    facts["files"] = {path.name: path.stat().st_size for path in content}
+    facts["digests"] = {path.name: digest for path, digest in zip(content, digests, strict=True)}
+    write_mark(folder, mark.run, **facts)
+
+
+def read_export_mark(folder: Path) -> ExportMark | None:
+    """None for what was not exported by a run, and for an export that has lost a file."""
+    mark = read_mark(folder)
+    try:
+        if mark is None or any(not (folder / name).is_file() for name in mark["files"]):
+            return None
+        return ExportMark(mark["run"], mark["step"], mark["checkpoint"], mark.get("base"))
+    except (KeyError, TypeError):
+        return None
+
+
+def changed_file(folder: Path, since_ns: int = 0) -> str | None:
+    """The first file of a marked folder that is not as it was written. Files without a change since
+    a time are not read. (Marks of earlier versions have sizes alone.)"""
+    mark = read_mark(folder) or {}
+    sizes, digests = mark.get("files", {}), mark.get("digests", {})
+
+    def is_changed(path: Path) -> bool:
+        if path.is_dir() or path.is_symlink() or path.stat().st_size != sizes.get(path.name):
+            return True
+        digest = digests.get(path.name)
+        suspect = digest is not None and path.stat().st_ctime_ns >= since_ns
+        return suspect and digest_of(path) != digest
+
+    content = sorted(_content(folder))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        changed = threads.map(is_changed, content)
+        return next(
+            (path.name for path, is_so in zip(content, changed, strict=True) if is_so), None
+        )
+
+
+def check_replaceable(folder: Path, run: str | None) -> None:
+    """Refuse to export into a folder that holds anything but an earlier export of this run. The
+    mark was written last: what has not been touched since is as it was, and not read again."""
+    if not os.path.lexists(folder):
+        return
+    place = str(folder)
+    if not folder.exists():
+        raise CheckpointError("is a link that leads nowhere", place=place, remedy="remove it")
+    if not folder.is_dir():
+        raise CheckpointError("is a file", place=place, remedy="choose a new folder for the export")
+    if not _content(folder):
+        return
+    mark = read_mark(folder)
+    if run is None or mark is None or mark["run"] != run:
+        raise CheckpointError(
+            "is not empty", place=place, remedy="choose a new folder for the export"
+        )
+    name = changed_file(folder, (folder / MARK).stat().st_ctime_ns)
+    if name is not None:
+        raise CheckpointError(
+            f"would be replaced by a new export, but this run did not write {name} as it is now",
+            place=place,
+            remedy="move that file, or the folder, somewhere else",
+        )
+
+
+def is_replaceable(folder: Path, run: str | None) -> bool:
+    """Whether it holds nothing but an earlier export of this run."""
+    try:
+        check_replaceable(folder, run)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _content(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != MARK]

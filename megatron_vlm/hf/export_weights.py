@@ -1,0 +1,261 @@
+"""Weights out: the checkpoint that came in, with new values. The files do not depend on the
+layout that trained them."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.distributed.collectives import receive_json, send_json
+from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.companion_files import copy_files
+from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
+from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS, HFCheckpoint
+from megatron_vlm.hf.model_card import CARD, Training, model_card
+from megatron_vlm.hf.tied import untie
+from megatron_vlm.hf.weight_map import Entry, Origin, exported
+from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place, sync
+
+_DTYPE_OF = {str(dtype): dtype for dtype in FLOATS.values()}
+_MAX_SHARD_BYTES = 5 * 10**9
+
+
+def gather_tensors(
+    held: Mapping[Entry, nn.Parameter],
+    table: Sequence[Entry],
+    grid: Grid,
+    value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
+    of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Every tensor of a Hugging Face checkpoint, one at a time: on the first rank of each replica
+    its value on the host, on the others None. `of` chooses other entries. A collective: all ranks
+    iterate."""
+    stage = grid.pp.rank
+    device = next(iter(held.values())).device
+    for entry in table:
+        if not of(entry):
+            continue
+        tensors: list[Tensor] = []
+        if stage == entry.stage:
+            value = value_of(held[entry]).detach().contiguous()
+            parts = grid.gather(entry.layout.cut, value)
+            tensors = entry.layout.save(parts) if grid.tp.rank == 0 else []
+        if entry.stage != 0 and grid.tp.rank == 0 and stage in (0, entry.stage):
+            tensors = _send_to_first(tensors, entry.stage, grid.pp, device)
+        for index, name in enumerate(entry.names):
+            yield name, tensors[index].cpu() if grid.leads else None
+
+
+def stored_tensors(
+    held: Mapping[Entry, nn.Parameter],
+    source: HFCheckpoint,
+    table: Sequence[Entry],
+    grid: Grid,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor as `export_hf` writes it, one at a time, on the first rank of all; nothing on
+    the others. A collective: all ranks iterate, to the end."""
+    # The replicas that share experts with the first one send theirs.
+    named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
+    for name, tensor in named:
+        if tensor is not None and grid.dp.rank == 0:
+            for each, value in _stored(name, tensor, source):
+                yield each, value.to(FLOATS[source.tensors[each].dtype])
+
+
+def _send_to_first(
+    tensors: list[Tensor], source: int, stages: Axis, device: torch.device
+) -> list[Tensor]:
+    """Move an entry's tensors from the stage that holds them to stage 0."""
+    ranks, group = dist.get_process_group_ranks(stages.group), stages.group
+    if stages.rank == source:
+        shapes = [(tensor.shape, str(tensor.dtype)) for tensor in tensors]
+        send_json(shapes, ranks[0], group, device)
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), ranks[0], group=group)
+        return tensors
+    result = [
+        torch.empty(shape, dtype=_DTYPE_OF[name], device=device)
+        for shape, name in receive_json(ranks[source], group, device)
+    ]
+    for tensor in result:
+        dist.recv(tensor, ranks[source], group=group)
+    return result
+
+
+def export_hf(
+    held: Mapping[Entry, nn.Parameter],
+    source: HFCheckpoint,
+    table: Sequence[Entry],
+    grid: Grid,
+    out: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    mark: ExportMark | None = None,
+    done: Training | None = None,
+) -> None:
+    """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
+    device = next(iter(held.values())).device
+    # The replicas that share experts with the first one send theirs.
+    named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
+    with fail_together(device, CheckpointError):
+        try:
+            if grid.dp.rank == 0 and grid.leads:
+                write_folder(source, exported(table), named, out, max_shard_bytes, mark, done)
+        finally:
+            for _ in named:  # whatever became of the first rank's file, the others send theirs
+                pass
+
+
+def write_folder(
+    source: HFCheckpoint,
+    names: Sequence[str],
+    named: Iterable[tuple[str, Tensor | None]],
+    out: str | Path,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    mark: ExportMark | None = None,
+    done: Training | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index, the
+    source's other files (config, tokenizer, image processor, chat template) as they are, and a
+    model card that says what was `done`. Tensors keep their dtype. See `new_export`."""
+    with new_export(out, mark) as partial:
+        writer = _ShardWriter(source, names, partial, max_shard_bytes)
+        for name, tensor in named:
+            assert tensor is not None
+            check_finite(name, tensor, out)
+            writer.add(name, tensor)
+        writer.finish()
+        (partial / CARD).write_text(model_card(source, done), encoding="utf-8")
+
+
+def check_finite(name: str, tensor: Tensor, out: str | Path) -> None:
+    """Refuse to export what nobody can use."""
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(
+            "has values that are NaN or infinite, so nothing is written",
+            place=str(out),
+            key=name,
+            remedy="export an earlier checkpoint",
+        )
+
+
+@contextmanager
+def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
+    """A folder to fill: under a temporary name beside `out`, renamed when complete. With a `mark`
+    it takes the place of an earlier export of the same run."""
+    out = Path(out)
+    run = None if mark is None else mark.run
+    check_replaceable(out, run)
+    partial = begin(out, run)
+    try:
+        yield partial
+        finish_mark(partial, mark)
+        for path in partial.iterdir():
+            sync(path)
+        check_replaceable(out, run)
+        put_in_place(out)
+        for former in filter(lambda path: is_replaceable(path, run), asides_of(out)):
+            discard(former)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        discard(partial)
+        if isinstance(error, CheckpointError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"cannot be written: {reason}",
+            place=str(out),
+            remedy="free space there or give another folder",
+        ) from error
+
+
+class _ShardWriter:
+    """Takes tensors in any order and writes each shard as soon as its last tensor has arrived.
+
+    Which tensor goes to which shard follows from names and sizes alone.
+    """
+
+    def __init__(self, source: HFCheckpoint, names: Sequence[str], folder: Path, max_bytes: int):
+        self.source = source
+        self.folder = folder
+        self.shard_of, self.total_bytes = plan_shards(source, names, max_bytes)
+        self.left = Counter(self.shard_of.values())
+        self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        for each, value in _stored(name, tensor, self.source):
+            dtype = FLOATS[self.source.tensors[each].dtype]
+            shard = self.shard_of[each]
+            self.held[shard][each] = value.to(dtype, copy=True).contiguous()
+            self.left[shard] -= 1
+            if not self.left[shard]:
+                tensors = self.held.pop(shard)
+                ordered = {key: tensors[key] for key in sorted(tensors)}
+                write_tensors(self.folder / shard, ordered)
+
+    def finish(self) -> None:
+        assert not self.held, f"tensors never arrived for {sorted(self.held)}"
+        if len(self.left) > 1:
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": dict(sorted(self.shard_of.items())),
+            }
+            text = json.dumps(index, indent=2) + "\n"
+            (self.folder / INDEX).write_text(text)
+        copy_files(self.source.path, self.folder)
+        if self.source.new_tokens is not None:
+            self.source.new_tokens.write(self.folder)
+        if self.source.is_untied:
+            untie(self.folder)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file in an export that was begun."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    # safetensors lets nobody else read it: like any other file, as the umask says.
+    shutil.copymode(file.parent / MARK, file)
+
+
+def _names_of(name: str, source: HFCheckpoint) -> list[str]:
+    """The names under which a tensor is stored: a tied embedding also as the head, where the
+    source does so; experts in the source's form."""
+    names = source.family.names
+    if name == names.embedding and source.sizes.tied and names.head in source.tensors:
+        return [name, names.head]
+    return list(source.experts.stored(name, source.sizes.shapes[name]))
+
+
+def _stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
+    """A tensor as the source stores it."""
+    names, values = _names_of(name, source), source.experts.split(name, tensor)
+    return zip(names, values * (len(names) // len(values)), strict=True)
+
+
+def plan_shards(
+    source: HFCheckpoint, names: Sequence[str], max_bytes: int
+) -> tuple[dict[str, str], int]:
+    """Tensors in the order of their names, cut into shards of at most max_bytes, so that a shard is
+    complete and written before the next one fills."""
+    number, filled, total, numbers = 0, 0, 0, {}
+    for name in [stored for each in names for stored in _names_of(each, source)]:
+        info = source.tensors[name]
+        size = prod(info.shape) * FLOATS[info.dtype].itemsize
+        if filled and filled + size > max_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += size
+        total += size
+    count = number + 1
+    if count == 1:
+        return dict.fromkeys(numbers, WEIGHTS), total
+    shard = {name: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for name, n in numbers.items()}
+    return shard, total

@@ -1,0 +1,227 @@
+"""A Hugging Face checkpoint, a folder or a name on the Hub, opened for reading: config, tensor
+names, slices. With tokens to add it reads as if they, and their rows, were in it."""
+
+import os
+import reprlib
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family import family_of, read_config
+from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.hf.expert_layouts import Form, StoredExperts, find_form
+from megatron_vlm.io.hub import folder_of, pin
+from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.io.untrusted import Field, Outside
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_MOST_HEADER = 2**28  # bytes; safetensors itself takes 100 MB
+# The types of weights that are trained, by safetensors' names.
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+_ROWS = 2**14  # read at a time
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Which file a tensor is in and what it is, from the file's header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name, e.g. BF16
+
+
+class HFCheckpoint:
+    """Names, shapes and dtypes are read at once from the headers; data only slice by slice."""
+
+    def __init__(self, path: str | Path, add_tokens: Sequence[str] = ()):
+        """`add_tokens` is data.add_tokens."""
+        self.name = pin(str(path))  # as `model.path`
+        self.path = folder_of(self.name)
+        self.config = read_config(self.path)
+        self.family = family_of(self.config, self.path)
+        self.new_tokens = find_new_tokens(self.path, add_tokens)
+        self.stored_vocab: int = self.config.text_config.vocab_size
+        if self.new_tokens is not None:
+            self.new_tokens.grow(self.config)
+        self.sizes = self.family.sizes_of(self.config)
+        self._means: dict[str, Tensor] = {}  # of the rows of known tokens
+        self._open_files: dict[Path, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}  # as they are stored
+        self.is_untied = False  # see `untied`
+        self.experts = StoredExperts(Form.out_in)
+
+    def read_headers(self) -> None:
+        """Fill `tensors` from the headers of the weight files. A tensor that is in two of them
+        is that of the last, as in transformers. Of a name on the Hub they are downloaded now."""
+        folder_of(self.name, weights=True)
+        for file in weight_files(self.path):
+            for name, info in read_header(file).items():
+                shape = tuple(info["shape"])
+                if self._has_rows_of_tokens(name) and shape[:1] == (self.stored_vocab,):
+                    shape = (self.sizes.text.vocab, *shape[1:])
+                self.tensors[name] = TensorInfo(file, shape, info["dtype"])
+        if self.sizes.text.experts is not None:
+            shapes = {name: info.shape for name, info in self.tensors.items()}
+            self.experts = find_form(str(self.path), shapes, self.sizes)
+
+    def stored_as(self, name: str) -> str:
+        """The tensor that has a weight's values: of a tied head the embedding."""
+        names = self.family.names
+        return names.embedding if self.sizes.tied and name == names.head else name
+
+    def untied(self) -> "HFCheckpoint":
+        """For the export of a tied model whose head has become another matrix than the embedding:
+        the same with a head of its own, in the embedding's type."""
+        found = copy(self)
+        found.sizes = replace(self.sizes, tied=False, tensors=self.sizes.with_head)
+        head = self.family.names.head
+        found.tensors = {**self.tensors, head: self.tensors[self.stored_as(head)]}
+        found.is_untied = True
+        return found
+
+    def read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+        """A slice of one tensor, (start, end) for each leading dimension; None takes all of it."""
+        if self.new_tokens is not None and self._has_rows_of_tokens(name):
+            return self._read_grown(name, *(spans or [None]))
+        return self.experts.read(self._read, name, spans)
+
+    def _read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
+        file = self.tensors[name].file
+        with _outside(file).border(f"{name} cannot be read"):
+            if file not in self._open_files:
+                self._open_files[file] = safe_open(file, framework="pt")
+            piece = self._open_files[file].get_slice(name)
+            if not spans:
+                return piece[:]
+            return piece[tuple(slice(None) if span is None else slice(*span) for span in spans)]
+
+    def _has_rows_of_tokens(self, name: str) -> bool:
+        return name in (self.family.names.embedding, self.family.names.head)
+
+    def _read_grown(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """Rows of the embedding or the head: the stored ones, but for the new tokens the mean of
+        those of all known tokens. Spare rows after the new ones stay as they are."""
+        assert self.new_tokens is not None
+        start, end = rows or (0, self.sizes.text.vocab)
+        stored = self._read(name, [(min(start, self.stored_vocab), min(end, self.stored_vocab))])
+        found = torch.cat([stored, stored.new_empty(end - start - len(stored), stored.shape[1])])
+        first = self.new_tokens.first
+        last = first + len(self.new_tokens.names)
+        if start < last and end > first:
+            if name not in self._means:
+                self._means[name] = self._mean(name, first)
+            mean = self._means[name].to(found.dtype)
+            found[max(first - start, 0) : last - start] = mean
+        return found
+
+    def _mean(self, name: str, count: int) -> Tensor:
+        """Of the first rows, a part of them at a time: an embedding may be large."""
+        total = torch.zeros(self.tensors[name].shape[1], dtype=torch.float64)
+        for start in range(0, count, _ROWS):
+            rows = self._read(name, [(start, min(start + _ROWS, count))])
+            total += rows.sum(0, dtype=torch.float64)
+        return total / count
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._open_files.clear()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: model.safetensors, or else those that the index names,
+    in the order of their names. Any others are no part of the checkpoint."""
+    if os.path.lexists(folder / "adapter_config.json"):
+        raise CheckpointError(
+            "the folder has an adapter_config.json, and an adapter is not a whole model",
+            place=str(folder),
+            remedy="to continue from it, give its base model as model.path and the adapter as "
+            "lora.path",
+        )
+    if os.path.lexists(folder / WEIGHTS):
+        return [folder / WEIGHTS]
+    if not os.path.lexists(folder / INDEX):
+        found = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
+        raise CheckpointError(
+            f"the folder has no {WEIGHTS} and no {INDEX}, but "
+            f"{', '.join(found) or 'no weights at all'}",
+            place=str(folder),
+            found=found,
+            remedy="give a folder as save_pretrained or `hf download` writes it",
+        )
+    return [folder / name for name in sorted(set(_indexed(folder / INDEX)))]
+
+
+def _indexed(index: Path) -> Iterator[str]:
+    """The files that an index names, which are files of its own folder."""
+    for field in _outside(index).json()["weight_map"].object().values():
+        path = PurePosixPath(field.value) if isinstance(field.value, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(
+                "is not a file inside the folder of the index",
+                place=str(index),
+                key=field.name,
+                found=field.value,
+                remedy="download the checkpoint again, or move the file there and name it so",
+            )
+        file = index.parent / path
+        with _outside(index).border(f"it names {reprlib.repr(field.value)}"):
+            found = what_is_at(file)
+        if found != "a file":
+            instead = "missing" if found == "nothing" else found
+            raise CheckpointError(
+                f"the file is {instead}, but {index.name} names it", place=str(file)
+            )
+        yield field.value
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, without its metadata: of each tensor its dtype, shape
+    and data_offsets, which are inside the file."""
+    with _outside(file).border("cannot be read"):
+        found = what_is_at(file)
+    if found != "a file":
+        raise _outside(file).error(f"there is {found} in its place")
+    with _outside(file).border("cannot be read"), open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        size = os.fstat(stream.fileno()).st_size
+        if not 0 < length <= min(size - 8, _MOST_HEADER):
+            raise CheckpointError(
+                f"the header has {length} bytes in a file of {size}", place=str(file)
+            )
+        text = stream.read(length)
+    outside = _outside(f"{file}: its header is damaged")
+    tensors = Field(outside.parsed(text), "", outside).object()
+    tensors.pop("__metadata__", None)
+    end = 0
+    for tensor in tensors.values():
+        tensor["dtype"].string()
+        for side in tensor["shape"].items():
+            side.whole()
+        offsets = [place.whole() for place in tensor["data_offsets"].items()]
+        if len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise tensor["data_offsets"].error("the two places where the tensor begins and ends")
+        end = max(end, offsets[1])
+    if size < 8 + length + end:
+        raise CheckpointError(
+            f"the file is cut short: it has {size} bytes, and its header needs {8 + length + end}",
+            place=str(file),
+        )
+    return {name: tensor.value for name, tensor in tensors.items()}
+
+
+def _outside(file: Path | str) -> Outside:
+    return Outside(str(file), CheckpointError, "download it again")

@@ -1,0 +1,121 @@
+"""Weights in: each rank reads from the safetensors shards only the slices that it holds."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import nn
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
+from megatron_vlm.hf.weight_map import Entry, Origin
+
+_ROWS = 2**14  # compared at a time
+
+
+def check_tensors(source: HFCheckpoint) -> None:
+    """Compare the shards' headers with what config.json asks for; list every difference."""
+    expected, names = source.experts.all_stored(source.sizes.shapes), source.family.names
+    found = {name: info.shape for name, info in source.tensors.items()}
+    if source.sizes.tied and names.head in found:  # some writers store the tied head as well
+        expected[names.head] = expected[names.embedding]
+    lists = {
+        "missing": [f"{name} {expected[name]}" for name in sorted(expected.keys() - found.keys())],
+        "surplus": [f"{name} {found[name]}" for name in sorted(found.keys() - expected.keys())],
+        "misshapen": [
+            f"{name} is {found[name]}, config.json asks for {expected[name]}"
+            for name in sorted(expected.keys() & found.keys())
+            if found[name] != expected[name]
+        ],
+    }
+    lists["of another type"] = [
+        f"{name} is {source.tensors[name].dtype}, and only {', '.join(FLOATS)} can be trained: "
+        "give the checkpoint in one of these, dequantized if it was quantized"
+        for name in sorted(expected.keys() & found.keys())
+        if source.tensors[name].dtype not in FLOATS
+    ]
+    if any(lists.values()):
+        text = "\n".join(
+            f"{len(names)} {kind}:\n  " + "\n  ".join(names)
+            for kind, names in lists.items()
+            if names
+        )
+        raise CheckpointError(
+            f"the tensors do not fit config.json\n{text}", place=str(source.path), found=lists
+        )
+
+
+def check_tied(source: HFCheckpoint) -> None:
+    """A tied head that is stored as well must be the embedding: otherwise transformers would not
+    tie it. Reads both where that is so."""
+    names = source.family.names
+    if not source.sizes.tied or names.head not in source.tensors:
+        return
+    for start in range(0, source.sizes.text.vocab, _ROWS):
+        rows = [(start, min(start + _ROWS, source.sizes.text.vocab))]
+        head, embedding = (source.read(name, rows) for name in (names.head, names.embedding))
+        if not torch.equal(head.float(), embedding.float()):
+            raise CheckpointError(
+                f"in config.json, but the stored {names.head} is not {names.embedding}",
+                place=str(source.path),
+                key="tie_word_embeddings",
+                found=True,
+                remedy="set tie_word_embeddings=false, or remove the tensor",
+            )
+    source.close()
+
+
+def held_params(
+    chunks: Sequence[nn.Module], table: Sequence[Entry], stage: int
+) -> Mapping[Entry, nn.Parameter]:
+    """This stage's entries in the order of the table, each with its parameter."""
+    params = [dict(chunk.named_parameters()) for chunk in chunks]
+    held = {e: params[e.chunk][e.ours] for e in table if e.stage == stage}
+    known = {id(param) for param in held.values()}
+    unknown = [name for chunk in params for name in chunk if id(chunk[name]) not in known]
+    assert not unknown, f"the name table lacks {unknown}"
+    return held
+
+
+def unshared(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entry, nn.Parameter]:
+    """Of parameters that have their values in common with another model's, those that learn, which
+    get memory of their own, and those that the other has not."""
+    own = {entry: param for entry, param in held.items() if not entry.is_frozen(cfg)}
+    for entry, param in own.items():
+        if entry.origin is not Origin.ours:
+            param.data = torch.empty_like(param)
+    return own
+
+
+def load_hf(
+    held: Mapping[Entry, nn.Parameter],
+    source: HFCheckpoint,
+    grid: Grid,
+    busy: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill this rank's parameters from the checkpoint; those that are ours alone stay as they are.
+    `busy` is called after each, since a large model may take long.
+
+    Cut parameters are marked as such, which Megatron 0.16 does only while it initialises weights:
+    unmarked, all but TP rank 0's part would be missing from the gradient norm."""
+    for entry, param in held.items():
+        if entry.layout.cut == "tp" and not hasattr(param, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(param, True, entry.layout.axis, 1)
+        if entry.origin is Origin.ours:
+            continue
+        rank, ranks = grid.along(entry.layout.cut)
+        loaded = entry.layout.load(source.read, entry.names, rank, ranks)
+        assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
+        with torch.no_grad():
+            param.copy_(loaded)
+        if not torch.isfinite(param).all():  # now that it has the type in which it is trained
+            raise CheckpointError(
+                "has values that are NaN or infinite: every loss would be, too",
+                place=str(source.path),
+                key=" or ".join(entry.names),
+                remedy="use another checkpoint",
+            )
+        busy()
+    source.close()

@@ -1,0 +1,183 @@
+"""The model card of an export, README.md: what it was made of, how, and how well it did.
+
+It follows from the checkpoint and the base model alone, so that every export of a checkpoint has
+the same one. Files of this machine appear by their names, without their folders. Whatever others
+named is shown as code, which neither YAML nor Markdown reads.
+"""
+
+import importlib.metadata
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+import megatron_vlm
+from megatron_vlm.config.data_sources import HUB, SourceSpec
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import SWITCHES, learns
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.companion_files import is_own
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.hub import hub_name
+from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.io.printable import visible
+from megatron_vlm.io.untrusted import Outside
+
+CARD = "README.md"
+_HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
+_DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of the Hub
+_READ = 2**16  # bytes of a base's card, which begins with its YAML
+_LICENSE = ("license", "license_name", "license_link")
+_SHOWN = 40  # added tokens
+_LONGEST = 300  # characters of a licence's name or address
+_BENEATH = ("megatron-core", "torch", "transformers")
+_NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What was done to the base model: of a checkpoint's config.yaml and state.json."""
+
+    cfg: Config
+    step: int
+    tokens: int | None = None  # trained ones; None where an older version did not count them
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by held-out set
+    scored_step: int | None = None
+
+
+def model_card(source: HFCheckpoint, done: Training | None = None, is_adapter: bool = False) -> str:
+    """The text of README.md, of a model or of an adapter alone."""
+    base = done.cfg.model.path if done else source.name
+    head = yaml.safe_dump(_head(source, base, done, is_adapter), allow_unicode=False, width=10**6)
+    return f"---\n{head}---\n\n" + "\n".join(_body(base, done)) + "\n"
+
+
+def _head(
+    source: HFCheckpoint, base: str, done: Training | None, is_adapter: bool
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "image-text-to-text",
+        "tags": ["megatron_vlm"],
+        **_license_of(source.path / CARD),
+    }
+    if (name := hub_name(base)) is not None:
+        relation = "adapter" if is_adapter else "finetune"
+        found |= {"base_model": name.repo, "base_model_relation": relation}
+    sources = done.cfg.data.train if done else ()
+    if named := [spec.path.removeprefix(HUB) for spec in sources if _DATA.fullmatch(spec.path)]:
+        found["datasets"] = named
+    return found
+
+
+def _license_of(card: Path) -> dict[str, str]:
+    """What the card of the base model says of its licence."""
+    if not card.is_file() or not is_own(card):
+        return {}
+    file = Outside(str(card), CheckpointError, "remove it, or download it again")
+    head = _HEAD.match(file.beginning(_READ).decode("utf-8-sig", "replace"))
+    try:
+        said = yaml.safe_load(head[1]) if head else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        said = None
+    found = {key: said.get(key) for key in _LICENSE} if isinstance(said, dict) else {}
+    return {
+        key: _line(value)
+        for key, value in found.items()
+        if isinstance(value, str) and len(value) <= _LONGEST
+    }
+
+
+def _body(base: str, done: Training | None) -> Iterator[str]:
+    name = hub_name(base)
+    shown = code(name.repo if name else Path(base).name)
+    commit = f" at commit {code(name.commit)}" if name and name.commit else ""
+    yield f"# {shown}, fine-tuned"
+    yield ""
+    if done is None:
+        yield f"Fine-tuned from {shown}{commit} with megatron_vlm."
+    else:
+        tokens = "" if done.tokens is None else f" and {done.tokens:,} trained tokens"
+        yield (
+            f"Fine-tuned from {shown}{commit} with megatron_vlm, for {done.step:,} steps{tokens}."
+        )
+        yield from _data(done)
+        yield from _scores(done)
+        yield from _settings(done.cfg)
+    yield from ("", "## Versions", "")
+    yield from (f"- {name} {version}" for name, version in versions().items())
+
+
+def versions() -> dict[str, str]:
+    """Of this package, which may run from a checkout not installed, and of those beneath."""
+    beneath = {name: importlib.metadata.version(name) for name in _BENEATH}
+    return {"megatron_vlm": megatron_vlm.__version__, **beneath}
+
+
+def _data(done: Training) -> Iterator[str]:
+    yield from ("", "## Data", "")
+    for spec in done.cfg.data.train:
+        weight = "" if spec.weight == 1 else f", weight {spec.weight:g}"
+        yield f"- {code(_shown(spec))}{weight}"
+
+
+def _shown(spec: SourceSpec) -> str:
+    if spec.path.startswith(HUB):
+        return spec.path.removeprefix(HUB)
+    return Path(spec.path).name
+
+
+def _scores(done: Training) -> Iterator[str]:
+    finite = {
+        name: {key: value for key, value in scores.items() if math.isfinite(value)}
+        for name, scores in done.scores.items()
+    }
+    if not any(finite.values()):
+        return
+    yield from ("", "## Scores", "", f"On held-out data, after {done.scored_step:,} steps:", "")
+    for name, scores in finite.items():
+        figures = ", ".join(
+            f"{key.replace('_', ' ')} {number(value)}" for key, value in scores.items()
+        )
+        yield f"- {code(name)}: {figures}"
+
+
+def _settings(cfg: Config) -> Iterator[str]:
+    optim, train = cfg.optim, cfg.train
+    yield from ("", "## Training", "")
+    yield f"- {train.global_batch_size:,} samples a step, of at most {cfg.data.max_tokens:,} tokens"
+    warmup = f"{optim.warmup_steps:,} steps of warm-up"
+    if optim.warmup_ratio and not optim.warmup_steps:
+        warmup = f"warm-up in the first {100 * optim.warmup_ratio:g}% of them"
+    yield (
+        f"- AdamW: learning rate {optim.lr:g}, {optim.schedule}, {warmup}, "
+        f"weight decay {optim.weight_decay:g}, gradients clipped at {optim.clip_grad:g}"
+    )
+    chosen = cfg.data.train_on
+    yield f"- trained: {code(chosen if isinstance(chosen, str) else ', '.join(chosen))}"
+    if new := cfg.data.add_tokens:
+        more = f" and {len(new) - _SHOWN:,} more" if len(new) > _SHOWN else ""
+        yield f"- added to the vocabulary: {', '.join(map(code, new[:_SHOWN]))}{more}"
+    if cfg.lora.rank:
+        targets = ", ".join(map(code, cfg.lora.targets))
+        yield f"- LoRA of rank {cfg.lora.rank}, alpha {cfg.lora.alpha:g}, in {targets}"
+    if frozen := [part for part in SWITCHES if not learns(cfg, part)]:
+        beside = " but for adapters" if cfg.lora.rank else ""
+        yield f"- frozen{beside}: {', '.join(_NAMES[part] for part in frozen)}"
+
+
+def _line(text: str) -> str:
+    """In one line: what begins one could end the YAML of the card."""
+    return " ".join(visible(text).split())
+
+
+def code(text: str) -> str:
+    """The text as code in one line of Markdown, whatever is in it."""
+    text = _line(text) or " "
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    pad = " " if "`" in text else ""
+    return f"{fence}{pad}{text}{pad}{fence}"

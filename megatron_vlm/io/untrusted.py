@@ -1,0 +1,207 @@
+"""Files from outside: what others wrote, or what something may have happened to since. They are
+opened and parsed here, within bounds of size and depth, and never trusted.
+
+Whatever a parser of ours or of a library makes of them, users get one of our errors, with the file,
+the field, the reason and the remedy.
+"""
+
+import json
+import math
+import os
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.io.paths import require_file
+
+MOST_BYTES = 2**28  # of a file that is read at once
+# Of JSON: each takes up to 200 bytes of memory, and may take 3 of the file.
+MOST_VALUES = 2**22
+# Deeper values end in RecursionError somewhere, in whatever walks through them.
+MOST_DEPTH = 100
+_NESTING = (Mapping, list, tuple)
+_LONGEST = 300  # characters of a reason
+_PANIC = "PanicException"  # of libraries in Rust; it is no Exception
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A file from outside, or a place in one: what it is called, which error it ends in, and what
+    users can do about it."""
+
+    name: str
+    kind: type[MegatronVLMError] = DataError
+    remedy: str = ""
+
+    def error(self, problem: str = "", **fields: Any) -> MegatronVLMError:
+        """Make the error of this kind that names the file and the remedy."""
+        return self.kind(problem, **{"place": self.name, "remedy": self.remedy} | fields)
+
+    @contextmanager
+    def border(self, doing: str = "") -> Iterator[None]:
+        """Around a library that reads it: any error that comes out is one of ours. `doing` begins
+        the reason."""
+        try:
+            yield
+        except MegatronVLMError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
+            raise self.error(f"{doing}: {reason(error)}" if doing else reason(error)) from error
+
+    def regular(self) -> Path:
+        """The path of the regular file with this name."""
+        try:
+            return require_file(self.name)
+        except DataError as error:
+            remedy = self.remedy or error.remedy
+            raise self.kind(**error.fields() | {"remedy": remedy}) from error
+
+    def content(self, most: int = MOST_BYTES) -> bytes:
+        """The content of the regular file with this name."""
+        found = self.beginning(most + 1)
+        if len(found) > most:
+            raise self.error(f"has more than {most:,} bytes, which cannot be right")
+        return found
+
+    def beginning(self, most: int) -> bytes:
+        """The first bytes of the regular file with this name."""
+        path = self.regular()
+        with self.border("cannot be read"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return file.read(min(size + 1, most))  # as much as is asked for is allocated
+
+    def text(self, most: int = MOST_BYTES) -> str:
+        """The text of the file, which is UTF-8."""
+        try:
+            return self.content(most).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise self.error(f"is not UTF-8 text, at byte {error.start}") from error
+
+    def json(self, most: int = MOST_BYTES) -> "Field":
+        """The JSON in the file."""
+        return Field(self.parsed(self.content(most)), "", self)
+
+    def parsed(
+        self, text: str | bytes, fault: str = "is not JSON", most_values: int = MOST_VALUES
+    ) -> Any:
+        """Parse a JSON text. A name that occurs twice in an object is refused: one of its values
+        would be left out. `fault`: the problem of a text that is not JSON."""
+        raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+        opened = raw.count(b"[") + raw.count(b"{")
+        if (values := opened + raw.count(b",")) > most_values:
+            raise self.error(
+                f"has about {values} values in one record, above the limit of {most_values}"
+            )
+        try:
+            value = json.loads(text, object_pairs_hook=_once)
+        except ValueError as error:
+            raise self.error(f"{fault}: {_short(str(error))}") from error
+        except RecursionError:
+            raise self.too_deep() from None
+        if opened > MOST_DEPTH and is_too_deep(value):
+            raise self.too_deep()
+        return value
+
+    def too_deep(self) -> MegatronVLMError:
+        """Make the error of a value with too many levels."""
+        return self.error(f"has JSON that is nested too deeply, in more than {MOST_DEPTH} levels")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value in a JSON file, with the names that lead to it."""
+
+    value: Any
+    name: str
+    file: Outside
+
+    def error(self, expected: str) -> MegatronVLMError:
+        """Make the error of a value that is not what is expected."""
+        problem = f"is not {expected}"
+        if not self.name:
+            problem = f": its content is {reprlib.repr(self.value)}, not {expected}"
+        return self.file.error(problem, key=self.name, found=self.value, allowed=expected)
+
+    def object(self) -> "dict[str, Field]":
+        """The fields of an object."""
+        if not isinstance(self.value, dict):
+            raise self.error("an object")
+        before = f"{self.name}." if self.name else ""
+        return {key: Field(value, before + key, self.file) for key, value in self.value.items()}
+
+    def get(self, key: str) -> "Field | None":
+        """A field of an object; None where it is absent or null."""
+        found = self.object().get(key)
+        return None if found is None or found.value is None else found
+
+    def __getitem__(self, key: str) -> "Field":
+        found = self.object().get(key)
+        if found is None:
+            raise self.file.error("is missing", key=f"{self.name}.{key}" if self.name else key)
+        return found
+
+    def items(self) -> "list[Field]":
+        """The values of a list."""
+        if not isinstance(self.value, list):
+            raise self.error("a list")
+        return [Field(value, f"{self.name}[{i}]", self.file) for i, value in enumerate(self.value)]
+
+    def whole(self, least: int = 0, most: int = 2**63 - 1) -> int:
+        """A whole number; true and 1.0 are none."""
+        if type(self.value) is not int or not least <= self.value <= most:
+            raise self.error(f"a whole number from {least} to {most}")
+        return int(self.value)
+
+    def number(self, least: float = -math.inf, most: float = math.inf) -> float:
+        """A finite number, just as it was written: whole or not."""
+        value = self.value
+        if type(value) not in (int, float) or not (abs(value) < 1e308 and least <= value <= most):
+            bounds = "" if least == -math.inf else f" from {least:g} to {most:g}"
+            raise self.error(f"a finite number{bounds}")
+        return value
+
+    def string(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.error("text")
+        return self.value
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    said = " ".join(str(error).split())
+    return _short(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+def _short(said: str) -> str:
+    return said if len(said) <= _LONGEST else said[:_LONGEST] + "..."
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested in more than MOST_DEPTH levels."""
+    level: list[Any] = [[value]]
+    for _ in range(MOST_DEPTH + 1):
+        inner = (each for outer in level for each in _inside(outer) if isinstance(each, _NESTING))
+        level = list({id(each): each for each in inner}.values())  # each once, if it is in many
+    return bool(level)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; the last value of a name would win in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(key for key, _ in pairs)
+        raise ValueError(f"{names.most_common(1)[0][0][:80]!r} occurs twice in an object")
+    return found

@@ -1,0 +1,192 @@
+"""Adapters out: as PEFT's files, or merged into the weights beside them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.config.trainable import Exported
+from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.family.spec import TensorSpec
+from megatron_vlm.hf.export_folder import ExportMark
+from megatron_vlm.hf.export_weights import (
+    check_finite,
+    gather_tensors,
+    new_export,
+    write_folder,
+    write_tensors,
+)
+from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
+from megatron_vlm.hf.model_card import CARD, Training, model_card
+from megatron_vlm.hf.weight_map import Entry, exported
+from megatron_vlm.io.hub import hub_name
+from megatron_vlm.lora.peft_folder import CONFIG, WEIGHTS, merged, saved_whole
+from megatron_vlm.lora.peft_tensors import file_tensors, parameters
+from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of, tensors_of
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """What a run with adapters has trained: whole tensors by their names in checkpoints."""
+
+    lora: LoraConfig
+    weights: Sequence[TensorSpec]  # that have an adapter
+    source: HFCheckpoint
+    tensors: Mapping[str, Tensor]
+
+    def pair(self, weight: TensorSpec) -> tuple[Tensor, Tensor]:
+        """A and B of a weight, in the type in which that is stored."""
+        name = self.source.stored_as(weight.name)
+        first, *_ = self.source.experts.stored(name, weight.shape)
+        dtype = FLOATS[self.source.tensors[first].dtype]
+        down, up = (self.tensors[each.name] for each in tensors_of(weight, self.lora.rank))
+        return down.to(dtype), up.to(dtype)
+
+    def in_file(self) -> dict[str, Tensor]:
+        """Those of all weights, as PEFT's files have them."""
+        forms = file_tensors(self.weights, self.lora.rank)
+        pairs = chain.from_iterable(map(self.pair, self.weights))
+        return {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}
+
+
+def export_adapter(
+    held: Mapping[Entry, nn.Parameter],
+    trained: Sequence[Entry],
+    table: Sequence[Entry],
+    grid: Grid,
+    form: tuple[LoraConfig, Sequence[TensorSpec], HFCheckpoint],
+    out: str | Path,
+    kind: Exported,
+    mark: ExportMark | None = None,
+    done: Training | None = None,
+) -> None:
+    """Write what the ranks hold of `trained`; `form` is what a TrainedAdapter has besides. A
+    collective."""
+    device = next(iter(held.values())).device
+    chosen = set(trained)
+    named: Iterator[tuple[str, Tensor | None]] = iter(())
+    if grid.edp.rank == 0:  # the replicas that share experts with the first one send theirs
+        named = gather_tensors(held, table, grid, of=lambda entry: entry in chosen)
+    with fail_together(device, CheckpointError):
+        try:
+            if grid.dp.rank == 0 and grid.leads:
+                tensors = {name: value for name, value in named if value is not None}
+                write(TrainedAdapter(*form, tensors), table, out, kind, mark, done)
+        finally:
+            for _ in named:  # whatever became of the first rank's file, the others send theirs
+                pass
+
+
+def write(
+    adapter: TrainedAdapter,
+    table: Sequence[Entry],
+    out: str | Path,
+    kind: Exported,
+    mark: ExportMark | None = None,
+    done: Training | None = None,
+) -> None:
+    """The folder, in one form or the other."""
+    lora, source = adapter.lora, adapter.source
+    if kind == "merged":
+        names, head = exported(table), source.sizes.head
+        if source.sizes.tied and head in adapter.weights:
+            names, source = [*names, head.name], source.untied()
+        named = merged_tensors(adapter, names)
+        write_folder(source, names, named, out, mark=mark, done=done)
+        return
+    _check_fits(lora)
+    tensors = adapter.in_file()
+    for tensor in saved_whole(source.sizes.tensors, lora):
+        dtype = FLOATS[source.tensors[tensor.name].dtype]
+        tensors[PREFIX + tensor.name] = adapter.tensors[tensor.name].to(dtype).contiguous()
+    for name, value in tensors.items():
+        check_finite(name, value, out)
+    with new_export(out, mark) as partial:
+        write_tensors(partial / WEIGHTS, dict(sorted(tensors.items())))
+        config = _render_config(lora, adapter.weights, source)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        card = model_card(source, done, is_adapter=True)
+        (partial / CARD).write_text(card, encoding="utf-8")
+
+
+def _render_config(
+    lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
+) -> dict[str, Any]:
+    """adapter_config.json of what we trained."""
+    base = hub_name(source.name)
+    modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
+    linears = [weight for weight in weights if not is_of_experts(weight)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.repo if base else str(source.path),
+        "revision": base.commit if base else None,
+        "inference_mode": True,
+        "r": lora.rank,
+        # PEFT and others declare a whole number.
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": _shortest(linears, source.sizes.with_head),
+        "target_parameters": parameters(weights, source.sizes.tensors) or None,
+        "modules_to_save": modules or None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def _module_to_save(tensor: TensorSpec) -> str:
+    """Each merger as a whole: model.visual.merger, model.visual.deepstack_merger_list.0."""
+    return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
+
+
+def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
+    """target_modules: PEFT adapts every module with one of these names, or one that ends with it
+    after a dot. The last parts of the names where they mean no other module."""
+    chosen = {module_of(each) for each in weights}
+    leaves = {name.rpartition(".")[2] for name in chosen}
+    every = {each.name.rpartition(".")[0] for each in tensors}
+    meant = {name for name in every if name.rpartition(".")[2] in leaves}
+    return sorted(leaves if meant == chosen else chosen)
+
+
+def _check_fits(lora: LoraConfig) -> None:
+    if whole := [part for part in lora.train if part != "merger"]:
+        raise CheckpointError(
+            f"has {whole[0]}, and PEFT's files have no place for its weights",
+            key="lora.train",
+            found=lora.train,
+            remedy="write the merged model: megatron-vlm export --as merged",
+        )
+
+
+def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model: as it is stored, as it was trained, or with its adapter in it."""
+    with_adapter = {weight.name: weight for weight in adapter.weights}
+    source = adapter.source
+    shapes = {each.name: each.shape for each in source.sizes.with_head}
+    for name in names:
+        if name in adapter.tensors:
+            yield name, adapter.tensors[name]
+            continue
+        stored = source.read(source.stored_as(name), [(0, shapes[name][0])])
+        if name in with_adapter:
+            down, up = adapter.pair(with_adapter[name])
+            with torch.no_grad():
+                stored = merged(stored, down, up, adapter.lora)
+        yield name, stored
+    source.close()

@@ -1,0 +1,183 @@
+"""Adapters at work: small matrices A and B beside a linear layer whose weight stays as it is.
+
+Shapes: I width of what goes into the layer, O of what comes out, on this rank; e its experts, M
+their rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor, nn
+
+from megatron_vlm.config.schema import LoraConfig
+from megatron_vlm.config.trainable import scale_of
+from megatron_vlm.lora.targets import AdaptedLinear, Slot, seed_from
+from megatron_vlm.model.experts import ExpertLinear, times
+
+
+class LowRank(nn.Module):
+    """A and B of one of Hugging Face's linear layers, or of one of each of these experts; unset."""
+
+    def __init__(self, rank: int, inputs: int, outputs: int, like: Tensor, *experts: int):
+        super().__init__()
+        self.A = nn.Parameter(like.new_empty(*experts, rank, inputs))
+        self.B = nn.Parameter(like.new_empty(*experts, outputs, rank))
+
+
+class Adapters(nn.ModuleDict):
+    """Those of one of our linear layers, by the slot's name.
+
+    Where the rows of the weight are cut over TP, A is whole on each rank and B is cut: between them
+    the gradient is summed over the ranks, so that each has A's whole gradient. Where its columns
+    are cut, so is A, and what it gives is summed on the way forward; B is whole.
+    """
+
+    def __init__(
+        self, weight: Tensor, plan: AdaptedLinear, lora: LoraConfig, tp: dist.ProcessGroup
+    ):
+        """`weight`: this rank's part of that of the layer."""
+        ranks = 1 if plan.cut is None else dist.get_world_size(tp)
+        self.rows = [slot.base.shape[0] // (ranks if plan.cut == 0 else 1) for slot in plan.slots]
+        if len(plan.slots) == 1:
+            self.rows = [len(weight)]  # those of a vocabulary are padded
+        inputs = plan.slots[0].base.shape[1] // (ranks if plan.cut == 1 else 1)
+        super().__init__(
+            {
+                slot.leaf: LowRank(lora.rank, inputs, rows, weight)
+                for slot, rows in zip(plan.slots, self.rows, strict=True)
+                if slot.adapted
+            }
+        )
+        self.plan, self.tp = plan, tp
+        self.groups = plan.groups // ranks if plan.groups > 1 else 1
+        self.scale, self.dropout = scale_of(lora), lora.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the adapters add to the output [..., O] for the layer's input [..., I]."""
+        slots = [slot for slot in self.plan.slots if slot.adapted]
+        low = torch.cat([F.linear(self._dropped(x, slot), self._of(slot).A) for slot in slots], -1)
+        if self.plan.cut == 0:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp)
+        elif self.plan.cut == 1:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp)
+        parts = (low * self.scale).chunk(len(slots), dim=-1)
+        added = {
+            slot: F.linear(part, self._of(slot).B) for slot, part in zip(slots, parts, strict=True)
+        }
+        return self._joined(added)
+
+    def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` adds as two factors, the second transposed: of the head, which never has
+        all its outputs at once, and which itself sums the first one's gradient over the ranks."""
+        (slot,) = self.plan.slots
+        low_rank = self._of(slot)
+        return F.linear(self._dropped(x, slot), low_rank.A) * self.scale, low_rank.B
+
+    def _of(self, slot: Slot) -> LowRank:
+        found = self[slot.leaf]
+        assert isinstance(found, LowRank)
+        return found
+
+    def _joined(self, added: dict[Slot, Tensor]) -> Tensor:
+        """The slots' outputs as the layer has them: group by group, each with a part of every
+        slot. A slot without an adapter adds nothing."""
+        like = next(iter(added.values()))
+        pieces = [
+            added[slot] if slot in added else like.new_zeros(*like.shape[:-1], rows)
+            for slot, rows in zip(self.plan.slots, self.rows, strict=True)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([piece.unflatten(-1, (self.groups, -1)) for piece in pieces], -1).flatten(
+            -2
+        )
+
+    def _dropped(self, x: Tensor, slot: Slot) -> Tensor:
+        """Dropout, drawn for the whole input on every rank, so that ranks that share it, or have a
+        part of it each, agree."""
+        if not (self.training and self.dropout):
+            return x
+        seed = seed_from(torch.initial_seed(), slot.base.name)
+        generator = torch.Generator(x.device).manual_seed(seed)
+        whole = (*x.shape[:-1], slot.base.shape[1])
+        kept = torch.rand(prod(whole), generator=generator, device=x.device) >= self.dropout
+        kept = kept.view(whole)
+        if x.shape[-1] != whole[-1]:
+            kept = kept.chunk(whole[-1] // x.shape[-1], dim=-1)[dist.get_rank(self.tp)]
+        return x * kept / (1 - self.dropout)
+
+
+class ExpertAdapters(LowRank):
+    """Those beside one linear layer of this rank's experts. PEFT adds B A to the weight of every
+    expert in each forward; here only the tokens of an expert are multiplied by its A and its B,
+    which is the same and does not make a second set of experts."""
+
+    def __init__(self, linear: ExpertLinear, lora: LoraConfig):
+        weight_eOI = linear.weight
+        experts, outputs, inputs = weight_eOI.shape
+        super().__init__(lora.rank, inputs, outputs, weight_eOI, experts)
+        for param in self.parameters():  # their gradients are summed where those of the weight are
+            param.allreduce = weight_eOI.allreduce  # type: ignore[attr-defined]
+        self.scale = scale_of(lora)
+        assert not lora.dropout, "lora/weights.py refuses it"
+
+    def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
+        """What they add to the output [M, O]: of the rows of x, so many in a row are of each
+        expert."""
+        return times(times(x_MI, self.A, counts) * self.scale, self.B, counts)
+
+
+def attach(
+    chunks: Sequence[nn.Module],
+    plans: Sequence[AdaptedLinear],
+    lora: LoraConfig,
+    tp: dist.ProcessGroup,
+) -> None:
+    """Give this stage's linear layers their adapters, as the submodule `lora`; the names of all
+    other parameters stay."""
+    for plan in plans:
+        chunk: Any = chunks[plan.chunk]
+        linear = chunk.get_submodule(plan.name)
+        if isinstance(linear, ExpertLinear):
+            linear.lora = ExpertAdapters(linear, lora)
+        else:
+            weight = chunk.head_weight if plan.is_head else linear.weight
+            linear.lora = Adapters(weight, plan, lora, tp)
+        linear.register_forward_hook(_add_to_logits if plan.is_head else _add)
+
+
+def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """Megatron's layers return their output and a bias, torch's only the output."""
+    added = linear.lora(*args)
+    if isinstance(output, tuple):
+        return (output[0] + added, *output[1:])
+    return output + added
+
+
+def _add_to_logits(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """Summed in fp32, as `predict` sums them."""
+    return (output[0].float() + linear.lora(*args), *output[1:])
+
+
+@contextmanager
+def drawing(*where: object) -> Iterator[None]:
+    """Within it, dropout is a function of `where`: of seed, step, replica and micro-batch.
+
+    It is kept as the seed of torch's generator, which nothing draws from: recomputation, Megatron's
+    as torch's, gives the generator back the state that it had in the forward.
+    """
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed_from(*where))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -1,0 +1,139 @@
+"""Which of torch's attention kernels the decoder tries first: `model.attention`. `auto` on CUDA is
+what a measurement finds, once for all ranks, at the model's own shape."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.device import Platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.process import say
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.spec import TextSizes
+
+TORCH = "torch"  # torch's own choice
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+MEASURED = ("flash", "efficient", "cudnn")  # math keeps a matrix of scores
+LENGTHS = 3  # that are tried, each of them new as that of a micro-batch is
+MOST_TOKENS = 2048  # of a row that is tried
+GAIN = 0.05  # of the time: with less, torch's own choice stays
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Of one rank's attention."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    layers: int  # of a stage
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype
+    ) -> "AttentionShape":
+        """As training will have it, for rows of a usual length."""
+        tokens = min(cfg.data.max_tokens, MOST_TOKENS)
+        rows, most = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
+        if most is not None:
+            rows = max(1, most // tokens)
+        heads, kv_heads = text.heads // dims.tp, text.kv_heads // dims.tp
+        layers = max(dims.layers_per_stage)
+        return AttentionShape(rows, heads, kv_heads, tokens, text.head_dim, layers, dtype)
+
+
+def first_of(kernel: str) -> AbstractContextManager[None]:
+    """Within it attention takes this kernel, where it can."""
+    if kernel == TORCH:
+        return nullcontext()
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order = [KERNELS[kernel], *(each for each in others if each is not KERNELS[kernel])]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def choose_kernel(asked: str, shape: AttentionShape, platform: Platform) -> str:
+    """One of KERNELS, or TORCH. A collective for `auto` on CUDA."""
+    if asked != "auto":
+        if isinstance(seconds := _try(asked, shape, platform), str):
+            raise ConfigError(
+                f": torch {torch.__version__} cannot compute it on {platform.name} in "
+                f"{shape.dtype} ({seconds})",
+                key="model.attention",
+                found=asked,
+                remedy="set model.attention=auto",
+            )
+        return asked
+    if not platform.is_cuda:
+        return TORCH
+    tried = {kernel: _try(kernel, shape, platform) for kernel in (TORCH, *MEASURED)}
+    mine = {kernel: found for kernel, found in tried.items() if isinstance(found, float)}
+    found = all_gather_json(mine, None, platform.device)
+    chosen = fastest(found)
+    if torch.distributed.get_rank() == 0:
+        times = ", ".join(f"{kernel} {1e3 * found[0][kernel]:.2f} ms" for kernel in found[0])
+        say(f"model.attention=auto is {chosen} (a stage's layers, by new lengths: {times})")
+    return chosen
+
+
+def fastest(found: Sequence[Mapping[str, float]]) -> str:
+    """From each rank's seconds by kernel: the kernel whose slowest rank is the fastest, among those
+    that every rank has; torch's own choice unless that gains something."""
+    slowest = {
+        kernel: max(times[kernel] for times in found)
+        for kernel in found[0]
+        if all(kernel in times for times in found)
+    }
+    best = min(slowest, key=lambda kernel: slowest[kernel], default=TORCH)
+    gains = TORCH not in slowest or slowest[best] < (1 - GAIN) * slowest[TORCH]
+    return best if gains else TORCH
+
+
+def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
+    """Seconds of forward and backward of a micro-batch, the mean over new lengths; or why not. A
+    kernel that prepares itself for each new length does so once for all layers."""
+    total = 0.0
+    for number in range(LENGTHS):
+        tokens = max(1, shape.tokens - 8 * number - 1)
+        try:
+            first, *again = (_seconds(kernel, shape, tokens, platform) for _ in range(3))
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        if number > 0:  # the first of all loads what every length needs
+            total += first + (shape.layers - 1) * min(again)
+    return total / (LENGTHS - 1)
+
+
+def _seconds(kernel: str, shape: AttentionShape, tokens: int, platform: Platform) -> float:
+    query, key, value = (
+        torch.zeros(
+            *(shape.rows, heads, tokens, shape.head_dim),
+            dtype=shape.dtype,
+            device=platform.device,
+            requires_grad=True,
+        )
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    shared = shape.heads != shape.kv_heads
+    only = nullcontext() if kernel == TORCH else sdpa_kernel(KERNELS[kernel])
+    platform.wait()
+    start = time.perf_counter()
+    with only, torch.enable_grad():
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
+        out.backward(out.detach())
+    platform.wait()
+    return time.perf_counter() - start

@@ -1,0 +1,121 @@
+"""The decoder layer as Megatron's ModuleSpec: which class fills each place, for each backend."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.attention import CachedAttention, ChainedAttention, SDPACoreAttention
+from megatron_vlm.model.fused_ops import Chains, Norm
+from megatron_vlm.model.router import Routing
+
+
+class DeepStackLayer(TransformerLayer):
+    """A decoder layer that adds the first of the DeepStack features it receives to its output and
+    passes on the rest.
+
+    The features travel as `context_KSBH`: the block passes it from layer to layer, and full
+    recompute as an explicit argument, so their gradient survives a reentrant checkpoint. The
+    routing of experts, which is no tensor, travels in the place of `attention_bias`: the block
+    hands that to each layer as it is, and full recompute hands over the same object again.
+    """
+
+    def forward(
+        self,
+        *args: Any,
+        context: Tensor | None = None,
+        attention_bias: Routing | None = None,
+        padding_mask: None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Megatron's layer passes a padding mask on to its MLP, whatever it is.
+        hidden_SBH, _ = super().forward(*args, context=None, padding_mask=attention_bias, **kwargs)
+        if context is None:
+            return hidden_SBH, None
+        return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
+
+
+def _norm(chains: Chains) -> ModuleSpec:
+    return ModuleSpec(module=Norm, params={"chains": chains})
+
+
+def torch_layer_spec(chains: Chains, kernel: str) -> ModuleSpec:
+    """Megatron's parallel linears around torch's attention and chains of small operations."""
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=partial(CachedAttention, partial(SDPACoreAttention, kernel=kernel)),
+        linear_proj=RowParallelLinear,
+        q_layernorm=_norm(chains),
+        k_layernorm=_norm(chains),
+    )
+    mlp = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        activation_func=chains.swiglu,
+        linear_fc2=RowParallelLinear,
+    )
+    return ModuleSpec(
+        module=DeepStackLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=_norm(chains),
+            self_attention=ModuleSpec(
+                module=ChainedAttention,
+                params={"attn_mask_type": AttnMaskType.causal, "chains": chains},
+                submodules=attention,
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=_norm(chains),
+            mlp=ModuleSpec(module=MLP, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def te_layer_spec() -> ModuleSpec:
+    """Megatron's Transformer Engine layer, with DeepStack."""
+    try:
+        import transformer_engine  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"needs Transformer Engine, which does not import here ({error})",
+            key="model.backend",
+            found="te",
+            remedy="pip install 'megatron_vlm[te]' on a CUDA machine, or set model.backend=torch",
+        ) from error
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = partial(CachedAttention, attention.core_attention)
+    return replace(spec, module=DeepStackLayer)
+
+
+def block_spec(
+    backend: str, chains: Chains, kernel: str, has_experts: Sequence[bool], expert_mlp: Any
+) -> TransformerBlockSubmodules:
+    """The decoder layers of one stage, each with or without experts, and the norm that follows the
+    last of all. Transformer Engine has its own in place of `chains` around the experts, and of the
+    `kernel` of attention."""
+    norm: Any = _norm(chains)
+    dense = te_layer_spec() if backend == "te" else torch_layer_spec(chains, kernel)
+    if backend == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    # Transformer Engine's dense layer has the norm inside the MLP's first linear layer.
+    submodules = replace(dense.submodules, pre_mlp_layernorm=norm, mlp=expert_mlp)
+    sparse = replace(dense, submodules=submodules)
+    layers = [sparse if experts else dense for experts in has_experts]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)

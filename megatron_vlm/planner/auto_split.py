@@ -1,0 +1,78 @@
+"""`parallel.layers_per_stage=auto`: the layers of each stage, decided before the model is built."""
+
+from dataclasses import dataclass, replace
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.device import Platform, peak_of
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.model.build import compute_dtype
+from megatron_vlm.planner.hardware import CPU, Machine, gpu
+from megatron_vlm.planner.layer_split import (
+    choose,
+    even_split,
+    most_layers,
+    replicas_of,
+    step_seconds,
+)
+from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.row_sizes import Mix, assumed_mix, heaviest_share
+
+_UNKNOWN_GPU = "H100"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What auto stands for, and why."""
+
+    layers: tuple[int, ...]
+    text: str
+
+
+def asks(cfg: Config) -> bool:
+    """Whether the planner has the layers to decide."""
+    return cfg.parallel.layers_per_stage == "auto"
+
+
+def with_layers(cfg: Config, layers: tuple[int, ...]) -> Config:
+    """The configuration with these layers in place of auto."""
+    return replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=list(layers)))
+
+
+def settled(cfg: Config, sizes: ModelSizes, world: int, platform: Platform) -> Config:
+    """For a worker without a run, which has no data to look at: auto means assumed rows."""
+    if not asks(cfg):
+        return cfg
+    mix = assumed_mix(sizes, cfg.data.max_tokens)
+    return with_layers(cfg, decide(cfg, sizes, world, platform, mix).layers)
+
+
+def decide(cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: Mix) -> Decision:
+    """The split with the fastest steps on rows like these. A pure function of its arguments and of
+    the kind of device."""
+    dims = ParallelDims.create(cfg.parallel, world, sizes.text.layers)
+    even = even_split(dims.pp, sizes.text.layers)
+    steps, machine = mix.steps(cfg.train, sizes, dims.dp), machine_of(platform)
+    limit = USABLE * platform.memory_total() if platform.is_cuda else None
+    itemsize = compute_dtype(cfg, platform).itemsize
+    most = most_layers(cfg, sizes, dims, heaviest_share(steps), itemsize, limit)
+    fits = most is not None
+    if most is None:  # it will run out of memory however it is split
+        most = (sizes.text.layers,) * dims.pp
+    replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
+    layers = choose(replicas, most, even)
+    gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
+    text = (
+        f"parallel.layers_per_stage=auto is {list(layers)}, by rows ({mix.origin}): predicted "
+        f"steps are {gain:.2f}x as fast as with {list(even)}"
+    )
+    return Decision(layers, text if fits else f"{text}; no split fits into memory by the estimate")
+
+
+def machine_of(platform: Platform) -> Machine:
+    """The assumed speeds of the device that this process has."""
+    if not platform.is_cuda:
+        return CPU
+    peak = platform.peak_flops() or peak_of(_UNKNOWN_GPU)
+    assert peak is not None
+    return gpu("this GPU", peak)

@@ -1,0 +1,75 @@
+"""How fast a device is, by assumption, and how long work takes on it."""
+
+from dataclasses import dataclass
+
+from megatron_vlm.planner.flops import Work
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds of one device, per second: operations and bytes."""
+
+    name: str
+    matmul: float  # operations of matrix products
+    attention: float  # operations of attention
+    moved: float  # bytes read and written in its own memory
+    link: float  # bytes to another device of the machine
+    network: float  # bytes to a device of another machine
+    layer_s: float  # to start the kernels of a layer's forward, however few its tokens
+    devices: int = 8  # of a machine
+    starts_ahead: bool = True  # kernels run while the host starts those that follow
+
+    def seconds(self, work: Work, ep: int = 1) -> float:
+        """How long a rank takes for this work; `ep` neighbours share out the experts."""
+        computed = (
+            work.matmul / self.matmul + work.attention / self.attention + work.moved / self.moved
+        )
+        started = work.layers * self.layer_s
+        sent = work.reduced / self.link + self.exchange(work.exchanged, ep)
+        return (max(computed, started) if self.starts_ahead else computed + started) + sent
+
+    def exchange(self, size: float, ranks: int) -> float:
+        """Seconds of an all-to-all: links and network are busy at the same time."""
+        inside, outside = all_to_all(size, ranks, self.devices)
+        return max(inside / self.link, outside / self.network)
+
+    def between(self, ranks: int) -> float:
+        """Bytes per second from one rank to another, where this many neighbours belong together."""
+        return self.link if ranks <= self.devices else self.network
+
+
+def all_to_all(size: float, ranks: int, devices: int) -> tuple[float, float]:
+    """Bytes that each of these neighbours sends to others of its machine, and to other machines,
+    where it has `size` bytes, as many for each of them and for itself."""
+    near = min(ranks, devices)
+    return size * (near - 1) / ranks, size * (ranks - near) / ranks
+
+
+# Of a GPU's peak, by estimates of the kernels of an 8B step on an H200; see docs/planning.md.
+EFFICIENCY = 0.6
+_ATTENTION = 0.26  # of what matrix products reach
+_OPERATIONS_PER_BYTE = 200
+_NVLINK, _PCIE = 350e9, 25e9
+_WITHOUT_NVLINK = ("L40S", "L4", "RTX")
+_NETWORK = 40e9
+_LAYER_S = 0.3e-3
+
+
+def gpu(name: str, peak: float, efficiency: float = EFFICIENCY) -> Machine:
+    """A GPU of this dense bf16 peak. `efficiency`: of it, what matrix products reach."""
+    matmul = efficiency * peak
+    link = _PCIE if name.startswith(_WITHOUT_NVLINK) else _NVLINK
+    return Machine(
+        name,
+        matmul,
+        _ATTENTION * matmul,
+        peak / _OPERATIONS_PER_BYTE,
+        link,
+        min(link, _NETWORK),
+        _LAYER_S,
+    )
+
+
+# One core of a server, in fp32, fitted to the stages of benchmarks/plan.py on a Zen 4. Only the
+# ratios matter: they decide how layers are split.
+CPU = Machine("a CPU core", 68e9, 110e9, 25e9, 2e9, 1e9, 2.5e-3, starts_ahead=False)

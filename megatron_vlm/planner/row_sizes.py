@@ -1,0 +1,108 @@
+"""The sizes of rows and micro-batches, which is all that the planner knows of data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vlm.config.schema import TrainConfig
+from megatron_vlm.data.batches.balance import Limits, plan_batch
+from megatron_vlm.data.batches.cost import WorkModel
+from megatron_vlm.family.spec import ModelSizes
+
+_MOST_ROWS = 256  # of a step that is planned
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The sizes of a micro-batch."""
+
+    rows: int
+    tokens: int  # of its longest row
+    supervised: int
+    patches: int
+    largest_image: int  # in patches
+    patch_pairs: int = 0  # within frames, summed over all of them
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * self.tokens
+
+    def patches_of_rank(self, tp: int, shared: bool) -> int:
+        """Of the TP rank that has most, where the images are shared out, or each has all."""
+        ranks = tp if shared else 1
+        return max(-(-self.patches // ranks), self.largest_image if ranks > 1 else 0)
+
+    @staticmethod
+    def of(rows: Sequence["BatchSizes"]) -> "BatchSizes":
+        """Of rows that go together."""
+        return BatchSizes(
+            rows=sum(row.rows for row in rows),
+            tokens=max(row.tokens for row in rows),
+            supervised=sum(row.supervised for row in rows),
+            patches=sum(row.patches for row in rows),
+            largest_image=max(row.largest_image for row in rows),
+            patch_pairs=sum(row.patch_pairs for row in rows),
+        )
+
+
+Step = list[list[BatchSizes]]  # the micro-batches of each replica
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Rows that stand for a data set, each as a micro-batch of its own, and where they are from."""
+
+    rows: tuple[BatchSizes, ...]
+    origin: str
+
+    def steps(self, train: TrainConfig, sizes: ModelSizes, dp: int) -> list[Step]:
+        """Steps that use every row at least once, planned as the run plans them. Where a step has
+        more rows than these, some of its replicas stand for all."""
+        wanted, replicas = train.global_batch_size, dp
+        if wanted > (most := max(_MOST_ROWS, len(self.rows))):
+            replicas = max(1, dp * most // wanted)
+            wanted = max(replicas, wanted * replicas // dp)
+        count = max(1, len(self.rows) // wanted)
+        work, limits = WorkModel.of(sizes), Limits.of(train)
+        found = []
+        for step in range(count):
+            places = range(step * wanted, (step + 1) * wanted)
+            rows = [self.rows[place % len(self.rows)] for place in places]
+            costs = [
+                work.row_size(row.tokens, row.supervised, row.patches, row.patch_pairs)
+                for row in rows
+            ]
+            plan = plan_batch(costs, replicas, limits)
+            share = [[BatchSizes.of([rows[r] for r in group]) for group in g] for g in plan]
+            found.append(share)
+        return found
+
+    @property
+    def tokens(self) -> float:
+        """The mean row's."""
+        return sum(row.tokens for row in self.rows) / len(self.rows)
+
+
+def heaviest_share(steps: Sequence[Step]) -> list[BatchSizes]:
+    """The micro-batches of the replica with most tokens: sooner or later its largest are under way
+    together."""
+    shares = [share for step in steps for share in step]
+    return max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
+
+
+def assumed_mix(sizes: ModelSizes, max_tokens: int) -> Mix:
+    """Where there is no data: two rows of three have one picture of a megapixel, the others are
+    text; a third of the text is trained."""
+    pixels_of_patch = math.prod((16, 16))
+    patches = 2**20 // pixels_of_patch
+    seen = patches // sizes.vision.merge**2
+    text, alone = 512, 1024
+    picture = BatchSizes(
+        1, min(max_tokens, seen + text), text // 3, patches, patches, patch_pairs=patches**2
+    )
+    plain = BatchSizes(1, min(max_tokens, alone), alone // 3, 0, 0)
+    origin = (
+        f"assumed, two of three with a picture of 1024 x 1024 and {text} tokens of text, one of "
+        f"{alone} tokens of text; a third of the text is trained"
+    )
+    return Mix((picture, picture, plain) * 32, origin)

@@ -1,0 +1,152 @@
+"""Charts of curves over steps, drawn in the browser by uPlot from data inside the page.
+
+Python says what is drawn: thinned points, marks, a summary in words. charts.js says how.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.io.numbers_as_text import COLUMNS, number, thin
+from megatron_vlm.io.printable import visible
+from megatron_vlm.report.html import Html, json_block, tag
+
+_HERE = Path(__file__).parent
+_COLOURS = 6  # in charts.css
+_MOST_DOTS = 80
+_LOG_FROM = 30  # largest to smallest value from which a chart begins with a logarithmic scale
+
+
+@dataclass(frozen=True)
+class Curve:
+    """nan makes a gap. `faint` is for raw values under a smoothed curve."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    colour: int = 0
+    faint: bool = False
+    dots: bool = False
+    run: int = 0
+    in_legend: bool = True
+
+    def data(self) -> dict[str, Any]:
+        """For charts.js."""
+        x, y = thin(self.x, self.y)
+        return {
+            "name": visible(self.name),
+            "x": [round(float(v), 1) for v in x],
+            "y": [float(f"{v:.6g}") if np.isfinite(v) else None for v in y],
+            "colour": f"c{self.colour % _COLOURS}",
+            "dash": self.colour >= _COLOURS,
+            "faint": self.faint,
+            "dots": self.dots and len(x) <= _MOST_DOTS,
+            "run": self.run,
+            "legend": self.in_legend,
+        }
+
+
+@dataclass(frozen=True)
+class StepMarks:
+    """Steps with a stroke at the foot of the chart, or with a line over its whole height."""
+
+    name: str
+    x: np.ndarray
+    tall: bool = False
+    run: int = 0
+
+    @property
+    def kind(self) -> str:
+        return "tall" if self.tall else "short"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over steps. `percent` is for values that are fractions."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    unit: str = ""
+    percent: bool = False
+    may_log: bool = False  # begins with a logarithmic scale where its values lie far apart
+    marks: tuple[StepMarks, ...] = ()
+    height: int = 150
+
+
+def figure(chart: Chart, first: float, last: float) -> Html:
+    """The chart over the steps from `first` to `last`."""
+    shown = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
+    if not shown:
+        nothing = tag("p", "no number was logged", class_="quiet")
+        return tag("figure", tag("b", chart.title), nothing, class_="card chart")
+    said = [curve for curve in shown if curve.faint] or shown
+    summary = [_summary(curve, chart.percent) for curve in said]
+    spoken = [f"{visible(c.name)}: {text}" for c, text in zip(said, summary, strict=True)]
+    plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {'; '.join(spoken)}")
+    title = tag("div", tag("b", chart.title), " ", tag("span", chart.unit, class_="quiet"))
+    # A mark has one entry in the legend, however many runs have it.
+    marks = {m.name: tag("span", tag("i", class_=m.kind), m.name) for m in chart.marks if len(m.x)}
+    keys = tag("div", *marks.values(), class_="keys quiet")
+    caption = [tag("figcaption", summary[0])] if len({c.run for c in shown}) == 1 else []
+    data = json_block(_data(chart, shown, first, last))
+    return tag("figure", title, keys, plot, *caption, data, class_="card chart")
+
+
+def run_switches(names: list[str]) -> Html:
+    """One legend for all charts of a page; each button shows or hides the curves of a run."""
+    return tag(
+        "div",
+        *(
+            tag("button", tag("i"), name, class_=f"c{run % _COLOURS}", aria_pressed="true")
+            for run, name in enumerate(names)
+        ),
+        class_="runs card",
+    )
+
+
+def chart_scripts() -> tuple[str, str]:
+    """What a page with charts runs: the library, then ours."""
+    library = (_HERE / "uplot" / "uPlot.iife.min.js").read_text()
+    return library, (_HERE / "charts.js").read_text()
+
+
+def chart_css() -> str:
+    """What a page with charts needs besides the styles of all pages."""
+    return (_HERE / "uplot" / "uPlot.min.css").read_text() + (_HERE / "charts.css").read_text()
+
+
+def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[str, Any]:
+    values = np.concatenate([curve.y for curve in shown])
+    values = values[np.isfinite(values)]
+    low, high = float(values.min()), float(values.max())
+    first, last = (first, last) if last > first else (first - 1, first + 1)
+    columns = (last - first) / COLUMNS
+    return {
+        "percent": chart.percent,
+        "positive": low > 0,
+        "log": chart.may_log and low > 0 and high >= _LOG_FROM * low,
+        "span": [first, last],
+        "height": chart.height,
+        "curves": [curve.data() for curve in shown],
+        "marks": [
+            {
+                "kind": m.kind,
+                "x": (np.unique(np.round(m.x / columns)) * columns).tolist(),
+                "run": m.run,
+            }
+            for m in chart.marks
+        ],
+    }
+
+
+def _summary(curve: Curve, percent: bool) -> str:
+    """The last, the lowest and the highest value of a curve, and their steps."""
+    finite = np.isfinite(curve.y)
+    steps, values = curve.x[finite], curve.y[finite]
+    places = {"last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}
+    return ", ".join(
+        f"{word} {number(float(values[i]), percent)} at step {steps[i]:,.0f}"
+        for word, i in places.items()
+    )

@@ -1,0 +1,47 @@
+"""examples.json of a run: a few questions of an evaluation set, with pictures and answers."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_vlm.io.atomic import write_text
+from megatron_vlm.io.untrusted import Outside
+
+
+@dataclass(frozen=True)
+class Example:
+    """A record of an evaluation set and what the model answered."""
+
+    where: str
+    answer: str
+    prediction: str
+    prompt: str = ""
+    images: tuple[str, ...] = ()  # data URIs
+
+    @property
+    def right(self) -> bool:
+        return self.prediction.strip() == self.answer.strip()
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of one set, after `step` steps."""
+
+    name: str
+    step: int
+    examples: tuple[Example, ...]
+
+    def write(self, run: Path) -> None:
+        write_text(run / "examples.json", json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> "Examples":
+        """A DataError where it is not one."""
+        raw = Outside(str(path)).json()
+        shown = []
+        for item in raw["examples"].items():
+            texts = {key: item[key].string() for key in ("where", "answer", "prediction", "prompt")}
+            images = item.get("images")
+            sources = () if images is None else tuple(each.string() for each in images.items())
+            shown.append(Example(**texts, images=sources))
+        return Examples(raw["name"].string(), raw["step"].whole(), tuple(shown))

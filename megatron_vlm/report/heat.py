@@ -1,0 +1,81 @@
+"""A map of cells over time: how far each is from the mean of its row, drawn by heat.js.
+
+Shapes: T times, R rows, C columns.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_vlm.report.html import Html, json_block, tag
+
+_HERE = Path(__file__).parent
+UNIT = 32  # a cell of the page is a byte: so many stand for the mean
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """`cells_TRC` are multiples of the mean of their row."""
+
+    title: str
+    steps: Sequence[int]  # of each time
+    row: str  # what a row is: "layer"
+    rows: Sequence[int]  # their numbers
+    column: str
+    cells_TRC: np.ndarray
+
+
+def heat_figure(heat: HeatMap) -> Html:
+    """The map, with a slider over its times."""
+    times, _, columns = heat.cells_TRC.shape
+    where = f"Rows are {heat.row}s {heat.rows[0]} to {heat.rows[-1]}, columns {heat.column}s 0 to "
+    where += f"{columns - 1}. {_summary(heat)}"
+    last = {"min": 0, "max": times - 1, "value": times - 1, "step": 1}
+    slider = tag("input", type="range", **last, aria_label="step", autocomplete="off")
+    label = tag("label", "step ", slider, " ", tag("output"), class_="quiet")
+    canvas = tag("canvas", tabindex="0", role="img", aria_label=f"{heat.title}: {where}")
+    said = tag("p", class_="quiet", aria_live="polite")
+    scale = tag("span", tag("i", class_="scale"), class_="quiet")
+    legend = tag("div", "none ", scale, " 4 times the mean or more", class_="quiet legend")
+    data = {
+        "steps": list(heat.steps),
+        "row": heat.row,
+        "rows": list(heat.rows),
+        "column": heat.column,
+        "columns": columns,
+        "unit": UNIT,
+        "cells": base64.b64encode(_bytes(heat.cells_TRC)).decode(),
+    }
+    cells = tag("div", canvas, tag("b"), class_="cells")
+    title = tag("div", tag("b", heat.title), " ", label)
+    caption = tag("figcaption", where)
+    return tag("figure", title, cells, said, legend, caption, json_block(data), class_="card heat")
+
+
+def heat_script() -> str:
+    """What a page with maps runs."""
+    return (_HERE / "heat.js").read_text()
+
+
+def heat_css() -> str:
+    """What a page with maps needs besides the styles of charts."""
+    return (_HERE / "heat.css").read_text()
+
+
+def _bytes(cells_TRC: np.ndarray) -> bytes:
+    return (UNIT * cells_TRC).round().clip(0, 255).astype(np.uint8).tobytes()
+
+
+def _summary(heat: HeatMap) -> str:
+    """The busiest cell of the last time, and how many have nothing."""
+    last_RC = heat.cells_TRC[-1]
+    row, column = divmod(int(last_RC.argmax()), last_RC.shape[1])
+    none = int((last_RC == 0).sum())
+    return (
+        f"At step {heat.steps[-1]:,} the most is {last_RC.max():.2f} times the mean, of "
+        f"{heat.column} {column} in {heat.row} {heat.rows[row]}; {none:,} of {last_RC.size:,} "
+        "have nothing."
+    )

@@ -1,0 +1,84 @@
+"""The start-up report: what each stage holds, and which part of it is trained."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+from rich.text import Text
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.family.spec import Part
+from megatron_vlm.hf.weight_map import Entry, Origin
+from megatron_vlm.report.terminal import plain_table
+
+ADAPTERS = "lora"
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Parameters of one stage by their part, those of adapters apart, summed over its TP ranks;
+    replicated ones counted once."""
+
+    stage: int
+    layers: tuple[range, ...]  # of each chunk
+    total: Counter[str] = field(default_factory=Counter)
+    trainable: Counter[str] = field(default_factory=Counter)
+
+
+def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> list[StageReport]:
+    """One per stage. TP's vocabulary padding is not counted."""
+    chunks = range(dims.virtual_stages)
+    reports = [
+        StageReport(stage, tuple(dims.layers_of(stage, chunk) for chunk in chunks))
+        for stage in range(dims.pp)
+    ]
+    for entry in table:
+        report = reports[entry.stage]
+        kind = ADAPTERS if entry.origin is Origin.ours else entry.part
+        report.total[kind] += entry.num_values
+        if not entry.is_frozen(cfg):
+            report.trainable[kind] += entry.num_values
+    return reports
+
+
+def layout_table(
+    cfg: Config, dims: ParallelDims, where: str, reports: Sequence[StageReport]
+) -> Table:
+    """The reports, for people. `where`: the platform and the type of weights."""
+    interleaved = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
+    shared = f" ep={dims.ep}" if dims.ep > 1 else ""
+    table = plain_table(
+        title=f"{where}: tp={dims.tp} pp={dims.pp}{interleaved} dp={dims.dp}{shared}; "
+        f"backend={cfg.model.backend}, recompute={cfg.model.recompute}",
+        title_justify="left",
+        caption="The vision tower sits on stage 0. A part in brackets is frozen.",
+        caption_justify="left",
+    )
+    # In a terminal of 80 columns the total gives way to adapters.
+    adapted = any(report.total[ADAPTERS] for report in reports)
+    kinds = [*Part, ADAPTERS] if adapted else [*Part]
+    sums = ("trainable",) if adapted else ("total", "trainable")
+    for column in ("stage", "layers", *kinds, *sums):
+        table.add_column(column, justify="right", no_wrap=True)
+    for report in reports:
+        span = ", ".join(f"{part[0]}-{part[-1]}" if part else "none" for part in report.layers)
+        cells = [_cell(report.total[key], report.trainable[key]) for key in kinds]
+        totals = [short(counted.total()) for counted in (report.total, report.trainable)]
+        table.add_row(str(report.stage), span, *cells, *totals[-len(sums) :])
+    return table
+
+
+def _cell(total: int, trainable: int) -> Text:
+    if not total:
+        return Text("-")
+    return Text(short(total)) if trainable else Text(f"({short(total)})", style="dim")
+
+
+def short(count: int) -> str:
+    """1,720,574,976 as 1.72B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

@@ -1,0 +1,192 @@
+"""The lines of metrics.jsonl: what a run writes is what its report reads.
+
+Steps count from 0, as in the loop. An evaluation, an event and a start say how many steps were
+done before them.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_vlm.io.untrusted import Outside
+
+SAMPLES = "samples.jsonl"  # beside metrics.jsonl: what some steps of `megatron-vlm rl` drew
+MOST_LOADS = 40  # of a run, besides that of its last step
+
+
+@dataclass(frozen=True)
+class StartLine:
+    """Once per start or resume."""
+
+    time: str
+    step: int
+    platform: str
+    world: int
+    layout: dict[str, int]
+    parameters: int
+    trainable: int
+    model: str
+    samples: int | None  # None for a stream
+    total_steps: int
+    versions: dict[str, str]
+    dropped: int | None = None  # records of data.train that a rule left out
+    wrong: int | None = None  # those that data.on_error=skip left out
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One step of the global batch. A figure that is not finite is written as null."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    tokens_per_s: float
+    trained_tokens_per_s: float
+    images_per_s: float
+    padding: float
+    mfu: float | None
+    memory_gb: float
+    skipped: bool = False  # not applied: its loss or gradient was not finite
+    empty: bool = False  # not applied: no token of its batch was trained
+    expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
+    balance_loss: float | None = None  # of the routers, without its coefficient
+    z_loss: float | None = None  # the same
+
+
+@dataclass(frozen=True)
+class LoadLine:
+    """Of some steps: the tokens of each expert in percent of the mean one of its layer; a row for
+    each layer that has experts."""
+
+    step: int
+    layers: list[int]
+    load: list[list[int]]
+
+    def __post_init__(self) -> None:
+        widths = {len(row) for row in self.load}
+        if len(self.load) != len(self.layers) or len(widths) != 1 or not min(widths):
+            raise ValueError("the load of experts is a table with a row for each layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlLine:
+    """What a step of `megatron-vlm rl` learnt from. None is a figure that was not computed."""
+
+    step: int
+    reward: float  # mean over episodes
+    reward_std: float  # over all of them
+    prompts: int  # learnt from
+    asked: int  # prompts that were asked to find them
+    alike: float  # share of the prompts asked whose answers all got the same reward
+    answer_tokens: float  # of an episode, mean
+    longest_answer: int
+    cut: float  # share of episodes that a limit of length ended
+    turns: float  # answers of an episode, mean
+    sampling_s: float  # from the first question to the last reward
+    kl: float | None = None  # to the initial model
+    entropy: float | None = None
+    ratio: float | None = None  # of probabilities, now to when the answers were drawn
+    clip_fraction: float | None = None  # of tokens
+    drift: float | None = None  # KL of the policy that drew to the one that learns
+    apart: float | None = None  # largest difference of log-probs, engine's and trainer's
+    apart_mean: float | None = None
+    weights_cut: float | None = None  # share of tokens whose weight rl.max_weight cut
+    behind: float | None = None  # optimizer steps since the weights that drew, mean
+    figures: dict[str, float]  # of rewards and environments, by name: means over episodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalLine:
+    """The scores of one evaluation set; None is a score that was not asked for."""
+
+    step: int
+    name: str
+    loss: float
+    token_accuracy: float
+    ranking: float | None = None
+    exact_match: float | None = None
+    samples: int
+    seconds: float
+
+    def score(self, key: str) -> float:
+        """nan where it was not asked for."""
+        value = getattr(self, key)
+        return math.nan if value is None else value
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """Something that a reader of the report should know, too."""
+
+    step: int
+    text: str
+
+
+Line = StartLine | StepLine | LoadLine | RlLine | EvalLine | EventLine
+_KINDS: dict[str, type[Line]] = {
+    "start": StartLine,
+    "step": StepLine,
+    "load": LoadLine,
+    "rl": RlLine,
+    "eval": EvalLine,
+    "event": EventLine,
+}
+
+
+def tells_load(step: int, total_steps: int) -> bool:
+    """Whether a step has a LoadLine: it has many numbers, so only some steps do, and the last."""
+    return step % -(-total_steps // MOST_LOADS) == 0 or step + 1 == total_steps
+
+
+def to_json(line: Line) -> str:
+    """The text of a line: null for a number that is not finite, nothing for a default of None."""
+    kind = next(name for name, kind in _KINDS.items() if type(line) is kind)
+    absent = {f.name for f in fields(line) if f.default is None and getattr(line, f.name) is None}
+    kept = {key: _finite(value) for key, value in vars(line).items() if key not in absent}
+    return json.dumps({"kind": kind, **kept})
+
+
+def from_json(text: str) -> Line | None:
+    """None for a kind that is not known; a DataError for what is no line."""
+    line = Outside("a line of metrics.jsonl")
+    raw = line.parsed(text)
+    with line.border("not as it was written"):
+        if (kind := _KINDS.get(raw["kind"])) is None:
+            return None
+        readers = _READERS[kind]
+        return kind(**{key: readers[key](value) for key, value in raw.items() if key in readers})
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _figure(value: float | None) -> float:
+    """nan for null, and for what a careless writer may have put: NaN, Infinity."""
+    return float(value) if value is not None and math.isfinite(value) else math.nan
+
+
+def _whole(value: Any) -> int:
+    return min(max(int(value), -(2**53)), 2**53)  # beyond, no float holds it
+
+
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    int: _whole,
+    list[int]: lambda values: [_whole(value) for value in values],
+    list[list[int]]: lambda rows: [[_whole(value) for value in row] for row in rows],
+    str: str,
+    bool: bool,
+    dict[str, int]: dict,
+    dict[str, str]: dict,
+    dict[str, float]: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
+    int | None: lambda count: None if count is None else int(count),
+}
+# How each field is read, by its type; what is not plain is a figure, which may be null.
+_READERS: dict[type[Line], dict[str, Callable[[Any], Any]]] = {
+    kind: {f.name: _PLAIN.get(f.type, _figure) for f in fields(kind)} for kind in _KINDS.values()
+}

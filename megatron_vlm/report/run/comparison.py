@@ -1,0 +1,146 @@
+"""The page of several runs: which was better, in what they differ, and their curves together."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megatron_vlm.io.numbers_as_text import number, time_spent
+from megatron_vlm.report.charts import run_switches
+from megatron_vlm.report.html import Html, contents, table, tag, tiles
+from megatron_vlm.report.run.curves import NAMES, curve_section, score_section, score_text
+from megatron_vlm.report.run.metrics_arrays import SCORES, LoggedRun, best_of
+from megatron_vlm.report.run.page import layout_text
+from megatron_vlm.report.run.rl_curves import sample_curves
+
+_MOST_TILES = 8
+
+
+def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
+    """The body of the page."""
+    yield tag("h1", f"{len(runs)} runs compared")
+    yield tag("p", " \u00b7 ".join(run.name for run in runs), class_="quiet")
+    links = [("runs", "Runs"), ("differences", "Differences")]
+    rewarded = any(run.metrics.samples for run in runs)
+    links += [("samples", "Samples")] * rewarded + [("curves", "Curves")]
+    if any(run.metrics.evaluations for run in runs):
+        links.append(("evaluation", "Evaluation"))
+    yield contents(links)
+    yield tiles([*_tiles(runs)][:_MOST_TILES])
+    yield tag("h2", "Runs", id="runs")
+    scores = _scores(runs)
+    columns = (
+        "run",
+        "steps",
+        "last loss",
+        "best loss",
+        *(["last mean reward", "best mean reward"] * rewarded),
+        *(f"best {s} {NAMES[k]}" for s, k in scores),
+    )
+    header = (*columns, "tokens per second", "time in steps", "layout", "started")
+    caption = "Best values name their step."
+    if rewarded:
+        caption += " Rewards are means of 10 steps, of which the last is named."
+    yield table(header, [_row(run, scores, rewarded) for run in runs], caption)
+    yield tag("h2", "Differences of configuration", id="differences")
+    rows = [*differences([run.config for run in runs])]
+    if rows:
+        yield table(("key", *(run.name for run in runs)), rows)
+    else:
+        yield tag("p", "None but the folder.", class_="quiet")
+    yield run_switches([run.name for run in runs])
+    yield from sample_curves(runs)
+    yield from curve_section(runs)
+    yield from score_section(runs)
+
+
+def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Each key whose value is not the same in all config.yaml, with its values. The folder of the
+    run is not among them."""
+    flat = [dict(_flat(config)) for config in configs]
+    for key in dict.fromkeys(key for values in flat for key in values):
+        values = tuple(of_run.get(key, "-") for of_run in flat)
+        if len(set(values)) > 1 and key != "run":
+            yield key, *values
+
+
+def _flat(config: str) -> Iterator[tuple[str, str]]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(config))
+    except Exception as error:  # YAML's errors and OmegaConf's have no family in common
+        yield "config.yaml", f"cannot be read: {type(error).__name__}"
+        return
+    stack: list[tuple[str, Any]] = [("", tree)]
+    while stack:
+        key, value = stack.pop()
+        if isinstance(value, dict) and value:
+            stack += [(f"{key}.{k}".lstrip("."), v) for k, v in reversed(value.items())]
+        elif key:
+            yield key, str(value)
+
+
+def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
+    """Every set and score that a run has."""
+    sets = dict.fromkeys(name for run in runs for name in run.metrics.sets())
+    return [
+        (name, score)
+        for name in sets
+        for score in NAMES
+        if any(best_of(run.metrics.sets().get(name, []), score) for run in runs)
+    ]
+
+
+def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
+    """The best of each figure, and whose it is."""
+    rewards = [(*run.metrics.rewards()["best"], run) for run in runs if run.metrics.rewards()]
+    if rewards:
+        reward, first, last, run = max(rewards, key=lambda found: found[0])
+        yield number(reward), f"best mean reward: {run.name}, steps {first:,} to {last:,}"
+    trained = [run for run in runs if run.metrics.losses() and not run.metrics.samples]
+    losses = [(*run.metrics.losses()["best"], run) for run in trained]
+    if losses:
+        loss, step, run = min(losses, key=lambda found: found[0])
+        yield number(loss), f"best loss: {run.name}, step {step:,}"
+    for name, score in _scores(runs):
+        found = [(best_of(run.metrics.sets().get(name, []), score), run) for run in runs]
+        value, best, run = SCORES[score](
+            ((e.score(score), e, run) for e, run in found if e is not None), key=lambda f: f[0]
+        )
+        what = f"best {name} {NAMES[score]}: {run.name}, step {best.step:,}"
+        yield score_text(score, value), what
+    fast = [run for run in runs if math.isfinite(run.metrics.tokens_per_s)]
+    if fast:
+        run = max(fast, key=lambda run: run.metrics.tokens_per_s)
+        yield number(run.metrics.tokens_per_s), f"most tokens per second, median: {run.name}"
+
+
+def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> tuple[str, ...]:
+    metrics, start = run.metrics, run.metrics.last_start
+    losses, sets = metrics.losses(), metrics.sets()
+    last = number(losses["last"][0]) if losses else "-"
+    best = _at(number(losses["best"][0]), losses["best"][1]) if losses else "-"
+    rewards = metrics.rewards()
+    means = [_at(number(mean), step) for mean, _, step in rewards.values()] or ["-", "-"]
+    cells = means * rewarded
+    for name, score in scores:
+        found = best_of(sets.get(name, []), score)
+        cells.append(
+            "-" if found is None else _at(score_text(score, found.score(score)), found.step)
+        )
+    total = f"/{start.total_steps:,}" if start is not None else ""
+    return (
+        run.name,
+        f"{metrics.steps_done:,}{total}",
+        last,
+        best,
+        *cells,
+        number(metrics.tokens_per_s),
+        time_spent(metrics.seconds),
+        "-" if start is None else layout_text(start),
+        "-" if start is None else metrics.starts[0].time.replace("T", " "),
+    )
+
+
+def _at(value: str, step: int) -> str:
+    return f"{value} at {step:,}"

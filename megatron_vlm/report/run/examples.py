@@ -1,0 +1,63 @@
+"""What the model answered to a few records of an evaluation set, with their pictures."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vlm.errors import DataError
+from megatron_vlm.report.example_lines import Example, Examples
+from megatron_vlm.report.html import Html, tag
+
+_MOST_TEXT = 1500  # characters of a prompt or an answer
+_PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1+")
+# Formats that hold pixels and nothing else.
+_PICTURE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+")
+
+
+def example_section(path: Path) -> Iterator[Html]:
+    """A card for each example, right or wrong; nothing where the run has none."""
+    if not os.path.lexists(path):
+        return
+    yield tag("h2", "Examples", id="examples")
+    try:
+        found = Examples.read(path)
+    except DataError as error:
+        problem = f"{path.name} cannot be read: {error}"
+        yield tag("p", problem, class_="alarm")
+        return
+    right = sum(example.right for example in found.examples)
+    title = f"{found.name}, after {found.step:,} steps: {right} of {len(found.examples)} right"
+    yield tag("p", title, class_="quiet")
+    yield tag("div", *map(_card, found.examples), class_="examples")
+
+
+def _card(example: Example) -> Html:
+    name, verdict = ("right", "\u2713 right") if example.right else ("wrong", "\u2717 wrong")
+    images = [picture(uri) for uri in example.images]
+    return tag(
+        "article",
+        tag("p", tag("b", verdict), " ", tag("span", example.where, class_="quiet")),
+        *([tag("div", *images, class_="pictures")] if images else []),
+        tag("p", short(example.prompt), class_="said"),
+        tag("dl", *_said("answer", example.answer), *_said("model", example.prediction)),
+        class_=f"card {name}",
+    )
+
+
+def _said(who: str, text: str) -> tuple[Html, Html]:
+    return tag("dt", who, class_="quiet"), tag("dd", short(text), class_="said")
+
+
+def picture(uri: str) -> Html:
+    """What a data URI holds; nothing else is loaded."""
+    return tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
+
+
+def short(text: str) -> str:
+    """A run of placeholders of an image as one, a long text without its middle."""
+    text = _PADS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
+    if len(text) <= _MOST_TEXT:
+        return text
+    half = _MOST_TEXT // 2
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"

@@ -1,0 +1,36 @@
+"""Which experts the tokens of a run went to, over its steps."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_vlm.report.heat import HeatMap, heat_figure
+from megatron_vlm.report.html import Html, tag
+from megatron_vlm.report.metrics_lines import MOST_LOADS, LoadLine
+from megatron_vlm.report.run.metrics_arrays import RunMetrics
+
+_PERCENT = 100
+
+
+def expert_section(metrics: RunMetrics) -> Iterator[Html]:
+    """The load of each expert of each layer; nothing for a model without experts."""
+    if not metrics.loads:
+        return
+    loads = _alike(metrics.loads)
+    yield tag("h2", "Load of experts", id="experts")
+    layers = loads[-1].layers
+    cells_TRC = np.array([load.load for load in loads]) / _PERCENT
+    steps = [load.step for load in loads]
+    yield heat_figure(HeatMap("Tokens of experts", steps, "layer", layers, "expert", cells_TRC))
+
+
+def _alike(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
+    """Those of the model that the last one is of, and of many an even choice."""
+
+    def shape(line: LoadLine) -> tuple[list[int], int]:
+        return line.layers, len(line.load[0])
+
+    kept = [line for line in loads if shape(line) == shape(loads[-1])]
+    if len(kept) <= MOST_LOADS + 1:
+        return kept
+    return [kept[place] for place in np.linspace(0, len(kept) - 1, MOST_LOADS + 1).astype(int)]

@@ -1,0 +1,193 @@
+"""metrics.jsonl of a run folder, as arrays.
+
+A step that a resumed run did again replaces the first one. What came after the checkpoint that it
+resumed from is dropped: it was measured on weights that are gone.
+
+Shapes: N steps.
+"""
+
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.report.metrics_lines import (
+    EvalLine,
+    EventLine,
+    LoadLine,
+    RlLine,
+    StartLine,
+    StepLine,
+    from_json,
+)
+
+_LONGEST = 2**20  # characters of a line
+_MEAN_OF = 10  # steps: the rewards of one step say little
+_ROW = tuple(field.name for field in fields(StepLine))
+# What an evaluation measures, and which end of it is the best.
+SCORES = {"loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """What a run logged, in the order of steps. A figure that was null is nan."""
+
+    history: tuple[StartLine | EventLine, ...]  # as they came
+    steps_N: np.ndarray
+    epochs_N: np.ndarray
+    skipped_N: np.ndarray  # their loss or gradient was not finite
+    empty_N: np.ndarray  # no token of their batch was trained
+    figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
+    evaluations: tuple[EvalLine, ...]
+    loads: tuple[LoadLine, ...]  # of the experts
+    samples: tuple[RlLine, ...]  # what each step of `megatron-vlm rl` has learnt from
+    seconds: float  # of all steps, with those that were done again
+    replaced: int  # steps that were done again or lost
+    unreadable: int  # lines, such as the last one of a killed run
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.steps_N[-1]) + 1 if len(self.steps_N) else 0
+
+    @property
+    def starts(self) -> list[StartLine]:
+        return [line for line in self.history if isinstance(line, StartLine)]
+
+    @property
+    def last_start(self) -> StartLine | None:
+        return self.starts[-1] if self.starts else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The median; nan where there is none."""
+        rate_N = self.figures["tokens_per_s"]
+        rate_N = rate_N[np.isfinite(rate_N)]
+        return float(np.median(rate_N)) if len(rate_N) else math.nan
+
+    def losses(self) -> dict[str, tuple[float, int]]:
+        """The last and the best loss of training, each with its step."""
+        loss_N = self.figures["loss"]
+        finite = np.flatnonzero(np.isfinite(loss_N))
+        if not len(finite):
+            return {}
+        rows = {"last": finite[-1], "best": finite[np.argmin(loss_N[finite])]}
+        return {name: (float(loss_N[row]), int(self.steps_N[row])) for name, row in rows.items()}
+
+    def rewards(self) -> dict[str, tuple[float, int, int]]:
+        """The last and the best mean reward of ten steps, or of all where there are fewer, each
+        with the first and the last of its steps."""
+        known = [line for line in self.samples if math.isfinite(line.reward)]
+        if not known:
+            return {}
+        width = min(_MEAN_OF, len(known))
+        means = np.convolve([line.reward for line in known], np.full(width, 1 / width), "valid")
+        rows = {"last": len(means) - 1, "best": int(means.argmax())}
+        return {
+            name: (float(means[row]), known[row].step, known[row + width - 1].step)
+            for name, row in rows.items()
+        }
+
+    def sets(self) -> dict[str, list[EvalLine]]:
+        """The evaluations of each set."""
+        found: dict[str, list[EvalLine]] = {}
+        for evaluation in self.evaluations:
+            found.setdefault(evaluation.name, []).append(evaluation)
+        return found
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run as a page shows it."""
+
+    name: str
+    metrics: RunMetrics
+    config: str  # config.yaml
+
+
+def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
+    """The first evaluation with the best value of this score."""
+    measured = [e for e in evaluations if math.isfinite(e.score(score))]
+    return SCORES[score](measured, key=lambda e: e.score(score)) if measured else None
+
+
+def read_metrics(path: Path) -> RunMetrics:
+    """All lines of the file. Lines of an unknown kind are skipped."""
+    reading = _Reading()
+    file = Outside(str(path), remedy="give the folder of a run")
+    file.regular()
+    with file.border("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
+        while line := lines.readline(_LONGEST):
+            reading.take(line)
+    return reading.metrics()
+
+
+class _Reading:
+    """Lines so far. Rows of numbers are in one flat array: there may be hundreds of thousands."""
+
+    def __init__(self) -> None:
+        self.rows = array("d")
+        self.resumes: list[tuple[int, int]] = []  # after so many rows, so many steps were done
+        self.evaluations: dict[tuple[str, int], EvalLine] = {}
+        self.loads: dict[int, LoadLine] = {}
+        self.samples: dict[int, RlLine] = {}
+        self.history: list[StartLine | EventLine] = []
+        self.unreadable = 0
+
+    def take(self, text: str) -> None:
+        if not text.strip():
+            return
+        try:
+            line = from_json(text)
+        except DataError:
+            self.unreadable += 1
+            return
+        if isinstance(line, StepLine):
+            self.rows.extend(math.nan if each is None else each for each in vars(line).values())
+        elif isinstance(line, EvalLine):
+            self.evaluations[line.name, line.step] = line
+        elif isinstance(line, LoadLine):
+            self.loads[line.step] = line
+        elif isinstance(line, RlLine):
+            self.samples[line.step] = line
+        elif line is not None:
+            self.history.append(line)
+            if isinstance(line, StartLine):
+                self._resume(line.step)
+
+    def _resume(self, step: int) -> None:
+        self.resumes.append((len(self.rows) // len(_ROW), step))
+        self.evaluations = {k: e for k, e in self.evaluations.items() if e.step <= step}
+        self.loads = {number: load for number, load in self.loads.items() if number < step}
+        self.samples = {number: each for number, each in self.samples.items() if number < step}
+
+    def metrics(self) -> RunMetrics:
+        rows = np.array(self.rows).reshape(-1, len(_ROW))
+        kept = rows[list(self._kept(rows[:, 0].astype(np.int64)))]
+        columns = dict(zip(_ROW, kept.T, strict=True))
+        return RunMetrics(
+            history=tuple(self.history),
+            steps_N=columns.pop("step").astype(np.int64),
+            epochs_N=columns.pop("epoch").astype(np.int64),
+            skipped_N=columns.pop("skipped").astype(bool),
+            empty_N=columns.pop("empty").astype(bool),
+            figures=columns,
+            evaluations=tuple(sorted(self.evaluations.values(), key=lambda e: (e.step, e.name))),
+            loads=tuple(load for _, load in sorted(self.loads.items())),
+            samples=tuple(line for _, line in sorted(self.samples.items())),
+            seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
+            replaced=len(rows) - len(kept),
+            unreadable=self.unreadable,
+        )
+
+    def _kept(self, steps: np.ndarray) -> Iterator[int]:
+        """Rows of the run as it is now: the last one of each step, none that a resume dropped."""
+        alive = np.ones(len(steps), dtype=bool)
+        for rows_before, steps_done in self.resumes:
+            alive[:rows_before] &= steps[:rows_before] < steps_done
+        last = {int(steps[row]): int(row) for row in np.flatnonzero(alive)}
+        return (last[step] for step in sorted(last))

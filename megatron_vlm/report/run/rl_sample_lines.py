@@ -1,0 +1,150 @@
+"""samples.jsonl of a run: what some of its steps drew, read within bounds.
+
+A step that a resumed run did again replaces the first one, and what came after it is dropped, as
+metrics_arrays.py has it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.untrusted import Field, Outside
+
+_LONGEST = 2**26  # bytes of a line
+_MOST_LINES = 10_000
+_MOST_BYTES = 2**31
+_MOST_STEPS = 6  # that a page shows
+_MOST_PROMPTS = 8  # of a step
+
+
+@dataclass(frozen=True)
+class ShownEpisode:
+    """An answer and its reward; of an environment, several answers and what it said after each."""
+
+    answers: tuple[str, ...]
+    heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures after each but the last
+    reward: float
+    figures: dict[str, float]
+    tokens: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class ShownPrompt:
+    """What was asked. Pictures are data URIs."""
+
+    step: int
+    where: str
+    question: str
+    images: tuple[str, ...]
+    episodes: tuple[ShownEpisode, ...]
+
+    @staticmethod
+    def of(line: Field) -> "ShownPrompt":
+        """A DataError where a line is not one."""
+        return ShownPrompt(
+            step=line["step"].whole(),
+            where=line["where"].string(),
+            question=line["question"].string(),
+            images=_strings(line["images"]),
+            episodes=tuple(_episode(each) for each in line["episodes"].items()),
+        )
+
+
+@dataclass(frozen=True)
+class SampleLines:
+    """The prompts of a few steps, in the order of steps."""
+
+    steps: dict[int, list[ShownPrompt]]
+    told: int  # steps that the file has
+    unreadable: int  # lines
+    whole: bool  # or there was more than is read
+
+
+def read_samples(path: Path, last_step: int) -> SampleLines:
+    """Of the steps to `last_step`: the first, the last and a few between them."""
+    file = Outside(str(path))
+    file.regular()
+    with file.border("cannot be read"), path.open("rb") as opened:
+        index = _Index(opened, file)
+        told = [step for step in index.places if step <= last_step]
+        chosen = np.linspace(0, len(told) - 1, min(len(told), _MOST_STEPS)).round().astype(int)
+        steps = {
+            told[place]: [*map(index.read, index.places[told[place]][:_MOST_PROMPTS])]
+            for place in chosen
+        }
+    return SampleLines(steps, len(told), index.unreadable, index.whole)
+
+
+class _Index:
+    """Where the lines of each step begin: a file may be larger than the memory."""
+
+    def __init__(self, opened: BinaryIO, file: Outside):
+        self.opened, self.file = opened, file
+        self.places: dict[int, list[int]] = {}
+        self.asked: set[str] = set()  # where the prompts of the last step come from
+        self.unreadable = 0
+        self.whole = True
+        for place, line in self._lines():
+            try:
+                prompt = self._parsed(line)
+            except DataError:
+                self.unreadable += 1
+            else:
+                self._take(prompt, place)
+
+    def read(self, place: int) -> ShownPrompt:
+        self.opened.seek(place)
+        return self._parsed(self.opened.readline(_LONGEST))
+
+    def _parsed(self, line: bytes) -> ShownPrompt:
+        return ShownPrompt.of(Field(self.file.parsed(line), "", self.file))
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Where each begins, and its content: cut off where it is too long, which is no JSON."""
+        place = 0
+        for _ in range(_MOST_LINES):
+            line = part = self.opened.readline(_LONGEST)
+            begin, place = place, place + len(line)
+            while part and not part.endswith(b"\n") and place < _MOST_BYTES:
+                part = self.opened.readline(_LONGEST)
+                place += len(part)
+            if line.strip():
+                yield begin, line
+            if not part or place >= _MOST_BYTES:
+                break
+        self.whole = not self.opened.read(1)
+
+    def _take(self, prompt: ShownPrompt, place: int) -> None:
+        last = next(reversed(self.places), -1)
+        # Of a step that was told in part before it was done again, a prompt comes twice.
+        again = prompt.step < last or (prompt.step == last and prompt.where in self.asked)
+        if again:
+            self.places = {k: found for k, found in self.places.items() if k < prompt.step}
+        if again or prompt.step > last:
+            self.asked = set()
+        self.asked.add(prompt.where)
+        self.places.setdefault(prompt.step, []).append(place)
+
+
+def _episode(line: Field) -> ShownEpisode:
+    heard = ((each["text"].string(), _strings(each["images"])) for each in line["heard"].items())
+    figures = line["figures"].object()
+    if not isinstance(line["cut"].value, bool):
+        raise line["cut"].error("true or false")
+    return ShownEpisode(
+        answers=_strings(line["answers"]),
+        heard=tuple(heard),
+        reward=float(line["reward"].number()),
+        figures={name: float(value.number()) for name, value in figures.items()},
+        tokens=line["tokens"].whole(),
+        cut=line["cut"].value,
+    )
+
+
+def _strings(line: Field) -> tuple[str, ...]:
+    return tuple(each.string() for each in line.items())

@@ -1,0 +1,138 @@
+"""What a run that learns from samples drew: prompts with their pictures, answers with rewards."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_vlm.errors import DataError
+from megatron_vlm.io.numbers_as_text import number
+from megatron_vlm.report.html import Html, tag
+from megatron_vlm.report.metrics_lines import SAMPLES
+from megatron_vlm.report.run.examples import picture, short
+from megatron_vlm.report.run.metrics_arrays import RunMetrics
+from megatron_vlm.report.run.rl_sample_lines import (
+    SampleLines,
+    ShownEpisode,
+    ShownPrompt,
+    read_samples,
+)
+
+_MOST_EPISODES = 8  # of a prompt
+_MOST_ANSWERS = 6  # of an episode
+_MOST_IMAGES = 8  # of a prompt, or in one place of an episode
+_MOST_FIGURES = 8  # of an episode
+_PICTURE_BYTES = 6 * 2**20  # of a page
+
+
+def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
+    """The samples of the last step that tells them, of the first and of some between; nothing
+    where the run told none."""
+    path = folder / SAMPLES
+    if not metrics.samples or not os.path.lexists(path):
+        return
+    try:
+        found = read_samples(path, metrics.samples[-1].step)
+    except DataError as error:
+        yield tag("p", f"{SAMPLES} cannot be read: {error}", class_="alarm note")
+        return
+    yield from _notes(found)
+    every = [prompt for prompts in found.steps.values() for prompt in prompts]
+    cards = _Cards([each.reward for prompt in every for each in prompt.episodes])
+    # The pictures of the steps that are open come first: those of others may find no room.
+    ends = [*dict.fromkeys([*found.steps][-1:] + [*found.steps][:1])]
+    order = [*ends, *(step for step in found.steps if step not in ends)]
+    made = {step: cards.step(step, found.steps[step], step in ends) for step in order}
+    yield from (made[step] for step in sorted(made, reverse=True))
+
+
+def _notes(found: SampleLines) -> Iterator[Html]:
+    notes = []
+    if found.steps:
+        steps = "1 step" if found.told == 1 else f"{found.told:,} steps"
+        some = f", {len(found.steps)} of them here" if len(found.steps) < found.told else ""
+        notes.append(f"{SAMPLES} has samples of {steps}{some}. The best are first.")
+    if found.unreadable:
+        lines = "1 line" if found.unreadable == 1 else f"{found.unreadable:,} lines"
+        notes.append(
+            f"{lines} of {SAMPLES} cannot be read: a run that is killed cuts off its last one."
+        )
+    if not found.whole:
+        notes.append("It is longer than a page reads: what comes later is left out.")
+    if notes:
+        yield tag("p", " ".join(notes), class_="quiet note")
+
+
+@dataclass
+class _Cards:
+    """Makes them, while there is room for their pictures."""
+
+    rewards: list[float]  # of all that are shown: what a colour means
+    room: int = _PICTURE_BYTES
+
+    def step(self, step: int, prompts: Sequence[ShownPrompt], is_open: bool) -> Html:
+        rewards = [each.reward for prompt in prompts for each in prompt.episodes]
+        count = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+        mean = f"{count}, mean reward {_mean(rewards)}"
+        summary = tag("summary", tag("b", f"Step {step:,}"), " ", tag("span", mean, class_="quiet"))
+        more = {"open": ""} if is_open else {}
+        return tag("details", summary, *map(self._prompt, prompts), class_="samples", **more)
+
+    def _prompt(self, prompt: ShownPrompt) -> Html:
+        ranked = sorted(prompt.episodes, key=lambda each: -each.reward)
+        shown = np.linspace(0, len(ranked) - 1, min(len(ranked), _MOST_EPISODES)).astype(int)
+        count = f"{len(shown)} of {len(ranked):,}" if len(shown) < len(ranked) else f"{len(shown)}"
+        mean = _mean([each.reward for each in ranked])
+        facts = f"{short(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
+        return tag(
+            "article",
+            tag("p", facts, class_="quiet"),
+            *self._pictures(prompt.images),
+            tag("p", short(prompt.question), class_="said"),
+            tag("div", *(self._episode(ranked[place]) for place in shown), class_="episodes"),
+            class_="card",
+        )
+
+    def _episode(self, episode: ShownEpisode) -> Html:
+        said: list[Html] = []
+        for place, answer in enumerate(episode.answers[:_MOST_ANSWERS]):
+            nothing = tag("span", "(nothing)", class_="quiet")
+            said.append(tag("p", short(answer) if answer else nothing, class_="said"))
+            if place < min(len(episode.heard), _MOST_ANSWERS - 1):
+                text, images = episode.heard[place]
+                heard = tag("p", short(text), class_="said quiet")
+                said.append(tag("div", heard, *self._pictures(images), class_="heard"))
+        if (more := len(episode.answers) - _MOST_ANSWERS) > 0:
+            said.append(tag("p", f"[... {more:,} more answers]", class_="quiet"))
+        foot = tag("p", " \u00b7 ".join(_facts(episode)), class_="quiet")
+        return tag("div", self._reward(episode.reward), tag("div", *said, foot), class_="episode")
+
+    def _reward(self, reward: float) -> Html:
+        low, high = min(self.rewards), max(self.rewards)
+        within = 0 < high - low < float("inf")
+        share = (reward - low) / (high - low) if within else 0.5
+        return tag("b", number(reward), class_="reward", style=f"--share: {100 * share:.0f}%")
+
+    def _pictures(self, images: Sequence[str]) -> list[Html]:
+        shown = []
+        for uri in images[:_MOST_IMAGES]:
+            fits = len(uri) <= self.room
+            self.room -= len(uri) * fits
+            shown.append(picture(uri) if fits else tag("span", "[no room for the picture]"))
+        if (more := len(images) - _MOST_IMAGES) > 0:
+            shown.append(tag("span", f"[{more:,} more]"))
+        return [tag("div", *shown, class_="pictures")] if shown else []
+
+
+def _facts(episode: ShownEpisode) -> Iterator[str]:
+    yield "1 token" if episode.tokens == 1 else f"{episode.tokens:,} tokens"
+    if episode.cut:
+        yield "cut by its length"
+    for name in [*episode.figures][:_MOST_FIGURES]:
+        yield f"{short(name)} {number(episode.figures[name])}"
+
+
+def _mean(rewards: Sequence[float]) -> str:
+    return number(sum(rewards) / len(rewards)) if rewards else "-"

@@ -1,0 +1,151 @@
+"""Episodes played to their end: answers are asked for, and rewards and environments answer them.
+
+On rank 0 alone. Each episode is a coroutine; whoever gives it answers is a Desk.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import DataSet, Handle
+from megatron_vlm.data.tokens.chat_template import START
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.errors import DataError
+from megatron_vlm.rl.completion_requests import Desk
+from megatron_vlm.rl.episode import Episode, Group
+from megatron_vlm.rl.rewards.pool import Judges
+from megatron_vlm.rl.turn_tokens import Dialogue
+from megatron_vlm.training.completions import SamplingSettings
+
+
+@dataclass
+class Table:
+    """What episodes are played with."""
+
+    cfg: Config
+    data: DataSet
+    judges: Judges
+    skipped: list[DataError] = field(default_factory=list)  # of prompts that were left out
+    begun: int = 0  # episodes so far
+
+    @cached_property
+    def dialogues(self) -> list[Dialogue]:
+        """Of each source, since each has its own folder of images."""
+        return [Dialogue(reader) for reader in self.data.readers]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.data.readers[0].encoder.renderer.tokenizer
+
+    @cached_property
+    def settings(self) -> SamplingSettings:
+        """How answers are drawn."""
+        rl, end_id = self.cfg.rl, self.dialogues[0].end_id
+        drawn = rl.temperature, rl.top_k, rl.top_p
+        return SamplingSettings(rl.max_new_tokens, *drawn, stop_ids=(end_id,))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What rewards and environments are told of an answer."""
+        said = self.settings.without_stop(ids)
+        return str(self.tokenizer.decode(said, skip_special_tokens=True))
+
+    def words(self, row: Row) -> str:
+        """The text of what was shown, for people."""
+        said = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=False)
+        # Each turn begins with its role, in a line of its own.
+        turns = [turn.partition("\n")[2] for turn in str(said).split(START)[1:]]
+        shown = [self.data.readers[0].encoder.renderer.special.sub("", turn) for turn in turns]
+        return "\n".join(turn.strip() for turn in shown if turn.strip())
+
+    async def play(
+        self, desk: Desk, handles: Sequence[Handle], step: int, first_group: int
+    ) -> list[Group]:
+        """The episodes of each of these prompts. A prompt that cannot be read ends the run, or is
+        left out, as data.on_error says."""
+        reading = [asyncio.to_thread(self._read, handle) for handle in handles]
+        rows = await asyncio.gather(*reading)
+        found = [
+            (self._group(handle, row, first_group + place), row, self.dialogues[handle[0]])
+            for place, (handle, row) in enumerate(zip(handles, rows, strict=True))
+            if row is not None
+        ]
+        desk.enter(sum(len(group.episodes) for group, _, _ in found))
+        tasks = [asyncio.create_task(self._play_group(desk, *each, step)) for each in found]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [group for group, _, _ in found]
+
+    def _read(self, handle: Handle) -> Row | None:
+        try:
+            return self.data.row(handle).row
+        except DataError as error:
+            if self.cfg.data.on_error == "raise":
+                raise
+            self.skipped.append(DataError(**error.fields()))  # without what it was read from
+            return None
+
+    def _group(self, handle: Handle, row: Row, number: int) -> Group:
+        where, record = self.data.where(handle), self.data.raw(handle)
+        first, self.begun = self.begun, self.begun + self.cfg.rl.samples
+        episodes = [
+            Episode(first + place, number, place, where, record)
+            for place in range(self.cfg.rl.samples)
+        ]
+        return Group(self.words(row), episodes)
+
+    async def _play_group(
+        self, desk: Desk, group: Group, row: Row, dialogue: Dialogue, step: int
+    ) -> None:
+        episodes = group.episodes
+        beginning = [self.judges.begin(each.number, each.record, each.where) for each in episodes]
+        firsts = await asyncio.gather(*map(asyncio.wrap_future, beginning))
+        for episode, first in zip(episodes, firsts, strict=True):
+            where = f"{episode.where}: what rl.environment says first"
+            opening = row if first is None else dialogue.opening(first, where)
+            episode.hear(opening, dialogue.end_id)
+        alike = firsts.count(None)
+        sharers = [alike if first is None else 1 for first in firsts]
+        playing = [
+            self._play_episode(desk, episode, dialogue, step, count)
+            for episode, count in zip(episodes, sharers, strict=True)
+        ]
+        await asyncio.gather(*playing)
+
+    async def _play_episode(
+        self, desk: Desk, episode: Episode, dialogue: Dialogue, step: int, sharers: int
+    ) -> None:
+        """Up to where the environment says no more, or a limit is reached."""
+        rl = self.cfg.rl
+        for turn in range(rl.turns):
+            seed = seed_of(self.cfg.train.seed, step, episode, turn)
+            answer = await desk.ask(episode.prompt(), seed, 1 if turn else sharers)
+            episode.say(answer, self.text(answer.ids))
+            told = await asyncio.wrap_future(self.judges.step(episode.number, episode.answers[-1]))
+            episode.take(told)
+            if not told.messages:
+                break
+            where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
+            reply = await asyncio.to_thread(dialogue.reply, told.messages, where)
+            longest = len(episode.ids) + len(reply.ids_S) + 1 + rl.max_new_tokens
+            if turn + 1 == rl.turns or longest > rl.max_tokens:
+                episode.cut = True
+                break
+            episode.hear(reply, dialogue.end_id)
+        self.judges.end(episode.number)
+        desk.leave()
+
+
+def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:
+    """Of an answer, below 2**62: that of an episode's neighbour is the next number."""
+    own = () if turn == 0 else (episode.place,)
+    text = " ".join(map(str, (seed, step, episode.group, turn, *own)))
+    drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return (int.from_bytes(drawn, "little") >> 3) + (episode.place if turn == 0 else 0)

@@ -1,0 +1,228 @@
+"""Users' reward functions and environments, in processes of their own.
+
+What goes between the processes is JSON and bytes, never pickles. A process that dies or hangs is
+started again. Then a reward function is asked again; an environment has lost its state, and is made
+anew and given the same record and the same answers, whose results are ignored: this is right for
+whatever depends on these alone.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from megatron_vlm.errors import ConfigError, DataError, show_value
+from megatron_vlm.rl.environment import EnvStep, Message
+from megatron_vlm.rl.rewards.reward_process import GoneError, Judge, Life, WrongError
+from megatron_vlm.rl.rewards.serialize import PackingError
+
+_MOST_DEATHS = 3  # of processes, by one call
+_MOST_LOST = 10  # processes in a row that a call was given to, whoever was to blame
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """What judges answers, and within which bounds."""
+
+    reward: str | None  # FILE.py:NAME or MODULE:NAME of a function; exactly one of both is given
+    environment: str | None  # the same, of a class
+    processes: int
+    timeout_s: float  # of one call
+    failed_reward: float | None  # where a call fails or takes too long; None: that is an error
+
+
+@dataclass(eq=False)
+class _Episode:
+    number: int
+    record: Mapping[str, Any]
+    where: str
+    judge: Judge
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call at a time
+    life: Life | None = None  # of the process that has its environment
+    answers: list[str] = field(default_factory=list)  # which that has taken
+    failed: bool = False
+
+
+class Judges:
+    """The processes; its methods may be called from any thread. Futures end in a DataError that
+    names the record where the user's code is wrong, and cannot be cancelled."""
+
+    def __init__(self, settings: JudgeSettings):
+        """Start them. ConfigError where the function cannot be imported, found or called."""
+        if (settings.reward is None) == (settings.environment is None):
+            raise ConfigError(
+                f"and rl.environment={show_value(settings.environment)} do not go together",
+                key="rl.reward",
+                found=settings.reward,
+                remedy="give one of the two, as FILE.py:NAME or MODULE:NAME",
+            )
+        self.settings = settings
+        self.kind = "environment" if settings.reward is None else "reward"
+        self.target = str(settings.environment if settings.reward is None else settings.reward)
+        self._episodes: dict[int, _Episode] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        # The processes end with the thread that starts them, and so with this one.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread.start()
+        self._judges: list[Judge] = []
+        try:
+            self._do(self._start()).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(
+        self, episode: int, record: Mapping[str, Any], where: str
+    ) -> "Future[Sequence[Message] | None]":
+        """The first messages of an episode, which gets this number; None for those of the record.
+        `where`: the record's name, for messages."""
+        return self._do(self._begin(episode, record, where))
+
+    def step(self, episode: int, answer: str) -> "Future[EnvStep]":
+        """What comes of an answer. After a failure that rl.failed_reward stands for, the episode
+        is over."""
+        return self._do(self._step(episode, answer))
+
+    def end(self, episode: int) -> None:
+        """Forget the episode, as soon as its calls have ended."""
+        self._do(self._end(episode))
+
+    def close(self) -> None:
+        """End the processes; futures that wait for them are cancelled."""
+        if not self._loop.is_closed():
+            self._do(self._close()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _do(self, steps: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run it on the loop. The calls of one thread begin in their order."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        if self._loop.is_closed():
+            steps.close()
+            future.set_exception(CancelledError("the judges are closed"))
+            return future
+
+        async def run() -> None:
+            try:
+                future.set_result(await steps)
+            except asyncio.CancelledError:
+                future.set_exception(CancelledError("the judges were closed"))
+            except BaseException as error:
+                future.set_exception(error)
+
+        def begin() -> None:
+            task = self._loop.create_task(run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._loop.call_soon_threadsafe(begin)
+        return future
+
+    async def _start(self) -> None:
+        kind, target, timeout_s = self.kind, self.target, self.settings.timeout_s
+        self._judges = [Judge(kind, target, timeout_s) for _ in range(self.settings.processes)]
+        starting = (judge.alive() for judge in self._judges)
+        for found in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+
+    async def _close(self) -> None:
+        own = asyncio.current_task()
+        if tasks := [task for task in self._tasks if task is not own]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(judge.close() for judge in self._judges))
+
+    async def _begin(
+        self, number: int, record: Mapping[str, Any], where: str
+    ) -> Sequence[Message] | None:
+        assert number not in self._episodes, f"episode {number} has begun already"
+        judge = min(self._judges, key=lambda judge: judge.episodes)
+        judge.episodes += 1
+        episode = self._episodes[number] = _Episode(number, record, where, judge)
+        if self.kind == "reward":
+            return None
+        async with episode.lock:
+            return await self._answered(episode, _beginning(episode), "reset")
+
+    async def _step(self, number: int, answer: str) -> EnvStep:
+        episode = self._episodes[number]
+        async with episode.lock:
+            told: dict[str, Any] = {}
+            if not episode.failed:
+                request = {"do": "step", "episode": number, "answer": answer}
+                if self.kind == "reward":
+                    request |= {"do": "reward", "record": episode.record}
+                told = await self._answered(episode, request, "step")
+            if episode.failed:
+                assert self.settings.failed_reward is not None
+                return EnvStep(self.settings.failed_reward, (), {"failed": 1.0})
+            episode.answers.append(answer)
+            return EnvStep(**told)
+
+    async def _end(self, number: int) -> None:
+        if (episode := self._episodes.pop(number, None)) is None:
+            return
+        async with episode.lock:
+            episode.judge.episodes -= 1
+            if episode.life is not None:
+                episode.life.tell({"do": "end", "episode": number})
+
+    async def _answered(self, episode: _Episode, request: Mapping[str, Any], method: str) -> Any:
+        """The answer. Where there is none, an error that names the record, or None where that is
+        counted as failed."""
+        try:
+            return await self._asked(episode, request)
+        except (WrongError, PackingError) as error:
+            if self.settings.failed_reward is not None:
+                episode.failed = True
+                return None
+            of_method = f": {method}" if self.kind == "environment" else ""
+            wrong = error if isinstance(error, WrongError) else f"cannot be given it: {error}"
+            raise DataError(
+                f"{of_method} {wrong}".lstrip(),
+                place=episode.where,
+                key=f"rl.{self.kind}",
+                found=self.target,
+                remedy="mend it, or set rl.failed_reward=0 to give such answers this reward",
+            ) from None
+
+    async def _asked(self, episode: _Episode, request: Mapping[str, Any]) -> Any:
+        """The answer, from as many processes as it takes."""
+        lost, deaths, suspected = 0, 0, False
+        while True:
+            try:
+                async with episode.judge.turn(alone=suspected):
+                    life = await episode.judge.alive()
+                    if request["do"] == "step":
+                        await self._restore(episode, life)
+                    answer = await life.ask(request)
+                    episode.life = life
+                    return answer
+            except GoneError as error:
+                lost += 1
+                deaths += error.suspects > 0
+                suspected = suspected or error.suspects > 1
+                if deaths >= _MOST_DEATHS or lost >= _MOST_LOST:
+                    times = deaths if deaths >= _MOST_DEATHS else lost
+                    raise WrongError(f"was asked {times} times, and its process {error}") from None
+
+    async def _restore(self, episode: _Episode, life: Life) -> None:
+        """In a new process, an environment that has taken the same answers."""
+        if episode.life is not life:
+            await life.ask(_beginning(episode))
+            for answer in episode.answers:
+                await life.ask({"do": "step", "episode": episode.number, "answer": answer})
+            episode.life = life
+
+
+def _beginning(episode: _Episode) -> dict[str, Any]:
+    return {"do": "begin", "episode": episode.number, "record": episode.record}

@@ -1,0 +1,250 @@
+"""A process in which a user's reward function, or the environments of a user's class, run.
+
+    python -P -m megatron_vlm.rl.rewards.reward_child SOCKET PARENT KIND TARGET TIMEOUT
+
+It is asked over a socket. Whatever is coroutines runs at the same time, all else in the order in
+which it came. It knows nothing of torch or Megatron, and ends with the trainer.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_vlm.data.records.keys import Keys
+from megatron_vlm.data.records.messages import parse_messages
+from megatron_vlm.distributed.error_json import to_json
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.io.parent_death import signal_when_parent_dies
+from megatron_vlm.io.printable import visible
+from megatron_vlm.rl.environment import Environment, EnvStep
+from megatron_vlm.rl.rewards.serialize import HEADER, PackingError, pack, repacked, unpack
+from megatron_vlm.rl.rewards.user_code import load, place_of, said
+
+Request = dict[str, Any]
+_MOST_SHOWN = 200  # characters of a wrong result
+_MOST_TRACED = 4000  # characters of either end of a traceback
+_LONGEST_NAME = 100  # characters of a figure's name
+# Either way. Of a step's rewards the squares are added up and of its figures the means, which
+# overflow far beyond these.
+_MOST_REWARD, _MOST_FIGURE = 1e6, 1e100
+
+
+class _WrongError(Exception):
+    """What a function has done wrong, as the end of a sentence that begins with its name."""
+
+
+class _Link:
+    """The socket's end in this process: it is read by one thread and written by another."""
+
+    def __init__(self, file: int):
+        os.set_inheritable(file, False)  # what a user's code starts does not hold it open
+        self.socket = socket.socket(fileno=file)
+        self.reading: BinaryIO = self.socket.makefile("rb")
+
+    def send(self, message: Request) -> None:
+        self.socket.sendall(pack(message))
+
+    def listen(self, take: Callable[[Request], object]) -> None:
+        """Pass on every request, and end the process after the last."""
+        with contextlib.suppress(OSError):
+            while header := self.reading.read(HEADER.size):
+                text, body = HEADER.unpack(header)
+                take(unpack(self.reading.read(text), self.reading.read(body)))
+        os._exit(0)  # nobody is left to answer
+
+
+class _Bench:
+    """The function or class, and the episodes that are under way here."""
+
+    def __init__(self, found: Callable[..., Any], home: Path, timeout_s: float):
+        self.found, self.home, self.timeout_s = found, home, timeout_s
+        self.episodes: dict[int, Environment] = {}
+        self.shown: set[str] = set()  # places whose errors were printed
+
+    async def answer(self, request: Request) -> Any:
+        """What a request is answered with; _WrongError where the user's code is wrong."""
+        episode = request["episode"]
+        if request["do"] == "reward":
+            record, answer = request["record"], request["answer"]
+            return _of_reward(await self._within(lambda: self.found(record, answer)))
+        if request["do"] == "begin":
+
+            def begin() -> Any:
+                self.episodes[episode] = self.found()
+                return self.episodes[episode].reset(request["record"])
+
+            return _opening(await self._within(begin))
+        environment = self.episodes[episode]
+        return _of_step(await self._within(lambda: environment.step(request["answer"])))
+
+    async def _within(self, call: Callable[[], Any]) -> Any:
+        """What a call returns, if it does so in time."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                result = call()
+                if inspect.isawaitable(result):
+                    result = await result
+        except BaseException as error:  # whatever users raise: SystemExit, too
+            if not limit.expired():
+                raise _WrongError(f"raised {said(error)}{self._place(error)}") from None
+        # A plain function cannot be cancelled, and a coroutine may refuse to be.
+        if limit.expired() or time.monotonic() - began > self.timeout_s:
+            raise _WrongError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
+        return result
+
+    def _place(self, error: BaseException) -> str:
+        """Where it was raised; the first time there, it is printed as Python does."""
+        place = place_of(error, self.home)
+        if place not in self.shown:
+            self.shown.add(place)
+            print(_traceback(error), file=sys.stderr, flush=True)
+        return place
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python shows it, but as text that steers no terminal, and within bounds: where it was
+    raised, and the beginning and the end of what it says."""
+    text = visible("".join(traceback.format_exception(error)).rstrip("\n"))
+    if len(text) <= 2 * _MOST_TRACED:
+        return text
+    return f"{text[:_MOST_TRACED]}\n...\n{text[-_MOST_TRACED:]}"
+
+
+def _of_reward(result: Any) -> Request:
+    """What a reward function has returned, as the step that ends an episode."""
+    if not isinstance(result, Mapping):
+        return _step(_number(result, "returned", _MOST_REWARD), {}, [])
+    if "reward" not in result:
+        raise _WrongError(f'returned a mapping without "reward": {_shown(result)}')
+    return _step(result["reward"], {k: v for k, v in result.items() if k != "reward"}, [])
+
+
+def _of_step(result: Any) -> Request:
+    if not isinstance(result, EnvStep):
+        raise _WrongError(f"returned {_shown(result)}, not an EnvStep")
+    return _step(result.reward, result.figures, _messages(result.messages))
+
+
+def _opening(result: Any) -> Any:
+    if result is None:
+        return None
+    if messages := _messages(result):
+        return messages
+    raise _WrongError("returned no messages; for those of the record it is None")
+
+
+def _step(reward: Any, figures: Any, messages: Any) -> Request:
+    if not isinstance(figures, Mapping) or not all(isinstance(name, str) for name in figures):
+        raise _WrongError(f"gave as figures {_shown(figures)}, not numbers by name")
+    if not all(0 < len(name) <= _LONGEST_NAME and name == visible(name) for name in figures):
+        raise _WrongError(
+            f"gave as figures {_shown(figures)}, of which one has a name that is not a text of "
+            f"1 to {_LONGEST_NAME} characters"
+        )
+    checked = {
+        name: _number(value, f"gave as figure {name!r}", _MOST_FIGURE)
+        for name, value in figures.items()
+    }
+    reward = _number(reward, "gave as reward", _MOST_REWARD)
+    return {"reward": reward, "figures": checked, "messages": messages}
+
+
+def _number(value: Any, doing: str, most: float) -> float:
+    """Of Python's numbers, numpy's, or a tensor without dimensions."""
+    number = math.nan
+    if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+    if not math.isfinite(number):
+        raise _WrongError(f"{doing} {_shown(value)}, not a finite number")
+    if abs(number) > most:
+        raise _WrongError(f"{doing} {_shown(value)}, which is beyond {-most:g} to {most:g}")
+    return number
+
+
+def _messages(value: Any) -> Any:
+    """The messages as they arrive in the trainer, if it can read them."""
+    if not isinstance(value, list | tuple):
+        raise _WrongError(f"gave as messages {_shown(value)}, not a list of messages")
+    try:
+        arriving = repacked(value)
+        parse_messages(arriving, "what it says", Keys("", ()))
+    except PackingError as error:
+        raise _WrongError(f"gave messages that cannot be sent: {error}") from None
+    except DataError as error:
+        raise _WrongError(f"gave messages that cannot be read: {error}") from None
+    except Exception as error:  # of theirs, or of what is nested too deeply
+        raise _WrongError(f"gave messages that cannot be sent: {said(error)}") from None
+    return arriving
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = "a value"
+    text = text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+async def _serve(link: _Link, bench: _Bench) -> None:
+    """Answer requests until there is nobody to ask."""
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def carry_out(request: Request) -> None:
+        number = request["id"]
+        link.send({"id": number, "begun": True})  # its time counts from now
+        try:
+            link.send({"id": number, "answer": await bench.answer(request)})
+        except _WrongError as error:
+            link.send({"id": number, "wrong": str(error)})
+        except Exception as error:  # of a value of theirs that cannot be looked at
+            link.send({"id": number, "wrong": f"returned what cannot be read: {said(error)}"})
+
+    def take(request: Request) -> None:
+        if request["do"] == "end":
+            bench.episodes.pop(request["episode"], None)
+            return
+        task = loop.create_task(carry_out(request))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def listen() -> None:
+        link.listen(lambda request: loop.call_soon_threadsafe(take, request))
+
+    threading.Thread(target=listen, daemon=True).start()
+    await asyncio.Event().wait()
+
+
+def main(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) -> None:
+    """Say whether the function is there, then serve it."""
+    signal_when_parent_dies(signal.SIGKILL)
+    if os.getppid() != int(parent):  # it was gone before we asked
+        os._exit(1)
+    faulthandler.enable()  # a crash in C says where it was
+    link = _Link(int(socket_file))
+    try:
+        found, home = load(kind, target)
+    except MegatronVLMError as error:
+        link.send({"id": 0, "wrong": str(error), "fields": to_json(error)})
+        return
+    link.send({"id": 0, "answer": None})
+    asyncio.run(_serve(link, _Bench(found, home, float(timeout_s))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

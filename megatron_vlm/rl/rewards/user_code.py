@@ -1,0 +1,152 @@
+"""The function or class that a user names, found in a file or a module of theirs. In the process
+that will call it."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.paths import home_path, real_path
+
+_LONGEST = 300  # characters of what an exception says
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# The methods of each, "" for itself, with arguments such as theirs, and these in words.
+_CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
+    "reward": [("", ({}, ""), "(record, answer)")],
+    "environment": [
+        ("", (), "()"),
+        ("reset", (None, {}), "(self, record)"),
+        ("step", (None, ""), "(self, answer)"),
+    ],
+}
+
+
+def load(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
+    """The reward function, or the class of environments, and the folder that it is in: `kind` is
+    the key of `rl` that names it. ConfigError, with the reason, where there is none."""
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise ConfigError("is neither FILE.py:NAME nor MODULE:NAME", key=f"rl.{kind}", found=target)
+    module, home = _module(kind, target, place)
+    found = getattr(module, name, None)
+    if found is None:
+        none, remedy = _near(module, name)
+        raise ConfigError(
+            f": {place} has no {name!r}{none}", key=f"rl.{kind}", found=target, remedy=remedy
+        )
+    _check(kind, target, found)
+    return found, home
+
+
+def said(error: BaseException) -> str:
+    """An exception's type and text, in one line."""
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def place_of(error: BaseException, home: Path) -> str:
+    """Where a user's code was when this was raised: the innermost line in their own folder."""
+    frames = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if _is_under(frame.filename, str(home))
+        and not any(
+            _is_under(frame.filename, library) and not _is_under(str(home), library)
+            for library in _LIBRARIES
+        )
+    ]
+    return f" at {frames[-1]}" if frames else ""
+
+
+def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
+    """Its folder comes first in sys.path, as for a program; for a module, the working folder."""
+    is_file = place.endswith(".py")
+    path = real_path(home_path(place))
+    if is_file and not path.is_file():
+        near = difflib.get_close_matches(
+            path.name, [each.name for each in path.parent.glob("*.py")]
+        )
+        hint = f"did you mean {near[0]}?" if near else ""
+        raise ConfigError(f": there is no file {path}", key=f"rl.{kind}", found=target, remedy=hint)
+    home = path.parent if is_file else Path.cwd()
+    sys.path.insert(0, str(home))
+    try:
+        module = _of_file(path) if is_file else importlib.import_module(place)
+    except BaseException as error:  # SystemExit, too
+        where = place_of(error, home)
+        raise ConfigError(
+            f"cannot be imported: {said(error)}{where}", key=f"rl.{kind}", found=target
+        ) from error
+    file = getattr(module, "__file__", None)
+    return module, home if file is None else real_path(file).parent
+
+
+def _of_file(path: Path) -> ModuleType:
+    # Under its own name, so that its neighbours and its classes find it, unless that is taken.
+    name = path.stem if path.stem not in sys.modules else f"_of_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _near(module: ModuleType, name: str) -> tuple[str, str]:
+    """The end of the problem, and the remedy."""
+    own = [
+        each
+        for each, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    if near := difflib.get_close_matches(name, own, n=1):
+        return "", f"did you mean {near[0]!r}?"
+    return ("", f"give one of {', '.join(own)}") if own else (", nor any function or class", "")
+
+
+def _check(kind: str, target: str, found: Any) -> None:
+    is_class = isinstance(found, type)
+    if kind == "environment" and not is_class:
+        raise ConfigError(
+            f"is a {type(found).__name__}",
+            key="rl.environment",
+            found=target,
+            remedy="give a class with `reset` and `step`, or give a function of a record and an "
+            "answer as rl.reward",
+        )
+    if kind == "reward" and (is_class or not callable(found)):
+        remedy = "give a function of a record and an answer"
+        if is_class:
+            remedy += ", or give a class with `reset` and `step` as rl.environment"
+        what = "class" if is_class else type(found).__name__
+        raise ConfigError(f"is a {what}", key="rl.reward", found=target, remedy=remedy)
+    for method, arguments, expected in _CALLS[kind]:
+        called = getattr(found, method, None) if method else found
+        if not callable(called):
+            raise ConfigError(
+                f"has no method {method}{expected}", key="rl.environment", found=target
+            )
+        try:
+            signature = inspect.signature(called)
+        except ValueError:  # written in C
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            name = f" of {method}" if method else ""
+            raise ConfigError(
+                f": the arguments{name} are {signature}, not {expected}",
+                key=f"rl.{kind}",
+                found=target,
+            ) from None
+
+
+def _is_under(file: str, folder: str) -> bool:
+    return Path(file).is_relative_to(folder)

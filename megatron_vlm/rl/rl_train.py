@@ -1,0 +1,52 @@
+"""Learning from samples: `torchrun ... -m megatron_vlm.rl key=value ...` runs it on every rank.
+Answers are drawn, rewards say which are better, and those become likelier.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_vlm.config.command_checks import check_rl
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.process import rank_of_process
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.train import composed
+from megatron_vlm.training.lr_schedule import lr_at
+
+if TYPE_CHECKING:
+    from megatron_vlm.distributed.agreement import Signals
+    from megatron_vlm.rl.trainer import School
+
+
+def learn(cfg: Config, signals: "Signals | None" = None) -> int:
+    """Learn to the last step; the exit status of this rank. `signals`: as for `train`."""
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        from megatron_vlm.rl.trainer import School
+        from megatron_vlm.run.run import Run
+
+        with Run.open(cfg, watchdog, signals, asks=True) as run, School.open(run) as school:
+            return run.to_the_end(partial(learn_step, school))
+
+
+def learn_step(school: "School", step: int) -> None:
+    """Samples, gradients, weights, figures."""
+    run, learner = school.run, school.learner
+    run.profiler.at(step)
+    run.at(step, "samples")
+    lesson, after = school.lesson(step)
+    rows = learner.mine(lesson)
+    run.at(step, "scoring")
+    values = learner.values(lesson, rows)
+    metrics = []
+    for update in lesson.updates:
+        run.at(step, "forward and backward")
+        metrics.append(learner.gradients(update, rows, values))
+        run.at(step, "optimizer")
+        applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
+    school.renew(step + 1)
+    school.record(step, lesson, after, metrics, applied, learner.apart(rows, values))
+
+
+def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
+    """Compose the configuration and learn, on one rank; its exit status."""
+    return learn(composed("megatron_vlm.rl", arguments, check_rl), signals)

@@ -1,0 +1,137 @@
+"""All that learning from samples holds on one rank, beside the run."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.data.batches.loader import BatchFigures
+from megatron_vlm.distributed.agreement import fail_together
+from megatron_vlm.engines.engine_thread import Engines
+from megatron_vlm.errors import ConfigError, MegatronVLMError
+from megatron_vlm.report.metrics_lines import tells_load
+from megatron_vlm.rl.episode_runner import Table
+from megatron_vlm.rl.policy_update import Apart, Learner, joined
+from megatron_vlm.rl.rank_commands import Orders
+from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
+from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
+from megatron_vlm.rl.shown import write_samples
+from megatron_vlm.rl.step_report import rl_line
+from megatron_vlm.rl.train_batch import Lesson, from_bytes, lesson_of, to_bytes
+from megatron_vlm.rl.vllm_engines import renew, settings_of
+from megatron_vlm.run.run import Run
+from megatron_vlm.training.data_feed import StepData
+from megatron_vlm.training.worker import StepMetrics
+
+
+class School:
+    """Open it with `with School.open(run) as school`. Rank 0 leads: it has the table at which
+    episodes are played, and who draws their answers; the others follow its orders."""
+
+    def __init__(self, run: Run, opened: ExitStack):
+        """`opened` closes what is started."""
+        self.run, self.opened = run, opened
+        self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
+        self.learner = Learner(run.worker)
+        if self.cfg.rl.kl_coef is not None:
+            run.at(run.progress.step, "loading the initial model", files=True)
+            assert self.learner.reference
+        self.orders = Orders(run.worker, run.signals)
+        self.engines: Engines | None = None
+        self.rollouts: Rollouts | None = None
+        self.last: Rollout | None = None  # on rank 0
+        run.at(run.progress.step, "starting rewards and engines", files=True)
+        with fail_together(run.worker.platform.device, ConfigError):
+            if self.leads:
+                self._start_judges()
+        self._lead(self._start)
+        if self.cfg.rl.sampler == "vllm" and (run.progress.step or self.cfg.lora.rank):
+            self._renew(run.progress.step)
+
+    @staticmethod
+    @contextmanager
+    def open(run: Run) -> Iterator["School"]:
+        """One that is closed again whatever happens."""
+        with ExitStack() as opened:
+            yield School(run, opened)
+
+    def _start_judges(self) -> None:
+        rl, data = self.cfg.rl, self.run.feeder.data
+        assert isinstance(data, DataSet), "config/command_checks.py refuses streams"
+        settings = JudgeSettings(
+            rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
+        )
+        judges = Judges(settings)
+        self.opened.callback(judges.close)
+        self.table = Table(self.cfg, data, judges)
+
+    def _start(self) -> tuple[bytes, dict[str, Any]]:
+        """On rank 0: whoever draws."""
+        if self.cfg.rl.sampler == "own":
+            self.rollouts = OwnRollouts(self.table, self.orders)
+        else:
+            self.engines = Engines()
+            self.opened.callback(self.engines.close)
+            settings = settings_of(self.run.worker, self.table.data)
+            self.engines.start(settings, self.cfg.rl.engine_gpus, self.orders.wait)
+            last = self.run.total_steps - 1
+            self.rollouts = EngineRollouts(self.table, self.orders, self.engines, last)
+        self.opened.callback(self.rollouts.close)
+        return b"", {}
+
+    def lesson(self, step: int) -> tuple[Lesson, Position]:
+        """What the step learns, and where the next one's prompts begin. A collective."""
+
+        def sampled() -> tuple[bytes, dict[str, Any]]:
+            assert self.rollouts is not None
+            self.last = self.rollouts.take(step, self.run.progress.position)
+            replicas = self.run.worker.grid.dp.size
+            lesson = lesson_of(self.last.groups, self.cfg, self.table.data.work, replicas)
+            return to_bytes(lesson), {"after": asdict(self.last.after)}
+
+        content, facts = self._lead(sampled)
+        return from_bytes(content), Position(**facts["after"])
+
+    def _lead(self, work: Callable[[], tuple[bytes, dict[str, Any]]]) -> tuple[bytes, Any]:
+        """What rank 0 works out, on every rank; its error is an error on all."""
+        if not self.leads:
+            return self.orders.follow()
+        try:
+            content, facts = work()
+        except MegatronVLMError as error:
+            self.orders.fail(error)
+            raise
+        self.orders.tell(content, facts)
+        return content, facts
+
+    def renew(self, step: int) -> None:
+        """Give the engines, if there are any, the weights of now. A collective."""
+        if self.cfg.rl.sampler == "vllm" and step < self.run.total_steps:
+            self.run.at(step, "weights of the engines")
+            self._renew(step)
+
+    def _renew(self, version: int) -> None:
+        renew(self.run.worker, self.engines, version, Path(self.cfg.run) / "engine")
+
+    def record(
+        self,
+        step: int,
+        lesson: Lesson,
+        after: Position,
+        metrics: Sequence[StepMetrics],
+        applied: tuple[float, float],
+        apart: Apart | None,
+    ) -> None:
+        """Log what a finished step took and gave. `applied`: gradient norm and learning rate."""
+        figures = [astuple(update.figures) for update in lesson.updates]
+        total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
+        whole = joined(metrics)
+        self.run.record(step, StepData([], after, total), whole, *applied)
+        if self.leads:
+            assert self.last is not None
+            self.run.log.samples(rl_line(step, self.last, whole, apart))
+            if tells_load(step, self.run.total_steps):
+                write_samples(Path(self.cfg.run), step, self.last.groups, self.table)

@@ -1,0 +1,53 @@
+"""What an environment says, as the tokens that follow an answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_vlm.data.tokens.reader import Reader
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.errors import DataError
+
+# Any question and answer: a template shows the turns after them in the same way whatever they say.
+_BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+
+
+class Dialogue:
+    """Renders messages with the chat template and the image rules of one source of records."""
+
+    def __init__(self, reader: Reader):
+        # What a program says at run time has its images as parts, and no mistyped columns.
+        cfg = replace(reader.encoder.cfg, unknown_keys="refuse", lone_marks="text")
+        self.reader = replace(reader, asks=False, encoder=replace(reader.encoder, cfg=cfg))
+        self.end_id = reader.encoder.renderer.end_id
+        before = self._row(_BEFORE, "the chat template").ids_S.tolist()
+        # What opens another answer comes after the end of this one.
+        self.before = before[: _last(before, self.end_id) + 1]
+
+    def opening(self, messages: Sequence[Mapping[str, Any]], where: str) -> Row:
+        """The messages as the beginning of an episode, up to where the answer begins."""
+        return self._row(messages, where)
+
+    def reply(self, messages: Sequence[Mapping[str, Any]], where: str) -> Row:
+        """The messages as they follow the token that ends an answer, up to where the next answer
+        begins. The answer itself stays as it was drawn: it is not rendered again."""
+        row = self._row([*_BEFORE, *messages], where)
+        count = len(self.before)
+        if row.ids_S[:count].tolist() != self.before:
+            raise DataError(
+                ": the chat template shows earlier turns in another way once others follow, so "
+                "the model would be trained on what it has not seen",
+                place=where,
+                key="data.template_kwargs",
+                remedy="give values that keep earlier turns as they are, or a template that does",
+            )
+        return replace(row, ids_S=row.ids_S[count:], labels_S=row.labels_S[count:])
+
+    def _row(self, messages: Sequence[Mapping[str, Any]], where: str) -> Row:
+        record = {"messages": list(messages)}
+        sample = self.reader.encode(record, where, prompt=True)
+        return self.reader.row(record, where, sample).row
+
+
+def _last(ids: Sequence[int], wanted: int) -> int:
+    return max(place for place, token in enumerate(ids) if token == wanted)

@@ -1,0 +1,59 @@
+"""vLLM beside the trainer: how it is started, and weights for it from all ranks."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.engines import Adapter, EngineSettings
+from megatron_vlm.engines.engine_thread import Engines, side_by_side
+from megatron_vlm.family.spec import Part, TensorSpec
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.training.worker import MegatronWorker
+
+
+def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
+    """The settings of every engine."""
+    cfg, rl = worker.cfg, worker.cfg.rl
+    most = max(int(index.images.max()) for index in data.indexes)
+    more = 0 if rl.environment is None else rl.turns
+    length = cfg.data.max_tokens + rl.max_new_tokens
+    if rl.environment is not None:
+        length = max(length, rl.max_tokens)
+    return EngineSettings(
+        python=str(rl.engine),
+        folder=str(folder_of(cfg.model.path)),
+        dtype=str(worker.chunks[0].config.params_dtype).removeprefix("torch."),
+        max_len=rl.engine_max_len or length,
+        pictures=rl.engine_pictures or max(1, most + more),
+        videos=rl.engine_videos,
+        lora_rank=cfg.lora.rank,
+        lora_vision=in_tower(worker.adapted),
+        options=side_by_side(rl.engine_gpus) | rl.engine_options,
+    )
+
+
+def in_tower(weights: Sequence[TensorSpec]) -> bool:
+    """Whether some are in the vision tower or its mergers: vLLM serves adapters there only where it
+    was told so when it began."""
+    return any(weight.part in (Part.vision, Part.merger) for weight in weights)
+
+
+def renew(worker: MegatronWorker, engines: Engines | None, version: int, folder: Path) -> None:
+    """Give the engines the weights of now, tensor by tensor, or the adapter in `folder`. A
+    collective; rank 0 has the engines."""
+    if not worker.cfg.lora.rank:
+        named = worker.named_weights()
+        if engines is None:
+            for _ in named:
+                pass
+            return
+        engines.submit(engines.sampler.update(named, version)).result()
+        return
+    target = folder / f"adapter-{version}"
+    worker.export_hf(str(target), kind="adapter")
+    if engines is not None:
+        engines.submit(engines.sampler.update(Adapter(str(target)), version)).result()
+        for older in folder.glob("adapter-*"):
+            if older != target:
+                shutil.rmtree(older)

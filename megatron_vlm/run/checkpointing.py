@@ -1,0 +1,135 @@
+"""When a run's checkpoints are written, which are kept, and from which it resumes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_vlm.checkpoint import retention
+from megatron_vlm.checkpoint.export_checkpoint import mark_of, training_of
+from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
+from megatron_vlm.checkpoint.save_load import PendingSave, find_latest, load, save
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.agreement import agree
+from megatron_vlm.distributed.process import restarts
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.hf.export_folder import ExportMark
+from megatron_vlm.hf.model_card import Training
+from megatron_vlm.run.config_changes import changed_since
+from megatron_vlm.run.progress import Progress
+from megatron_vlm.run.run_folder import Claim
+from megatron_vlm.training.data_fingerprint import Fingerprint
+from megatron_vlm.training.worker import MegatronWorker
+
+
+class Saver:
+    """The checkpoints in cfg.run/checkpoints. Rank 0 has the claim on that folder."""
+
+    def __init__(self, cfg: Config, worker: MegatronWorker, data: Fingerprint, claim: Claim | None):
+        self.cfg, self.worker, self.data, self.claim = cfg, worker, data, claim
+        self.folder = Path(cfg.run) / "checkpoints"
+        self.pending: PendingSave | None = None
+        self.best_step: int | None = None
+        self.saved_step = -1
+        self.head: Manifest | None = None  # on rank 0: the checkpoint that training goes on from
+        self.newest: Path | None = None  # the checkpoint of the present weights
+        self.remarks: list[str] = []  # on rank 0: what a person should know of the resume
+
+    def resume(self) -> Progress:
+        """Resume as checkpoint.resume says. A collective."""
+        asked, device = self.cfg.checkpoint.resume, self.worker.platform.device
+        origin, verified = None if asked in ("auto", "never") else Path(asked), False
+        # After a failure a job resumes from the checkpoints that it has written, however it was
+        # started. Under torchrun each machine counts its own restarts.
+        again = bool(agree(int(restarts() > 0), device))
+        if asked == "auto" or again:
+            after = self.claim.last_serial if self.claim and asked != "auto" else -1
+            latest = find_latest(self.folder, device, after)
+            origin, verified = latest or origin, latest is not None
+        elif asked == "never":
+            self._check_unused()
+        if origin is None:
+            if dist.get_rank() == 0 and any(retention.others(self.folder, None)):
+                self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
+            return Progress(data=self.data)
+        progress = Progress.from_json(load(self.worker, origin, verified=verified))
+        changed = progress.data.changed_rows(self.data)
+        if moved := progress.data.changed_order(self.data):
+            raise CheckpointError(
+                "was trained on other data, or with other rules for it "
+                f"({'; '.join([*moved, *changed])}): its place in the order of samples means "
+                "nothing here",
+                place=str(origin),
+                remedy="give the same data.*, or start a new run from its weights: "
+                f"megatron-vlm export {origin} DIR, model.path=DIR",
+            )
+        self.best_step, self.saved_step = progress.best_step, progress.step
+        if dist.get_rank() == 0:
+            self._go_on_from(origin)
+            self.remarks += [f"resumed with {change}" for change in changed]
+            self.remarks += changed_since(origin, self.cfg, changed)
+        return progress
+
+    def _go_on_from(self, origin: Path) -> None:
+        self.head, self.newest = read_manifest(origin), origin
+        self.remarks.append(f"resumed from {origin}")
+        left = [folder.name for folder in retention.others(self.folder, self.head)]
+        if left:
+            self.remarks.append(
+                f"{', '.join(left)} in {self.folder}: of another line than {origin.name}, or "
+                "damaged; kept, but not used from here on"
+            )
+
+    def _check_unused(self) -> None:
+        """A new run beside the checkpoints of an earlier one is likely to be a mistake."""
+        if any(self.folder.glob("step-*")):
+            raise CheckpointError(
+                f"starts a new run, and {self.folder} has checkpoints of an earlier one",
+                key="checkpoint.resume",
+                found="never",
+                remedy="give another run=FOLDER, or checkpoint.resume=auto to resume",
+            )
+
+    def save(self, progress: Progress) -> None:
+        """Start writing a checkpoint, unless this step has one. A collective."""
+        if progress.step == self.saved_step:
+            return
+        self.finish()
+        target = retention.step_folder(self.folder, progress.step)
+        if dist.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        content = replace(progress, data=self.data).to_json()
+        async_save, run = self.cfg.checkpoint.async_save, self.claim.run if self.claim else None
+        self.pending = save(self.worker, target, content, async_save, run, self.head)
+        self.saved_step, self.best_step = progress.step, progress.best_step
+        self.poll()
+
+    def poll(self) -> None:
+        """Complete the checkpoint that was begun, if every rank is done writing. A collective."""
+        if self.pending is not None and self.pending.finish(blocking=False):
+            self._completed(self.pending)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is complete. A collective."""
+        if self.pending is not None:
+            self.pending.finish()
+            self._completed(self.pending)
+
+    def export_mark(self) -> ExportMark | None:
+        """What an export of the present weights says of itself, on rank 0."""
+        if self.head is None or self.newest is None:
+            return None
+        return mark_of(self.newest, self.head, self.saved_step)
+
+    def training(self) -> Training | None:
+        """What the model card of an export says was done, on rank 0."""
+        return None if self.newest is None else training_of(self.newest)
+
+    def _completed(self, saved: PendingSave) -> None:
+        self.pending = None
+        if saved.manifest is not None:  # on rank 0
+            self.head, self.newest, rules = saved.manifest, saved.folder, self.cfg.checkpoint
+            retention.keep(
+                self.folder, self.head, rules.keep_last, rules.keep_every, self.best_step
+            )

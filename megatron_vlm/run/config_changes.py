@@ -1,0 +1,86 @@
+"""What differs between the configuration of a run and the one that it had before."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config import read_saved
+from megatron_vlm.config.config_file import ConfigFile
+from megatron_vlm.config.data_sources import WITHOUT_EFFECT, plain_sets, plain_sources
+from megatron_vlm.config.load import given_keys
+from megatron_vlm.config.schema import Config, get, leaves
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.io.hub import hub_name
+
+_LONGEST = 200  # characters of a value
+_PLAIN: dict[str, Callable[[Any], Any]] = {"data.train": plain_sources, "data.eval": plain_sets}
+# What makes a run another experiment: what it learns from, and how. A run may go on for longer.
+_LEARNING = ("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train.")
+_LEARNING_RL = (
+    "rl.reward",
+    "rl.environment",
+    "rl.samples",
+    "rl.loss",
+    "rl.advantage",
+    "rl.kl_coef",
+)
+_GOING_ON = frozenset(
+    ("train.steps", "train.epochs", "train.micro_batch_size", "train.micro_batch_tokens")
+    + ("train.on_nonfinite", "train.max_nonfinite", "data.on_error", "data.allow_http")
+    + tuple(f"data.{name}" for name in WITHOUT_EFFECT)
+)
+
+
+def changes(before: Config, now: Config) -> dict[str, str]:
+    """The keys whose values differ, each with both values; where the run is, is none of them."""
+    found = {}
+    for key in leaves():
+        if key != "run" and (values := [get(cfg, key) for cfg in (now, before)])[0] != values[1]:
+            shown = [repr(_PLAIN.get(key, _same)(value))[:_LONGEST] for value in values]
+            found[key] = f"{key}={shown[0]}, was {shown[1]}"
+    return found
+
+
+def changed_since(checkpoint: Path, cfg: Config, said: Collection[str]) -> Iterator[str]:
+    """A line with every key that a resumed run has otherwise than its checkpoint, but for those
+    that are said already."""
+    try:
+        before = read_saved(checkpoint)
+    except ConfigError:  # of another version
+        return
+    found = [text for text in changes(before, cfg).values() if text not in said]
+    if found:
+        yield f"settings changed since {checkpoint.name}: {'; '.join(found)}"
+
+
+def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None) -> None:
+    """Refuse to go on with a run that nobody named where it was another experiment."""
+    folder = Path(cfg.run)
+    if "run" in given_keys(overrides, file) or not any(folder.glob("checkpoints/step-*")):
+        return
+    try:
+        before = read_saved(folder)
+    except ConfigError:  # no run, which is refused elsewhere, or not one of this version
+        return
+    found = [
+        text
+        for key, text in changes(before, cfg).items()
+        if key.startswith(_LEARNING + _LEARNING_RL) and key not in _GOING_ON
+        if key != "model.path" or not _is_same_model(before.model.path, cfg.model.path)
+    ]
+    if found:
+        raise ConfigError(
+            f"is not set, and {folder} holds a run with other settings ({'; '.join(found)})",
+            key="run",
+            remedy=f"give run=FOLDER for a new one, or run={folder} to go on with that one",
+        )
+
+
+def _is_same_model(pinned: str, given: str) -> bool:
+    """Whether a name on the Hub that a run began with is the one that is given now."""
+    before, now = hub_name(pinned), hub_name(given)
+    return before is not None and now is not None and before.repo == now.repo
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,141 @@
+"""Score every held-out set; keep the answers to a few questions for the report."""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from megatron_vlm.config.checks import check_candidates
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.data.media.media import data_uri
+from megatron_vlm.data.tokens.sample_views import ShownTurn
+from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.grid import Axis
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.io.atomic import write_text
+from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.report.example_lines import Example, Examples
+from megatron_vlm.run.evaluation.held_out_sets import EvalSet
+from megatron_vlm.run.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
+from megatron_vlm.training.worker import MegatronWorker
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One set's scores, the same on every rank, and on rank 0 the answers."""
+
+    name: str
+    scores: dict[str, float]
+    predictions: list[dict[str, str]]  # for every question: where, answer, prediction
+    examples: list[Example]  # a few of them, with prompt and pictures
+
+
+class Examiner:
+    """The held-out sets of a run. Its methods are collectives."""
+
+    def __init__(self, worker: MegatronWorker, cfg: Config):
+        """The worker's watchdog hears of progress, since an evaluation may take long."""
+        self.cfg, self.alive = cfg, worker.watchdog.alive
+        self.candidates: list[str] | None = None
+        if cfg.eval.candidates is not None:
+            self.candidates = read_candidates(cfg.eval.candidates)
+        self.sets = [EvalSet.open(worker, cfg, entry) for entry in cfg.data.eval]
+
+    @cached_property
+    def voice(self) -> Voice:
+        """Read once, and only if answers are asked for."""
+        return Voice.of(self.cfg)
+
+    def examine(self) -> Iterator[Evaluation]:
+        """Every set in turn."""
+        for held_out in self.sets:
+            self.alive()
+            yield self._evaluate(held_out)
+
+    def _evaluate(self, held_out: EvalSet) -> Evaluation:
+        start, alive = time.perf_counter(), self.alive
+        scores = token_scores(held_out, alive)
+        answers: list[Answer] = []
+        if self.candidates is not None:
+            found = ranking(held_out, self.voice, self.candidates, alive)
+            scores["ranking"], answers = found
+        if self.cfg.eval.generate:
+            scores["exact_match"], answers = exact_match(held_out, self.voice, alive)
+        scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
+        worker = held_out.worker
+        answers = _gathered(answers, worker.grid.dp, worker.platform.device)
+        data = held_out.data
+        if data is None or worker.grid.rank != 0:
+            return Evaluation(held_out.name, scores, [], [])
+        few = _few(answers, self.cfg.eval.examples)
+        return Evaluation(
+            held_out.name,
+            scores,
+            [_prediction(data, answer) for answer in answers],
+            [_example(data, answer) for answer in few],
+        )
+
+
+def read_candidates(value: str | Sequence[str]) -> list[str]:
+    """eval.candidates: a list, or a text file with one in each line."""
+    if isinstance(value, str):
+        file = Outside(os.path.expanduser(value), ConfigError, "eval.candidates names a text file")
+        value = [line for line in file.text().splitlines() if line.strip()]
+    check_candidates(value)
+    return list(value)
+
+
+def write_predictions(folder: Path, evaluation: Evaluation, **facts: int) -> None:
+    """Write FOLDER/SET.jsonl: the right answer and the model's for every question. Each line also
+    has these facts, such as the step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(facts | line, ensure_ascii=False) + "\n" for line in evaluation.predictions]
+    write_text(folder / f"{evaluation.name}.jsonl", "".join(lines))
+
+
+def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
+    """RUN/examples.json, which the report shows."""
+    Examples(evaluation.name, step, tuple(evaluation.examples)).write(run)
+
+
+def _gathered(answers: Sequence[Answer], dp: Axis, device: torch.device) -> list[Answer]:
+    """The answers of all replicas, in the order in which the questions were dealt out."""
+    found = all_gather_json([astuple(answer) for answer in answers], dp.group, device)
+    turns = itertools.zip_longest(*found)
+    dealt = [answer for turn in turns for answer in turn if answer is not None]
+    return [Answer((source, index), right, said) for (source, index), right, said in dealt]
+
+
+def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
+    where = data.where(answer.handle)
+    return {"where": where, "answer": answer.right, "prediction": answer.said}
+
+
+def _few(answers: Sequence[Answer], most: int) -> list[Answer]:
+    """Wrong answers first, since they teach more; but not only those."""
+    wrong = [answer for answer in answers if not answer.is_right][: most - most // 3]
+    right = [answer for answer in answers if answer.is_right][: most - len(wrong)]
+    return [*wrong, *right]
+
+
+def _turn_text(turn: ShownTurn) -> str:
+    return "".join(piece.text for piece in turn.pieces if not piece.special).strip()
+
+
+def _example(data: DataSet, answer: Answer) -> Example:
+    try:
+        shown = data.show(answer.handle, pictures=True)
+    except DataError as error:
+        return Example(str(error), answer.right, answer.said)
+    pieces = [piece for turn in shown.turns[:-1] for piece in turn.pieces]
+    views = [piece.view for piece in pieces if piece.view is not None]
+    prompt = "\n".join(map(_turn_text, shown.turns[:-1]))
+    images = tuple(data_uri(view.pictures[0]) for view in views if view.pictures)
+    return Example(**_prediction(data, answer), prompt=prompt, images=images)

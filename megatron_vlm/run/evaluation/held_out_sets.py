@@ -1,0 +1,155 @@
+"""Held-out sets: their batches for the loss, and their questions with the right answers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_vlm.config.data_sources import EvalSource
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.data_warnings import Remarks
+from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data
+from megatron_vlm.data.batches.loader import Loader, Replica
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.order import Order, all_of
+from megatron_vlm.data.tensors.rows import batch_of, rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import Tokens
+from megatron_vlm.training.broadcast import share_bytes, share_json
+from megatron_vlm.training.data_feed import SharedBatches, open_together
+from megatron_vlm.training.worker import MegatronWorker
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample up to its last answer, and that answer."""
+
+    handle: Handle
+    prompt: Row
+    answer_ids: tuple[int, ...]  # without the end of the turn
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A held-out set; only the loading ranks have `data`. Its methods are collectives."""
+
+    worker: MegatronWorker
+    cfg: Config
+    name: str
+    data: DataSet | None
+    samples: int
+    remarks: Remarks
+
+    @staticmethod
+    def open(worker: MegatronWorker, cfg: Config, entry: EvalSource) -> "EvalSet":
+        """An entry of data.eval."""
+        grid, device = worker.grid, worker.platform.device
+
+        name = f"data.eval {entry.name}"
+
+        def opening() -> tuple[DataSet, tuple[int, Any]]:
+            share, sizes = (grid.dp.rank, grid.dp.size), worker.source.sizes
+            path, specs = cfg.model.path, (entry.source,)
+            data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False)
+            assert isinstance(data, DataSet)
+            remarks = asdict(Remarks.of(data, name, cfg.data))
+            data = first_of(data, cfg.eval.samples)
+            return data, (len(data.order), remarks)
+
+        data, (samples, remarks) = open_together(name, grid, device, opening, worker.watchdog)
+        return EvalSet(worker, cfg, entry.name, data, samples, Remarks(**remarks))
+
+    def batches(self) -> Iterator[list[MicroBatch]]:
+        """The set's micro-batches, each list on every rank of the replica."""
+        grid, cfg, size = self.worker.grid, self.cfg, self.cfg.eval.batch_size
+        loader = None
+        if self.data is not None:
+            replica = Replica(grid.dp.rank, grid.dp.size)
+            loader = Loader(self.data, cfg.data, size, Limits.of(cfg.train), replica, epochs=1)
+        batches = SharedBatches(loader, grid, self.worker.platform.device)
+        for _ in range(-(-self.samples // size)):
+            yield batches.next().micro_batches
+
+    def handles(self) -> list[Handle]:
+        """The samples that this replica asks about, the same on every one of its ranks."""
+        mine: Any = None
+        if self.data is not None:
+            most, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
+            data = self.data if most is None else first_of(self.data, most)
+            mine = data.order.epoch(0)[dp.rank :: dp.size].tolist()
+        return [(source, index) for source, index in self._shared(mine)]
+
+    def ask(self, handles: Sequence[Handle]) -> list[Question]:
+        """These samples as questions, on every rank of the replica."""
+        mine: list[Question] = []
+        failure: DataError | None = None
+        if self.data is not None:
+            for handle in handles:
+                try:
+                    mine.append(question_of(self.data, handle))
+                except DataError as error:
+                    if self.cfg.data.on_error == "raise":
+                        failure = error
+                        break
+        facts = self._shared(failure or [(each.handle, each.answer_ids) for each in mine])
+        if not facts:
+            return []
+        prompts = batch_of([question.prompt for question in mine]).to_bytes() if mine else None
+        grid, device = self.worker.grid, self.worker.platform.device
+        rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
+        return [
+            Question((source, index), row, tuple(answer_ids))
+            for ((source, index), answer_ids), row in zip(facts, rows, strict=True)
+        ]
+
+    def _shared(self, mine: Any) -> Any:
+        return share_json(mine, self.worker.grid, self.worker.platform.device)
+
+
+def first_of(data: DataSet, samples: int | None) -> DataSet:
+    """At most this many samples of one source, spread over all of it, since files are often sorted.
+    The same ones each time; all of them, in their order, if there are no more."""
+    length = len(data.indexes[0])
+    if samples is None or samples >= length:
+        return replace(data, order=all_of((length,)))
+    return replace(data, order=Order((length,), (samples / length,), seed=0, shuffle=True))
+
+
+def question_of(data: DataSet, handle: Handle) -> Question:
+    """A sample up to its last answer, and that answer."""
+    reader, sample = data.readers[handle[0]], data.indexes[handle[0]][handle[1]]
+    start, end = last_answer(sample.trained_S)
+    ids = sample.ids_S[start:end].tolist()
+    if ids and ids[-1] == reader.encoder.renderer.end_id:
+        ids.pop()
+    return Question(handle, cut_row(data.row(handle).row, start, reader.tokens), tuple(ids))
+
+
+def last_answer(trained_S: np.ndarray) -> tuple[int, int]:
+    """The last run of trained tokens: [start, end)."""
+    end = int(trained_S.nonzero()[0][-1]) + 1
+    untrained = (~trained_S[:end]).nonzero()[0]
+    return (int(untrained[-1]) + 1 if len(untrained) else 0), end
+
+
+def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
+    """The row's first tokens, with the images and videos among them."""
+    ids_S = row.ids_S[:end]
+
+    def visible(
+        token: int, pixels: torch.Tensor | None, grid: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if pixels is None or grid is None:
+            return None, None
+        patches = grid.prod(1).cumsum(0)
+        count = int((patches <= int((ids_S == token).sum()) * tokens.merge**2).sum())
+        return (pixels[: patches[count - 1]], grid[:count]) if count else (None, None)
+
+    images = visible(tokens.image_id, row.pixel_values_PC, row.image_grid_I3)
+    videos = visible(tokens.video_id, row.pixel_values_videos_PC, row.video_grid_I3)
+    return Row(ids_S, row.labels_S[:end], *images, *videos)

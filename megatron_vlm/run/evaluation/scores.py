@@ -1,0 +1,172 @@
+"""The scores of a set: loss, token accuracy, exact match of answers, ranking of candidates.
+
+Shapes: N supervised tokens, V this rank's part of the padded vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.dataset import Handle
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.tokens.chat_template import END
+from megatron_vlm.data.tokens.row import IGNORE, Row
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer
+from megatron_vlm.errors import DataError
+from megatron_vlm.run.evaluation.held_out_sets import EvalSet, Question
+from megatron_vlm.training.generate import candidate_log_probs, generate
+from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.stage_inputs import StageInput
+
+BLOCK = 64  # questions held in memory together
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answered to a question."""
+
+    handle: Handle
+    right: str
+    said: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.right == self.said
+
+
+def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, float]:
+    """Mean loss of the supervised tokens, by their weights, and how many of them are the likeliest.
+    A collective."""
+    stage = held_out.worker.stage
+    totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
+    for batches in held_out.batches():
+        totals += _count_tokens(stage, batches)
+        alive()
+    dist.all_reduce(totals, group=stage.grid.dp.group)
+    log_prob, right, count, weight = totals.tolist()
+    return {"loss": -log_prob / (weight or 1.0), "token_accuracy": right / max(count, 1)}
+
+
+def exact_match(
+    held_out: EvalSet, voice: "Voice", alive: Callable[[], None]
+) -> tuple[float, list[Answer]]:
+    """The share of questions that the model answers word for word; this replica's answers."""
+    asked = held_out.cfg.eval
+
+    def answer(questions: Sequence[Question]) -> list[str]:
+        prompts = [voice.prompt(question) for question in questions]
+        limits = (asked.max_new_tokens, (voice.end_id,), asked.batch_size)
+        said = generate(held_out.worker.stage, prompts, *limits)
+        return [voice.text([*voice.prefill_ids, *ids]) for ids in said]
+
+    return _answers(held_out, voice, answer, alive)
+
+
+def ranking(
+    held_out: EvalSet, voice: "Voice", candidates: Sequence[str], alive: Callable[[], None]
+) -> tuple[float, list[Answer]]:
+    """The share of questions whose right answer has the highest log-prob of all candidates; this
+    replica's answers. A candidate follows eval.prefill."""
+    stage, cfg = held_out.worker.stage, held_out.cfg
+    texts = [cfg.eval.prefill + candidate for candidate in candidates]
+    ids = [[*voice.tokenizer(text)["input_ids"], voice.end_id] for text in texts]
+    stripped, rows = {text.strip() for text in texts}, cfg.train.micro_batch_size
+
+    def answer(questions: Sequence[Question]) -> list[str]:
+        found = []
+        more = stage.most(len(questions)) - len(questions)
+        for question in questions:
+            alive()
+            if (right := voice.text(question.answer_ids)) not in stripped:
+                raise DataError(
+                    f"lacks the answer {right!r} among its {len(texts)} with the prefill, such as "
+                    f"{texts[0]!r}",
+                    key="eval.candidates",
+                    remedy="correct eval.candidates or eval.prefill",
+                )
+            log_probs = candidate_log_probs(stage, question.prompt, ids, rows)
+            found.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
+        for _ in range(more):
+            stage.score([])  # with the replicas that share its experts and have more questions
+        return found
+
+    return _answers(held_out, voice, answer, alive)
+
+
+@dataclass(frozen=True)
+class Voice:
+    """The tokenizer, and the tokens that every answer begins with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end_id: int
+    prefill_ids: tuple[int, ...]
+
+    @staticmethod
+    def of(cfg: Config) -> "Voice":
+        tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
+        # A space belongs to the token of the word after it.
+        prefill = cfg.eval.prefill.rstrip()
+        ids = tokenizer(prefill)["input_ids"] if prefill else []
+        return Voice(tokenizer, tokenizer.convert_tokens_to_ids(END), tuple(ids))
+
+    def prompt(self, question: Question) -> Row:
+        """The question with the beginning of its answer."""
+        ids_S = torch.cat([question.prompt.ids_S, torch.tensor(self.prefill_ids, dtype=torch.long)])
+        return replace(question.prompt, ids_S=ids_S, labels_S=torch.full_like(ids_S, IGNORE))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """As answers are compared: white space around them does not count."""
+        return str(self.tokenizer.decode(list(ids))).strip()
+
+
+def _answers(
+    held_out: EvalSet,
+    voice: Voice,
+    answer: Callable[[Sequence[Question]], list[str]],
+    alive: Callable[[], None],
+) -> tuple[float, list[Answer]]:
+    handles, stage = held_out.handles(), held_out.worker.stage
+    found: list[Answer] = []
+    for start in range(0, stage.most(len(handles)), BLOCK):
+        alive()
+        questions = held_out.ask(handles[start : start + BLOCK])
+        for question, said in zip(questions, answer(questions), strict=True):
+            found.append(Answer(question.handle, voice.text(question.answer_ids), said))
+    right = sum(answer.is_right for answer in found)
+    totals = torch.tensor([right, len(found)], dtype=torch.float64, device=stage.device)
+    dist.all_reduce(totals, group=stage.grid.dp.group)
+    return float(totals[0] / totals[1].clamp(min=1)), found
+
+
+def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
+    """[4]: summed log-prob of the supervised tokens, each times its weight; how many are the
+    likeliest; their count; the sum of their weights."""
+    with stage.evaluating():
+        outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
+    totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
+    if stage.grid.last:
+        totals = torch.stack(outputs).sum(0)
+    stage.grid.from_last_stage(totals)
+    return totals
+
+
+def _forward_step(stage: Stage, data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+    batch = next(data)
+    output = stage.predict(chunk, batch, also="hits")
+    return output, partial(_score, batch.weights_M)
+
+
+def _score(weights_N: Tensor | None, output_2N: Tensor, non_loss_data: bool = True) -> Tensor:
+    log_probs_N, hits_N = output_2N.double()
+    count = torch.full_like(log_probs_N.sum(), log_probs_N.numel())
+    weight = count
+    if weights_N is not None:
+        log_probs_N, weight = log_probs_N * weights_N, weights_N.double().sum()
+    return torch.stack([log_probs_N.sum(), hits_N.sum(), count, weight])

@@ -1,0 +1,156 @@
+"""Where the lines of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+import importlib.util
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.errors import ConfigError, TrainError
+from megatron_vlm.report.metrics_lines import EvalLine, Line, RlLine, StepLine, to_json
+
+
+def check_installed(cfg: Config) -> None:
+    """Refuse a sink whose package is missing, before anything is loaded."""
+    for key, wanted in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
+        if wanted and importlib.util.find_spec(key) is None:
+            raise ConfigError(
+                f"needs the package {key}",
+                key=f"log.{key}",
+                found=wanted,
+                remedy="run pip install 'megatron_vlm[log]'",
+            )
+
+
+class WholeFile:
+    """A file that grows, without a buffer: what cannot be written now is not kept for later."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("ab", buffering=0)
+
+    def write(self, text: bytes) -> None:
+        with self._writing():
+            while text:
+                text = text[self.file.write(text) :]
+
+    def close(self) -> None:
+        self.file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TrainError(
+                f"cannot be written: {error.strerror}",
+                place=str(self.path),
+                remedy="free space there, or give another run=FOLDER; started again, the run "
+                "resumes from its last checkpoint",
+            ) from error
+
+
+class JsonLines:
+    """metrics.jsonl or samples.jsonl. Every line starts on a line of its own, also after a run that
+    was killed."""
+
+    def __init__(self, path: Path):
+        before = path.read_bytes() if path.is_file() else b""
+        self.file = WholeFile(path)
+        if before and not before.endswith(b"\n"):  # the last line of a killed run
+            self.file.write(b"\n")
+
+    def write(self, line: Line) -> None:
+        self.add(to_json(line))
+
+    def add(self, text: str) -> None:
+        """A line that somebody else has made."""
+        self.file.write(text.encode() + b"\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """TensorBoard's own writer leaves lines to a thread, whose errors come late and with a
+    traceback, and which a killed process does not wait for. Here a line is written at once."""
+
+    def __init__(self, folder: Path):
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        now, here = int(time.time()), f"{socket.gethostname()}.{os.getpid()}"
+        self.file = WholeFile(folder / f"events.out.tfevents.{now}.{here}")
+        self.records = RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+
+    def write(self, line: Line) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = [Summary.Value(tag=k, simple_value=v) for k, v in _numbers(line).items()]
+        if numbers:
+            self._add(step=line.step, summary=Summary(value=numbers))
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.records.write(Event(wall_time=time.time(), **content).SerializeToString())
+
+
+class WandB:
+    """A resumed run continues the same W&B run: its id is kept in the folder of the run."""
+
+    def __init__(self, cfg: Config):
+        import wandb
+
+        kept = Path(cfg.run) / "wandb_id"
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:12])
+        self.run = wandb.init(
+            project=cfg.log.wandb,
+            dir=cfg.run,
+            name=Path(cfg.run).name,
+            id=kept.read_text().strip(),
+            resume="allow",
+            config=asdict(cfg),
+        )
+
+    def write(self, line: Line) -> None:
+        if numbers := _numbers(line):
+            self.run.log(numbers, step=line.step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    """The scalars of a line, named as charts are: train/loss, eval/exact_match, rl/reward. A figure
+    of a reward is rl/NAME; where that is a name of ours, rl/figures/NAME."""
+    if isinstance(line, RlLine):
+        taken = vars(line)
+        figures = {
+            f"rl/{'figures/' * (name in taken)}{name}": value
+            for name, value in line.figures.items()
+        }
+        return _scalars("rl", line) | figures
+    if isinstance(line, StepLine | EvalLine):
+        return _scalars("train" if isinstance(line, StepLine) else line.name, line)
+    return {}
+
+
+def _scalars(prefix: str, line: Line) -> dict[str, float]:
+    return {
+        f"{prefix}/{key}": float(value)
+        for key, value in vars(line).items()
+        if isinstance(value, int | float) and key != "step"
+    }

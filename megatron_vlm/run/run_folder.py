@@ -1,0 +1,163 @@
+"""The folder of a run: marked as the run's, and held by one job at a time."""
+
+import datetime
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.checkpoint.retention import check_leftovers, last_serial
+from megatron_vlm.config import to_yaml
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import Exported, exports
+from megatron_vlm.distributed.process import restarts
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.export_folder import check_replaceable
+from megatron_vlm.io.atomic import (
+    MARK,
+    NEW,
+    check_partial,
+    discard_partials,
+    partial_of,
+    read_mark,
+    try_lock,
+    write_mark,
+    write_text,
+)
+from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.report.metrics_lines import SAMPLES
+
+LOCK = "job.lock"  # who writes the run, or did last
+# What a run writes over or adds to.
+_FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html")
+_OURS = (*_FILES, "predictions")
+_PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
+_PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks back late
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the folder says of the run."""
+
+    run: str  # its id
+    last_serial: int  # of the checkpoints that were there when the job began, restarts apart
+
+
+@contextmanager
+def held_folder(cfg: Config) -> Iterator[Claim]:
+    """Claim cfg.run, made if need be, and write config.yaml into it. What others put where the run
+    would write is refused. On one rank."""
+    folder = Path(cfg.run)
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _check_free(folder)
+            _check_ways(cfg)
+            held.enter_context(_lock(folder))
+            claim = _claim(folder)
+            check_leftovers(folder / "checkpoints", claim.run)
+            discard_partials((folder / "checkpoints").glob("step-*.partial"), claim.run)
+            for name in ("export", "merged"):
+                discard_partials([partial_of(folder / name)], claim.run)
+            for target in export_folders(cfg).values():
+                check_partial(partial_of(target), claim.run)
+                check_replaceable(target, claim.run)
+            write_text(folder / "config.yaml", to_yaml(cfg))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be written: {error.strerror}",
+                key="run",
+                found=cfg.run,
+                allowed="another folder",
+            ) from error
+        yield claim
+
+
+def export_folders(cfg: Config) -> dict[Exported, Path]:
+    """Where each export of a run goes: the first to `export`, a merged one beside it."""
+    kinds = exports(cfg)
+    return {
+        kind: Path(cfg.run) / ("merged" if place else "export") for place, kind in enumerate(kinds)
+    }
+
+
+def _check_free(folder: Path) -> None:
+    """It must be the folder of a run, or have nothing that a run would write over."""
+    taken = [name for name in (*_OURS, MARK) if (folder / name).exists()]
+    if taken and _run_mark(folder) is None:
+        raise ConfigError(
+            f"is not the folder of a run, and has {taken[0]}, which a run would overwrite",
+            key="run",
+            found=str(folder),
+            allowed="another folder",
+        )
+
+
+def _check_ways(cfg: Config) -> None:
+    """Refuse what is in the way of a file or a folder that the run will write, if only at its end.
+    Exports and checkpoints are looked at by themselves."""
+    folder = Path(cfg.run)
+    predictions = [f"predictions/{each.name}.jsonl" for each in cfg.data.eval]
+    whole = ["config.yaml", "examples.json", MARK, *predictions]  # under another name at first
+    files = (LOCK, *_FILES, *whole, *(name + NEW for name in whole))
+    ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
+    for name, wanted in {**ways, **dict.fromkeys(files, "a file")}.items():
+        path = folder / name
+        if (found := _found_at(path)) not in ("nothing", wanted):
+            raise ConfigError(
+                f": {path} is {found}, and the run would write {wanted} there",
+                key="run",
+                found=str(folder),
+                remedy="move it somewhere else, or give another folder",
+            )
+
+
+def _found_at(path: Path) -> str:
+    """As `what_is_at`; links that lead nowhere are not nothing."""
+    try:
+        found = what_is_at(path)
+    except OSError:  # links in a circle, or a file in place of the folder above
+        found = "nothing"
+    return "a link that leads nowhere" if found == "nothing" and path.is_symlink() else found
+
+
+def _run_mark(folder: Path) -> dict[str, Any] | None:
+    mark = read_mark(folder)
+    return mark if mark is not None and mark.get("kind") == "run" else None
+
+
+def _claim(folder: Path) -> Claim:
+    mark = _run_mark(folder)
+    if mark is not None and restarts():
+        return Claim(mark["run"], mark["last_serial"])
+    run = uuid.uuid4().hex if mark is None else mark["run"]
+    claim = Claim(run, last_serial(folder / "checkpoints"))
+    write_mark(folder, run, kind="run", last_serial=claim.last_serial)
+    return claim
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One job at a time writes a run. The lock ends with the process at the latest."""
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
+        while not try_lock(file.fileno()):
+            if time.monotonic() > until:
+                file.seek(0)
+                raise ConfigError(
+                    f"is being written by another job ({file.read()})",
+                    key="run",
+                    found=str(folder),
+                    remedy="wait for it, stop it, or give another folder",
+                )
+            time.sleep(0.1)
+        file.truncate(0)
+        now = datetime.datetime.now().isoformat(" ", "seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {now}")
+        file.flush()
+        yield

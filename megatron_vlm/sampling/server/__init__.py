@@ -1,1 +1,0 @@
-"""What runs in the engine's process: files that import nothing of this package, see serve.py."""

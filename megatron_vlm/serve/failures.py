@@ -1,0 +1,108 @@
+"""What clients are told of a call that has failed, and whose mistake it was."""
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from megatron_vlm.controller.rank_worker import WorkerError
+from megatron_vlm.distributed.process import say
+from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
+from megatron_vlm.io.printable import visible
+from megatron_vlm.serve.journal.journal_records import Failure
+from megatron_vlm.serve.protocol.payloads import RequestError
+
+USERS = (RequestError, DataError, ConfigError, ValidationError)
+_NO_MEMORY = (
+    "there is not enough memory for this call; send fewer or shorter datums, smaller pictures, or "
+    "ask for fewer samples"
+)
+
+
+class CallFailedError(WorkerError):
+    """A call has met an error that is not of its client's making. All else goes on."""
+
+
+# What reading a request may end in.
+REFUSALS = (*USERS, CallFailedError)
+
+
+def ended_session() -> Failure:
+    """The failure of a sample whose session is no longer there."""
+    error = RequestError(": the session has ended", key="sampling_session_id")
+    return failure_of(error)
+
+
+def failure_of(error: Exception) -> Failure:
+    """As the journal has it."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return Failure(f"{where}: {first['msg']}", "user")
+    if not isinstance(error, MegatronVLMError):
+        return Failure(_told(error), "server")
+    user = isinstance(error, USERS) and not isinstance(error, CheckpointError)
+    return Failure(str(error), "user" if user else "server")
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether the memory of a device, or of its machine, has run out."""
+    no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return no_memory or "can't allocate memory" in str(error)  # torch's allocator for the CPU
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether it was raised by a collective: then other ranks may have it, and none can go on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and f"torch{os.sep}distributed{os.sep}" in frames[-1].filename
+    named = any(name in str(error) for name in ("gloo", "NCCL"))
+    return inside or named or isinstance(error, dist.DistError)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is left of an error that nobody has foreseen. Not the error itself: the frames of its
+    traceback hold all that was computed with."""
+
+    told: str  # to the client
+    in_collective: bool
+
+    @staticmethod
+    def of(error: BaseException) -> "Trouble":
+        """Whoever runs the service is shown the error."""
+        _show(error)
+        return Trouble(_told(error), _is_of_collective(error))
+
+
+def bare(error: Exception) -> Exception:
+    """The error without its traceback, whose frames hold what was read, such as decoded pictures;
+    one that nobody has foreseen as a CallFailedError."""
+    if not isinstance(error, MegatronVLMError | ValidationError):
+        return CallFailedError(Trouble.of(error).told)
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _show(error: BaseException) -> None:
+    """Tell whoever runs the service: with a traceback, unless memory has run out or the system has
+    refused something."""
+    if _lacks_memory(error) or isinstance(error, OSError):
+        say(f"a call failed: {type(error).__name__}: {error}")
+    else:
+        say("a call failed by an error of this program; please report it:")
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            print(visible(line), file=sys.stderr, flush=True)
+
+
+def _told(error: BaseException) -> str:
+    """What a client gets to know: no paths of ours."""
+    if _lacks_memory(error):
+        return _NO_MEMORY
+    if isinstance(error, OSError):
+        return f"the server could not do it: {error.strerror or type(error).__name__}"
+    first = (str(error).splitlines() or [""])[0]
+    return f"an error in the server: {type(error).__name__}: {first}"

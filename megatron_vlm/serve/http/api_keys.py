@@ -1,0 +1,137 @@
+"""API keys. A file has a line for each, `NAME SHA256`; the keys themselves are written nowhere."""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import threading
+from pathlib import Path
+
+from starlette.requests import Request
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.serve.http.responses import Refused
+
+_log = logging.getLogger(__name__)
+LOCAL = "local"  # who everybody is where no keys are asked for
+_MAKE = "make it with megatron-vlm serve-key NAME FILE"
+_LINE = re.compile(r"([A-Za-z0-9._-]{1,64}) +([0-9a-f]{64})")
+
+
+class ApiKeys:
+    """The keys of a file, read again when it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int, int] | None = None
+        self._names: dict[str, bytes] = {}
+        self.names()
+
+    def names(self) -> dict[str, bytes]:
+        """The digest of each name's key."""
+        with self._lock:
+            try:
+                status = self._path.stat()
+                stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+                if stamp != self._stamp:
+                    self._names = _read(self._path.read_text(encoding="utf-8"), self._path)
+                    self._stamp = stamp
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"cannot be read ({error})",
+                    key="serve.keys",
+                    found=str(self._path),
+                    remedy=_MAKE,
+                ) from error
+            return self._names
+
+    def name_of(self, key: str) -> str | None:
+        """Whose key it is. Compared with all, each in constant time, so that the time says nothing
+        of how much was right."""
+        digest, found = hashlib.sha256(key.encode()).digest(), None
+        for name, known in self.names().items():
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def add_key(name: str, path: Path) -> str:
+    """Make a key for `name`, whose former one ends. Returned once and written only as a digest."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) or name == LOCAL:
+        raise ConfigError(
+            key="NAME",
+            found=name,
+            allowed=f"1 to 64 letters, digits, '.', '_' or '-', other than {LOCAL}",
+        )
+    known = _read(path.read_text(encoding="utf-8"), path) if path.exists() else {}
+    key = "tml-" + secrets.token_urlsafe(32)
+    known[name] = hashlib.sha256(key.encode()).digest()
+    new = path.with_name(path.name + ".new")
+    try:
+        new.unlink(missing_ok=True)
+        handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(f"{name} {digest.hex()}\n" for name, digest in known.items())
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written ({error.strerror})",
+            key="FILE",
+            found=str(path),
+            allowed="a file in a folder of yours",
+        ) from error
+    return key
+
+
+def key_of(request: Request, keys: ApiKeys | None) -> str:
+    """Whose request it is, by X-API-Key or the password of basic authentication."""
+    if keys is None:
+        return LOCAL
+    given = request.headers.get("x-api-key") or _authorization(request)
+    try:
+        name = None if given is None else keys.name_of(given)
+    except ConfigError as error:
+        _log.error("%s", error)
+        raise Refused(503, "the server's file of keys cannot be read at the moment") from error
+    if name is None:
+        raise Refused(
+            401,
+            "no such API key; set TINKER_API_KEY to one that this server's file of keys knows",
+            WWW_Authenticate='Basic realm="megatron-vlm", charset="UTF-8"',
+        )
+    return name
+
+
+def _authorization(request: Request) -> str | None:
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+def _read(text: str, path: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        if match is None or match[1] in found or match[1] == LOCAL:
+            raise ConfigError(
+                f"must be NAME SHA256, with each name once and none of them {LOCAL}",
+                place=f"{path} line {number}",
+                remedy=_MAKE,
+            )
+        found[match[1]] = bytes.fromhex(match[2])
+    return found

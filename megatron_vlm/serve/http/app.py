@@ -1,0 +1,132 @@
+"""The application: routes, what guards them, and what is done every few seconds."""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Mapping
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatron_vlm.serve.http import run_routes, sampling_routes, session_routes, training_routes
+from megatron_vlm.serve.http.api_keys import ApiKeys
+from megatron_vlm.serve.http.bodies import Bodies
+from megatron_vlm.serve.http.context import Acceptor, FrontDesk, ServerFacts, Waiters
+from megatron_vlm.serve.http.dependencies import AtDesk, Key
+from megatron_vlm.serve.http.page import service_page
+from megatron_vlm.serve.http.prometheus import Metrics
+from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.http.responses import add_handlers, refusal
+from megatron_vlm.serve.journal.journal import Journal
+
+SWEEP_SECONDS = 15.0
+_log = logging.getLogger(__name__)
+_pages = APIRouter()
+_pages.add_api_route("/healthz", session_routes.healthz)  # beside /api/v1/healthz
+
+
+def make_app(
+    journal: Journal,
+    limits: RequestLimits,
+    keys: ApiKeys | None,
+    facts: ServerFacts,
+    gauges: Mapping[str, float] | None = None,
+) -> FastAPI:
+    """The service's HTTP. `gauges` is a dict of the engine's, read whenever figures are asked for.
+    Without keys everybody who reaches it may do everything: FrontServer then stays on loopback."""
+    metrics = Metrics()
+    journal.listen(metrics.kept)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app.state.desk = FrontDesk(
+        *(journal, limits, keys, facts, Bodies(limits), metrics),
+        *(Acceptor(journal), Waiters(journal), {} if gauges is None else gauges),
+    )
+    app.state.tickets = run_routes.Tickets()
+    add_handlers(app)
+    for routes in (session_routes, training_routes, sampling_routes, run_routes):
+        app.include_router(routes.router)
+    app.include_router(run_routes.downloads)
+    app.include_router(_pages)
+    if keys is None:
+        app.add_middleware(LoopbackOnly)
+    return app
+
+
+class LoopbackOnly:
+    """Without keys, a page that a browser on this machine shows could ask for anything: requests
+    that come by another name than loopback's, or from a page of another, are refused."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {} if scope["type"] != "http" else dict(scope["headers"])
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        foreign = origin != "" and urlsplit(origin).netloc != host
+        if foreign or _name(host) not in ("localhost", "127.0.0.1", "::1"):
+            text = f"{origin or host}: without keys this server answers on loopback alone; set "
+            await refusal(403, text + "serve.keys")(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+@_pages.get("/metrics")
+async def figures(desk: AtDesk, key: Key) -> PlainTextResponse:
+    """For Prometheus, which gives the key as the password of basic authentication."""
+    now = time.time()
+    waiting = desk.journal.waiting()
+    gauges = {
+        "open_calls": len(waiting),
+        "oldest_open_call_seconds": max((now - call.accepted for call in waiting), default=0.0),
+        "models": sum(m.state in ("creating", "ready") for m in desk.journal.models()),
+        "samplers": len(desk.journal.samplers()),
+        "sessions": desk.journal.active_sessions(None, 600.0),
+        "bodies_bytes": desk.bodies.held,
+        **desk.gauges,
+    }
+    counters = {
+        "received_bytes_total": desk.bodies.received,
+        "contradicting_retries_total": desk.journal.contradictions,
+    }
+    kind = "text/plain; version=0.0.4"
+    return PlainTextResponse(desk.metrics.text(gauges, counters), media_type=kind)
+
+
+@_pages.get("/")
+async def page(desk: AtDesk, key: Key) -> HTMLResponse:
+    """Runs, checkpoints and what waits, of this key."""
+    return HTMLResponse(service_page(desk.journal, desk.facts, key))
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    desk: FrontDesk = app.state.desk
+    task = asyncio.create_task(_sweep(desk.journal))
+    try:
+        yield
+    finally:
+        desk.waiters.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _sweep(journal: Journal) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        try:
+            await asyncio.to_thread(journal.sweep)
+        except (sqlite3.Error, OSError) as error:
+            _log.warning("what is no longer needed could not be removed: %s", error)

@@ -1,0 +1,115 @@
+"""uvicorn in a thread of its own: signals stay with the main thread."""
+
+import asyncio
+import ipaddress
+import resource
+import socket
+import threading
+
+import uvicorn
+from fastapi import FastAPI
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.serve.http.connection import Connection
+from megatron_vlm.serve.http.context import FrontDesk
+
+_STOP_SECONDS = 5
+_OTHER_FILES = 256  # left to checkpoints and to whatever else the process opens
+
+
+class FrontServer:
+    """The application on a port."""
+
+    def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._desk: FrontDesk = app.state.desk
+        if self._desk.keys is None and not _is_loopback(host):
+            raise ConfigError(
+                ": without keys everybody who reaches it may do everything",
+                key="serve.host",
+                found=host,
+                remedy="set serve.keys=FILE, made with megatron-vlm serve-key NAME FILE, or serve "
+                "on 127.0.0.1",
+            )
+        self._host, self._port = host, port
+        limits = self._desk.limits
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_connections(limits.connections),
+            h11_max_incomplete_event_size=limits.header_bytes,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=_STOP_SECONDS,
+            backlog=1024,
+        )
+        self._server = uvicorn.Server(config)
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """The port that it is on."""
+        assert self._thread is None, "a server is started once"
+        self._socket = _bound(self._host, self._port)
+        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
+        started = threading.Event()
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise ConfigError(
+                    ": the server could not be started", key="serve.port", found=self._port
+                )
+            started.wait(0.01)
+        return self._socket.getsockname()[1]
+
+    def stop(self) -> None:
+        """Answer who waits, and end. What was promised stays in the journal."""
+        if self._thread is not None:
+            self._desk.waiters.close()
+            self._server.should_exit = True
+            self._thread.join(_STOP_SECONDS + 10)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _run(self) -> None:
+        # Without `serve`, which would take over the signals of the main thread where it could.
+        asyncio.run(self._server._serve([self._socket] if self._socket else None))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Of a socket that says TCP, asyncio sends small answers at once; otherwise each takes 40 ms.
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"cannot be used with serve.host={host} ({error.strerror})",
+            key="serve.port",
+            found=port,
+            allowed="another, or 0 for a port that is free",
+        ) from error
+    return made
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _connections(wanted: int) -> int:
+    """As many as there may be, or as the process may open files for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(16, min(wanted, soft - _OTHER_FILES))

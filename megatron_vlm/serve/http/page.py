@@ -1,0 +1,106 @@
+"""The page of a service: its runs, their checkpoints, and what waits."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from megatron_vlm.io.numbers_as_text import number, time_spent
+from megatron_vlm.report.html import Html, contents, document, table, tag, tiles
+from megatron_vlm.serve.http.context import ServerFacts
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import Call, Model, NamedCheckpoint
+
+_MOST = 200  # rows of a table
+_FIGURES = 4
+
+
+def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
+    """What belongs to this key."""
+    return document(f"{facts.base_models[0]} - service", "", _body(journal, facts, key))
+
+
+def _body(journal: Journal, facts: ServerFacts, key: str) -> Iterator[Html]:
+    models, checkpoints = journal.models(key), journal.checkpoints(key)
+    waiting = [call for call in journal.waiting() if call.key == key]
+    yield tag("h1", facts.base_models[0])
+    about = [facts.layout, f"version {facts.version}" if facts.version else "", f"key {key}"]
+    yield tag("p", " \u00b7 ".join(part for part in about if part), class_="quiet")
+    yield contents([("runs", "Runs"), ("checkpoints", "Checkpoints"), ("waiting", "Waiting")])
+    ready = sum(model.state == "ready" for model in models)
+    yield tiles(
+        [
+            (f"{ready:,}", "models ready"),
+            (f"{len(checkpoints):,}", "checkpoints"),
+            (_size(sum(c.size for c in checkpoints)), "on the disk"),
+            (f"{len(journal.samplers(key)):,}", "sampling sessions"),
+            (f"{len(waiting):,}", "calls waiting"),
+        ]
+    )
+    yield from _runs(models)
+    yield from _checkpoints(checkpoints)
+    yield from _waiting(waiting)
+
+
+def _runs(models: list[Model]) -> Iterator[Html]:
+    yield tag("h2", "Runs", id="runs")
+    rows = [
+        (
+            _named(model),
+            model.state,
+            "full" if model.lora_rank == 0 else f"LoRA {model.lora_rank}",
+            f"{model.next_seq - 1:,}",
+            ", ".join(f"{k} {number(v)}" for k, v in [*model.figures.items()][:_FIGURES]) or "-",
+            _ago(model.used),
+        )
+        for model in models[:_MOST]
+    ]
+    header = ("run", "state", "weights", "calls done", "last figures", "used")
+    yield table(header, rows, _rest(len(models), "There is none yet."))
+
+
+def _checkpoints(checkpoints: list[NamedCheckpoint]) -> Iterator[Html]:
+    yield tag("h2", "Checkpoints", id="checkpoints")
+    rows = [
+        (c.path, c.kind, _size(c.size), _ago(c.created), _expiry(c.expires))
+        for c in checkpoints[:_MOST]
+    ]
+    header = ("path", "kind", "size", "made", "expires")
+    yield table(header, rows, _rest(len(checkpoints), "There is none yet."))
+
+
+def _waiting(waiting: list[Call]) -> Iterator[Html]:
+    yield tag("h2", "Waiting", id="waiting")
+    counts = Counter(call.kind for call in waiting)
+    oldest = {call.kind: call.accepted for call in reversed(waiting)}
+    rows = [
+        (kind, f"{count:,}", _size(sum(c.size for c in waiting if c.kind == kind)), _ago(since))
+        for kind, count in counts.most_common()
+        for since in [oldest[kind]]
+    ]
+    yield table(("call", "count", "size", "oldest"), rows, _rest(len(rows), "No call waits."))
+
+
+def _named(model: Model) -> str:
+    name = model.user_metadata.get("name")
+    return model.id if name is None else f"{model.id} ({name})"
+
+
+def _rest(count: int, none: str) -> str:
+    if count == 0:
+        return none
+    return f"The newest {_MOST:,} of {count:,}." if count > _MOST else ""
+
+
+def _ago(when: float) -> str:
+    return f"{time_spent(max(time.time() - when, 0.0))} ago"
+
+
+def _expiry(when: float | None) -> str:
+    return "never" if when is None else f"in {time_spent(max(when - time.time(), 0.0))}"
+
+
+def _size(size: int) -> str:
+    value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{number(value)} {units[0]}"

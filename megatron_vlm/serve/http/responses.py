@@ -1,0 +1,61 @@
+"""What is not done, said as the client reads it: a status and a JSON body, never an empty one."""
+
+import logging
+import sqlite3
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from megatron_vlm.io.printable import visible
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):  # noqa: N818 - it is an answer, not an error of ours
+    """An answer with this status. 408, 409, 429 and 5xx the client sends again by itself."""
+
+    def __init__(self, status: int, text: str, **headers: str) -> None:
+        super().__init__(text)
+        self.status, self.text, self.headers = status, text, headers
+
+
+def refusal(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """`error` is what kind it is, `detail` what happened and what to do."""
+    kind = "server" if status >= 500 else "user"
+    body = {"error": visible(text), "detail": visible(text), "category": kind}
+    return JSONResponse(body, status, headers)
+
+
+def not_supported(path: str) -> str:
+    """Of a path that no route has."""
+    return (
+        f"{path[:200]} is not supported by this service; docs/serve.md lists what is, and a newer "
+        "client may ask for what came after it"
+    )
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every way in which a request can go wrong ends in a JSON body."""
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> JSONResponse:
+        headers = {name.replace("_", "-"): value for name, value in error.headers.items()}
+        return refusal(error.status, error.text, headers)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        text = f"{request.method} {request.url.path}"
+        known = {404: not_supported(text), 405: not_supported(text)}
+        headers = dict(error.headers or {})
+        return refusal(error.status_code, known.get(error.status_code, str(error.detail)), headers)
+
+    @app.exception_handler(sqlite3.Error)
+    async def journal(_: Request, error: sqlite3.Error) -> JSONResponse:
+        _log.error("the journal cannot be written: %s", error)
+        return refusal(503, f"the journal cannot be written: {error}")
+
+    @app.exception_handler(Exception)
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        # The traceback is logged by the server; a client need not see our files.
+        return refusal(500, f"{request.url.path}: {type(error).__name__} in the server")

@@ -1,0 +1,201 @@
+"""Training runs, their checkpoints, and downloads."""
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse
+
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.http.context import FrontDesk
+from megatron_vlm.serve.http.dependencies import (
+    Answer,
+    AtDesk,
+    Key,
+    moment,
+    own_checkpoint,
+    own_model,
+    texts,
+)
+from megatron_vlm.serve.http.responses import Refused
+from megatron_vlm.serve.http.session_routes import page
+from megatron_vlm.serve.journal.journal_records import Model, NamedCheckpoint
+
+router = APIRouter(prefix="/api/v1")
+downloads = APIRouter()
+_RUN = "/training_runs/{run}"
+_CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
+
+
+@router.get("/training_runs")
+async def training_runs(desk: AtDesk, key: Key, limit: int = 20, offset: int = 0) -> Answer:
+    """Models, newest first."""
+    limit, offset = page(limit, offset)
+    models = desk.journal.models(key)
+    return {
+        "training_runs": [_run(desk, model) for model in models[offset : offset + limit]],
+        "cursor": {"offset": offset, "limit": limit, "total_count": len(models)},
+    }
+
+
+@router.get(_RUN)
+async def training_run(run: str, desk: AtDesk, key: Key) -> Answer:
+    """One of them."""
+    return _run(desk, own_model(desk, key, run))
+
+
+@router.get(_RUN + "/checkpoints")
+async def checkpoints_of(run: str, desk: AtDesk, key: Key) -> Answer:
+    """All of its checkpoints."""
+    own_model(desk, key, run)
+    return {"checkpoints": [_shown(c) for c in desk.journal.checkpoints(key, run)]}
+
+
+@router.get("/checkpoints")
+async def checkpoints(desk: AtDesk, key: Key, limit: int = 100, offset: int = 0) -> Answer:
+    """Those of all runs."""
+    limit, offset = page(limit, offset)
+    found = desk.journal.checkpoints(key)
+    return {
+        "checkpoints": [_shown(c) for c in found[offset : offset + limit]],
+        "cursor": {"offset": offset, "limit": limit, "total_count": len(found)},
+    }
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """What must be known to load a checkpoint."""
+    form = await desk.form(request, schemas.OfPath)
+    checkpoint = own_checkpoint(desk, key, form.tinker_path)
+    model = own_model(desk, key, checkpoint.model)
+    lora = {name: model.facts.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return {
+        "base_model": model.base_model,
+        "is_lora": model.lora_rank > 0,
+        "lora_rank": model.lora_rank or None,
+        "optimizer_config": {"type": "adamw"},
+        **lora,
+    }
+
+
+@router.delete(_CHECKPOINT)
+async def delete(run: str, kind: str, name: str, desk: AtDesk, key: Key) -> Answer:
+    """Its folder goes when no model and no sampling session needs it."""
+    checkpoint = _checkpoint(desk, key, run, kind, name)
+    await desk.write(desk.journal.delete_checkpoint, checkpoint.path)
+    return {"status": "deleted"}
+
+
+@router.put(_CHECKPOINT + "/ttl")
+async def ttl(run: str, kind: str, name: str, request: Request, desk: AtDesk, key: Key) -> Answer:
+    """When it goes by itself."""
+    form = await desk.form(request, schemas.Ttl)
+    checkpoint = _checkpoint(desk, key, run, kind, name)
+    expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
+    await desk.write(desk.journal.set_expiry, checkpoint.path, expires)
+    return {"status": "set"}
+
+
+@router.post(_CHECKPOINT + "/publish")
+@router.delete(_CHECKPOINT + "/publish")
+async def publish(run: str, kind: str, name: str, desk: AtDesk, key: Key) -> Answer:
+    """There is no public to publish to."""
+    raise Refused(422, "publish: checkpoints of this service belong to the key that made them")
+
+
+@router.get(_CHECKPOINT + "/external_weights_urls")
+async def urls(run: str, kind: str, name: str, request: Request, desk: AtDesk, key: Key) -> Answer:
+    """An address for each file, for everybody who knows it, for a while."""
+    checkpoint = _checkpoint(desk, key, run, kind, name)
+    if checkpoint.kind != "external":
+        raise Refused(
+            422,
+            f"{checkpoint.path} holds {kind}, in a form of our own; save_weights_external makes a "
+            "folder to download",
+        )
+    files = tuple(
+        str(path.relative_to(checkpoint.folder))
+        for path in sorted(checkpoint.folder.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    )
+    tickets: Tickets = request.app.state.tickets
+    ticket, expires = tickets.give(checkpoint.folder, files, desk.limits.url_seconds)
+    base = (desk.facts.public_url or str(request.base_url)).rstrip("/")
+    return {
+        "urls": {file: f"{base}/download/{ticket}/{quote(file)}" for file in files},
+        "expires": moment(expires),
+    }
+
+
+@downloads.get("/download/{ticket}/{file:path}")
+async def download(ticket: str, file: str, request: Request) -> FileResponse:
+    """A file of an exported folder."""
+    tickets: Tickets = request.app.state.tickets
+    path = tickets.path(ticket, file)
+    if path is None or not path.is_file():
+        raise Refused(404, "no such file, or its address has expired: ask for another")
+    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+
+class Tickets:
+    """Addresses that nobody can guess and that end. A restart ends them all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[Path, frozenset[str], float]] = {}
+
+    def give(self, folder: Path, files: tuple[str, ...], seconds: float) -> tuple[str, float]:
+        """A ticket for these files, and when it ends."""
+        now, ticket = time.time(), secrets.token_urlsafe(24)
+        with self._lock:
+            self._known = {name: t for name, t in self._known.items() if t[2] > now}
+            self._known[ticket] = (folder, frozenset(files), now + seconds)
+        return ticket, now + seconds
+
+    def path(self, ticket: str, file: str) -> Path | None:
+        """The file; None unless it was listed when the ticket was given."""
+        with self._lock:
+            known = self._known.get(ticket)
+        if known is None or known[2] <= time.time() or file not in known[1]:
+            return None
+        return known[0] / file
+
+
+def _checkpoint(desk: FrontDesk, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
+    return own_checkpoint(desk, key, f"tinker://{run}/{kind}/{name}")
+
+
+def _run(desk: FrontDesk, model: Model) -> Answer:
+    found = desk.journal.checkpoints(model.key, model.id)
+    last = {kind: next((_shown(c) for c in found if c.kind == kind), None) for kind in _KINDS}
+    return {
+        "training_run_id": model.id,
+        "base_model": model.base_model,
+        "model_owner": model.key,
+        "is_lora": model.lora_rank > 0,
+        "lora_rank": model.lora_rank or None,
+        "corrupted": model.state == "failed",
+        "last_request_time": moment(model.used),
+        "last_checkpoint": last["training"],
+        "last_sampler_checkpoint": last["sampler"],
+        "user_metadata": texts(model.user_metadata),
+    }
+
+
+_KINDS = ("training", "sampler")
+
+
+def _shown(checkpoint: NamedCheckpoint) -> Answer:
+    return {
+        "checkpoint_id": checkpoint.id,
+        "checkpoint_type": checkpoint.kind,
+        "time": moment(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size,
+        "public": False,
+        "user_metadata": texts(checkpoint.user_metadata),
+        "expires_at": None if checkpoint.expires is None else moment(checkpoint.expires),
+    }

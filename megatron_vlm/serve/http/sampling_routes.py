@@ -1,0 +1,176 @@
+"""Sampling sessions, samples, and the promises of all calls."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.http.bodies import BACKGROUND
+from megatron_vlm.serve.http.context import FrontDesk
+from megatron_vlm.serve.http.dependencies import (
+    Answer,
+    AtDesk,
+    Key,
+    open_session,
+    own_checkpoint,
+    own_model,
+    own_sampler,
+)
+from megatron_vlm.serve.http.request_limits import RequestLimits, check_chunks
+from megatron_vlm.serve.http.responses import Refused, refusal
+from megatron_vlm.serve.journal.calls import sampler_id
+from megatron_vlm.serve.journal.journal_records import SAMPLE, Failure, NewCall, NewSampler, Result
+from megatron_vlm.serve.protocol.payloads import RequestError
+
+router = APIRouter(prefix="/api/v1")
+_PROTOBUF = "application/x-protobuf"
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """Sampling from a checkpoint, or from the base model."""
+    form = await desk.form(request, schemas.CreateSamplingSession)
+    session = open_session(desk, key, form.session_id)
+    sampler = sampler_id(session.id, form.sampling_session_seq_id)
+    if form.model_path is not None:
+        checkpoint = own_checkpoint(desk, key, form.model_path)
+        if checkpoint.kind == "external":
+            raise Refused(
+                422,
+                f"model_path: {form.model_path} was made to be downloaded; sample from weights or "
+                "sampler_weights",
+            )
+        base = own_model(desk, key, checkpoint.model).base_model
+        new = NewSampler(
+            *(sampler, session.id, checkpoint.model, base, checkpoint.folder, checkpoint.path),
+            facts=checkpoint.facts,
+        )
+    elif form.base_model in desk.facts.base_models:
+        new = NewSampler(sampler, session.id, None, form.base_model)
+    else:
+        raise Refused(
+            422,
+            f"base_model: {form.base_model!r}, and this server has "
+            f"{' or '.join(desk.facts.base_models)}; or give a model_path",
+        )
+    await desk.write(desk.journal.create_sampler, new)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+
+@router.get("/samplers/{sampler}")
+async def sampler(sampler: str, desk: AtDesk, key: Key) -> Answer:
+    """What it samples from."""
+    found = own_sampler(desk, key, sampler)
+    return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.path}
+
+
+@router.post("/join_sampling_session")
+async def join(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """A number for another client of a session, from which its seq_ids begin."""
+    form = await desk.form(request, schemas.OfSampler)
+    found = own_sampler(desk, key, form.sampling_session_id)
+    number = await desk.write(desk.journal.join_sampler, found.id)
+    return {"type": "join_sampling_session", "client_counter": number}
+
+
+@router.post("/asample")
+async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """Samples of one prompt, in any order with others."""
+    body = await desk.body(request, "sample_bytes")
+    if len(body) > BACKGROUND:
+        form = await asyncio.to_thread(desk.read, body, schemas.SampleForm)
+    else:
+        form = desk.read(body, schemas.SampleForm)
+    try:
+        _check(form, desk.limits)
+        if desk.facts.vocabulary is not None:
+            schemas.check_top_k(form, desk.facts.vocabulary)
+    except RequestError as error:
+        raise Refused(422, str(error)) from error
+    own_sampler(desk, key, form.sampling_session_id)
+    new = NewCall(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
+    request_id = await desk.promise(new)
+    ids = [f"{request_id}:{i}" for i in range(form.num_samples)]
+    return {"request_id": request_id, "sample_sequence_ids": ids}
+
+
+@router.post("/cancel_future")
+async def cancel(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """A sample that nobody waits for. One that was begun is finished all the same."""
+    form = await desk.form(request, schemas.OfRequest)
+    return {"cancelled": await desk.write(desk.journal.cancel, form.request_id, key)}
+
+
+@router.post("/retrieve_future")
+async def retrieve(request: Request, desk: AtDesk, key: Key) -> Response:
+    """The result, as soon as it is there. 408 asks to ask again."""
+    form = await desk.form(request, schemas.OfRequest)
+    name = form.request_id
+    result = desk.journal.result(name)
+    if result is None or result.key != key:
+        return _unknown(name)
+    if result.outcome is None and not result.dropped:
+
+        def done() -> Result | None:
+            now = desk.journal.result(name)
+            return now if now is None or now.outcome or now.dropped else None
+
+        result = await desk.waiters.until(name, done, desk.limits.poll_seconds)
+    if result is None:
+        return JSONResponse({"queue_state": "active", "request_id": name}, 408)
+    if result.outcome is None:
+        return _unknown(name)
+    desk.journal.fetched(name)
+    return _answer(desk, request, result)
+
+
+def _answer(desk: FrontDesk, request: Request, result: Result) -> Response:
+    outcome = result.outcome
+    assert outcome is not None
+    if isinstance(outcome, Failure):
+        return JSONResponse({"error": outcome.text, "category": outcome.category})
+    if outcome.content_type == "json":
+        return Response(outcome.content, media_type="application/json")
+    accepted = request.headers.get("accept", "*/*")
+    if _PROTOBUF not in accepted and "*/*" not in accepted:
+        return refusal(406, f"this result is {_PROTOBUF}, and the request accepts {accepted[:100]}")
+    return Response(outcome.content, media_type=_PROTOBUF)
+
+
+def _unknown(name: str) -> Response:
+    """410 has a client send its sample again. Of anything else it says that the promise is lost:
+    sent again by itself it might be done twice."""
+    if name.startswith(f"{SAMPLE}-"):
+        return refusal(410, f"request_id: the result of {name[:100]} is no longer kept")
+    return refusal(
+        404, f"request_id: nothing is known of {name[:100]!r}, or its result is no longer kept"
+    )
+
+
+def _check(form: schemas.SampleForm, limits: RequestLimits) -> None:
+    params = form.sampling_params
+    stop = params.stop if isinstance(params.stop, list) else [params.stop]
+    for name, found, most, limit in (
+        ("num_samples", form.num_samples, limits.num_samples, "num_samples"),
+        ("sampling_params.max_tokens", params.max_tokens or 0, limits.max_tokens, "max_tokens"),
+        ("topk_prompt_logprobs", form.topk_prompt_logprobs, limits.top_k, "top_k"),
+        ("topk_sample_logprobs", form.topk_sample_logprobs, limits.top_k, "top_k"),
+    ):
+        if found > most:
+            raise RequestError(f": limit {limit} is {most}", key=name, found=found)
+    if len(stop) > limits.stop:
+        raise RequestError(
+            f"has {len(stop)} entries, and limit stop is {limits.stop}", key="sampling_params.stop"
+        )
+    chunks = form.prompt.chunks
+    pictures = [chunk for chunk in chunks if chunk.get("type") != "encoded_text"]
+    tokens = sum(_length(chunk) for chunk in chunks)
+    check_chunks("prompt", len(chunks), len(pictures), tokens, limits)
+
+
+def _length(chunk: Mapping[str, Any]) -> int:
+    tokens = chunk.get("tokens")
+    return len(tokens) if isinstance(tokens, list) else 0

@@ -1,0 +1,296 @@
+"""What requests hold, beside the protobuf of forward_backward.
+
+A field that is not here is ignored, since clients gain fields. Those that would change the result
+and that we do not do are here to be refused: another optimizer than AdamW, `optimizer_params`,
+`age_encryption_recipients`, `prompt_alt_tokens_k`, a model_path or base_model in asample.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, field_validator
+
+from megatron_vlm.serve.journal.journal_records import checked_name
+from megatron_vlm.serve.protocol.payloads import RequestError
+
+Id = Annotated[str, StringConstraints(min_length=1, max_length=300)]
+Seq = Annotated[int, Field(ge=1, lt=2**62)]
+FromZero = Annotated[int, Field(ge=0, lt=2**62)]
+_LONGEST_TEXT = _LONGEST_LIST = 4096
+Text = Annotated[str, StringConstraints(max_length=_LONGEST_TEXT)]
+Metadata = Annotated[dict[Text, Any], Field(max_length=256)]
+Seconds = Annotated[int, Field(ge=1, le=10 * 366 * 86400)]
+Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class JsonForm(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
+
+
+class CreateSession(JsonForm):
+    """create_session"""
+
+    tags: Annotated[list[Text], Field(max_length=256)] = []
+    user_metadata: Metadata | None = None
+    display_name: Text | None = None
+
+
+class OfSession(JsonForm):
+    """session_heartbeat"""
+
+    session_id: Id
+
+
+class OfModel(JsonForm):
+    """get_info, unload_model"""
+
+    model_id: Id
+
+
+class OfPath(JsonForm):
+    """weights_info"""
+
+    tinker_path: Text
+
+
+class OfRequest(JsonForm):
+    """retrieve_future, cancel_future"""
+
+    request_id: Id
+
+
+class OfSampler(JsonForm):
+    """join_sampling_session"""
+
+    sampling_session_id: Id
+
+
+class Ttl(JsonForm):
+    """checkpoints/{id}/ttl"""
+
+    ttl_seconds: Seconds | None = None
+
+
+class Finish(JsonForm):
+    """sessions/{id}/finish"""
+
+    reason: dict[str, Any] = {}
+    detail: Text | None = None
+
+
+class LoraForm(JsonForm):
+    """Rank 0 trains all weights."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)]
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(JsonForm):
+    """Which optimizer a model has."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(JsonForm):
+    """create_model"""
+
+    session_id: Id
+    model_seq_id: FromZero
+    base_model: Text
+    lora_config: LoraForm | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    user_metadata: Metadata | None = None
+
+
+class LoadModel(JsonForm):
+    """load_weights that makes a model"""
+
+    session_id: Id
+    model_seq_id: FromZero
+    path: Text
+    optimizer: bool
+    base_model: Text | None = None
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: Metadata | None = None
+
+
+class OrderedForm(JsonForm):
+    """A call that takes its turn among those of a model."""
+
+    model_id: Id
+    seq_id: Seq
+
+
+class LoadWeights(OrderedForm):
+    """load_weights into a model that is there"""
+
+    path: Text
+    optimizer: bool
+    optimizer_config: OptimizerConfig | None = None
+
+
+class AdamParams(JsonForm):
+    """AdamW in this step. A clip of 0 is none."""
+
+    learning_rate: Positive = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-12
+    weight_decay: Positive = 0.0
+    grad_clip_norm: float = 0.0
+
+    @field_validator("grad_clip_norm")
+    @classmethod
+    def _clip(cls, value: float) -> float:
+        if math.isnan(value):
+            raise ValueError("give a number; 0 or inf for none")
+        return 0.0 if math.isinf(value) else value
+
+
+class OptimStep(OrderedForm):
+    """optim_step"""
+
+    adam_params: AdamParams = AdamParams()
+    optimizer_params: None = None  # of other optimizers
+
+
+class Named(OrderedForm):
+    """A checkpoint with a name and an end."""
+
+    path: str
+    ttl_seconds: Seconds | None = None
+    user_metadata: Annotated[dict[Text, Text], Field(max_length=256)] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        return checked_name(value)
+
+
+class SaveWeights(Named):
+    """save_weights"""
+
+    overwrite: bool = False
+
+
+class SaveWeightsExternal(Named):
+    """save_weights_external"""
+
+    age_encryption_recipients: Annotated[list[Text], Field(max_length=256)] | None = None
+
+    @field_validator("age_encryption_recipients")
+    @classmethod
+    def _plain(cls, value: list[str] | None) -> list[str] | None:
+        if value:
+            raise ValueError(
+                "encrypted exports are not supported; call save_weights_external without "
+                "recipients, and download what it makes"
+            )
+        return value
+
+
+class SaveWeightsForSampler(OrderedForm):
+    """save_weights_for_sampler: kept as `path`, or for one sampling session.
+
+    `kind` inflight would let sessions that are there follow the newest weights; a snapshot keeps
+    what it promises, that weights are those of its creation or newer.
+    """
+
+    path: str | None = None
+    sampling_session_seq_id: FromZero | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Seconds | None = None
+    user_metadata: Annotated[dict[Text, Text], Field(max_length=256)] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _name(cls, value: str | None) -> str | None:
+        return None if value is None else checked_name(value)
+
+
+class CreateSamplingSession(JsonForm):
+    """create_sampling_session"""
+
+    session_id: Id
+    sampling_session_seq_id: FromZero
+    base_model: Text | None = None
+    model_path: Text | None = None
+
+
+class SamplingParams(JsonForm):
+    """How to sample. `stop` None is the end of the answer, [] is nothing."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: Positive = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @field_validator("stop", mode="plain")
+    @classmethod
+    def _stop(cls, value: Any) -> Any:
+        # As a union it would be named by each of its types in turn.
+        each = value if isinstance(value, list) else [value]
+        texts = all(isinstance(one, str) and len(one) <= _LONGEST_TEXT for one in each)
+        ids = isinstance(value, list) and all(type(one) is int and 0 <= one < 2**62 for one in each)
+        if value is not None and (len(each) > _LONGEST_LIST or not (texts or ids)):
+            raise ValueError(
+                f"give a text, a list of texts, or a list of tokens; at most {_LONGEST_LIST} of "
+                f"them, and at most {_LONGEST_TEXT} characters in each text"
+            )
+        return value
+
+
+class PromptForm(JsonForm):
+    """Chunks as JSON; what is in them, wire.requests.read_prompt says."""
+
+    chunks: Annotated[list[dict[str, Any]], FailFast()]
+
+
+class SampleForm(JsonForm):
+    """asample"""
+
+    sampling_session_id: Id
+    seq_id: FromZero
+    prompt: PromptForm
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    sampling_params: SamplingParams = SamplingParams()
+    base_model: None = None
+    model_path: None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: bool | None = None
+
+    @field_validator("record_stability_info")
+    @classmethod
+    def _no_record(cls, value: bool | None) -> bool | None:
+        """Before anything is drawn for a loss that will be refused."""
+        if value:
+            raise ValueError(
+                "the loss stable_reinforce, which asks for it, is not supported; use another one, "
+                "such as loss_fn=importance_sampling"
+            )
+        return value
+
+
+def check_top_k(form: SampleForm, tokens: int) -> None:
+    """Refuse to list more of the likeliest tokens than the model has."""
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if (count := getattr(form, name)) > tokens:
+            raise RequestError(
+                f"exceeds the {tokens} tokens of the model",
+                key=name,
+                found=count,
+                allowed=range(tokens + 1),
+            )

@@ -1,0 +1,229 @@
+"""Models, and what is done with them in the order of seq_id."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.http.bodies import BACKGROUND, Unreadable, place_of
+from megatron_vlm.serve.http.context import FrontDesk, complaints, parsed_object
+from megatron_vlm.serve.http.dependencies import (
+    Answer,
+    AtDesk,
+    Key,
+    open_session,
+    own_checkpoint,
+    own_model,
+)
+from megatron_vlm.serve.http.request_limits import check_data
+from megatron_vlm.serve.http.responses import Refused
+from megatron_vlm.serve.journal.calls import model_id
+from megatron_vlm.serve.journal.journal_records import Failure, NamedCheckpoint, NewCall, NewModel
+from megatron_vlm.serve.protocol.payloads import RequestError
+from megatron_vlm.serve.protocol.requests import read_forward_backward
+
+router = APIRouter(prefix="/api/v1")
+
+
+@router.post("/create_model")
+async def create_model(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """A new model on the base model: rank 0 trains all weights."""
+    body = await desk.body(request)
+    form = desk.read(body, schemas.CreateModel)
+    session = open_session(desk, key, form.session_id)
+    _check_base(desk, form.base_model)
+    rank = 0 if form.lora_config is None else form.lora_config.rank
+    name = model_id(session.id, form.model_seq_id)
+    model = NewModel(name, session.id, form.base_model, rank, form.user_metadata or {})
+    return await _create(desk, key, "create_model", form.model_seq_id, body, model)
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """A checkpoint as a new model, or the older way: into a model that is there."""
+    body = await desk.body(request)
+    if parsed_object(body).get("session_id") is None:
+        return await _training(desk, key, "load_weights", schemas.LoadWeights, body, True)
+    form = desk.read(body, schemas.LoadModel)
+    session = open_session(desk, key, form.session_id)
+    checkpoint = _training_checkpoint(desk, key, form.path)
+    if form.base_model is not None:
+        _check_base(desk, form.base_model)
+    of = own_model(desk, key, checkpoint.model)
+    model = NewModel(
+        id=model_id(session.id, form.model_seq_id),
+        session=session.id,
+        base_model=of.base_model,
+        lora_rank=of.lora_rank,
+        user_metadata=form.user_metadata or {},
+        source=checkpoint.folder,
+    )
+    return await _create(desk, key, "load_model", form.model_seq_id, body, model)
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """A part of a batch, as protobuf. One that is wrong takes its turn all the same, and fails."""
+    try:
+        body = await desk.bodies.read(request, "body_bytes")
+        beside = len(body) > BACKGROUND
+        read = await asyncio.to_thread(_read, desk, body) if beside else _read(desk, body)
+        model, seq, forward_only = read
+    except Unreadable as error:
+        place = place_of(error.head)
+        if place is None:
+            raise Refused(error.status, error.text) from error
+        own_model(desk, key, place[0], usable=True)
+        failure = Failure(error.text, "user")
+        return await _promise(desk, NewCall("forward_backward", *place, key, b"", failure=failure))
+    own_model(desk, key, model, usable=True)
+    return await _promise(
+        desk, NewCall("forward_backward", model, seq, key, body, changes_state=not forward_only)
+    )
+
+
+@router.post("/optim_step")
+async def optim_step(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """AdamW with the gradients that have added up."""
+    body = await desk.body(request)
+    return await _training(desk, key, "optim_step", schemas.OptimStep, body, True)
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """Weights and optimizer, by a name."""
+    body = await desk.body(request)
+    return await _training(desk, key, "save_weights", schemas.SaveWeights, body)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """Weights to sample from, by a name or for one sampling session."""
+    body = await desk.body(request)
+    form = schemas.SaveWeightsForSampler
+    return await _training(desk, key, "save_weights_for_sampler", form, body)
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """Weights as a folder that others read, to be downloaded."""
+    body = await desk.body(request)
+    return await _training(desk, key, "save_weights_external", schemas.SaveWeightsExternal, body)
+
+
+@router.post("/unload_model")
+async def unload_model(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """The model is no longer needed; its checkpoints stay."""
+    body = await desk.body(request)
+    form = desk.read(body, schemas.OfModel)
+    own_model(desk, key, form.model_id)
+    # It has no number: a model is unloaded once.
+    return await _promise(desk, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
+
+
+@router.post("/get_info")
+async def get_info(request: Request, desk: AtDesk, key: Key) -> Answer:
+    """What kind of model it is."""
+    form = await desk.form(request, schemas.OfModel)
+    model = own_model(desk, key, form.model_id)
+    return {
+        "type": "get_info",
+        "model_id": model.id,
+        "model_name": model.base_model,
+        "is_lora": model.lora_rank > 0,
+        "lora_rank": model.lora_rank or None,
+        "model_data": {
+            "arch": desk.facts.arch,
+            "model_name": model.base_model,
+            "tokenizer_id": desk.facts.tokenizer_id,
+        },
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+def _read(desk: FrontDesk, body: bytes) -> tuple[str, int, bool]:
+    try:
+        request = read_forward_backward(body)
+        check_data(request.data, desk.limits)
+    except RequestError as error:
+        raise Unreadable(422, str(error), body[:4096]) from error
+    return request.model_id, request.seq_id, request.forward_only
+
+
+async def _training(
+    desk: FrontDesk,
+    key: str,
+    kind: str,
+    of: type[schemas.OrderedForm],
+    body: bytes,
+    changes_state: bool = False,
+) -> Answer:
+    """A call that takes its turn. One that is wrong takes it too, and fails: the calls after it
+    would wait for its number for ever."""
+    failure = None
+    try:
+        form = of.model_validate_json(body or b"{}")
+        model, seq = form.model_id, form.seq_id
+        if isinstance(form, schemas.LoadWeights):
+            own_model(desk, key, model, usable=True)
+            failure = _refusal(desk, key, form.path)
+    except ValidationError as error:
+        place = _place(parsed_object(body))
+        if place is None:
+            raise Refused(422, complaints(error)) from error
+        (model, seq), failure = place, Failure(complaints(error), "user")
+    own_model(desk, key, model, usable=True)
+    return await _promise(
+        desk, NewCall(kind, model, seq, key, body, changes_state, failure=failure)
+    )
+
+
+def _place(value: dict[str, Any]) -> tuple[str, int] | None:
+    model, seq = value.get("model_id"), value.get("seq_id")
+    if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq < 2**62:
+        return None
+    try:
+        model.encode()  # half of a surrogate pair is the name of nothing
+    except UnicodeEncodeError:
+        return None
+    return model, int(seq)
+
+
+def _refusal(desk: FrontDesk, key: str, path: str) -> Failure | None:
+    try:
+        _training_checkpoint(desk, key, path)
+    except Refused as error:
+        return Failure(error.text, "user")
+    return None
+
+
+def _training_checkpoint(desk: FrontDesk, key: str, path: str) -> NamedCheckpoint:
+    checkpoint = own_checkpoint(desk, key, path)
+    if checkpoint.kind != "training":
+        raise Refused(
+            422,
+            f"path: {path} holds {checkpoint.id.split('/')[0]}, and training goes on from weights, "
+            "which save_state saves",
+        )
+    return checkpoint
+
+
+def _check_base(desk: FrontDesk, name: str) -> None:
+    if name not in desk.facts.base_models:
+        raise Refused(
+            422,
+            f"base_model: {name!r}, and this server trains {' or '.join(desk.facts.base_models)}",
+        )
+
+
+async def _create(
+    desk: FrontDesk, key: str, kind: str, seq: int, body: bytes, model: NewModel
+) -> Answer:
+    new = NewCall(kind, model.session, seq, key, body, model=model)
+    return {"request_id": await desk.promise(new), "model_id": model.id}
+
+
+async def _promise(desk: FrontDesk, new: NewCall) -> Answer:
+    return {"request_id": await desk.promise(new), "model_id": new.owner.removesuffix(":unload")}

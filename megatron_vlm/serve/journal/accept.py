@@ -1,0 +1,190 @@
+"""Calls on their way into the journal: each once, in the order of their numbers."""
+
+import hashlib
+import json
+import logging
+import re
+import secrets
+import sqlite3
+import time
+import uuid
+from dataclasses import dataclass
+
+from megatron_vlm.serve.journal.database import Store
+from megatron_vlm.serve.journal.journal_records import (
+    SAMPLE,
+    TRAINING,
+    UNLOAD,
+    Accepted,
+    Conflict,
+    Failure,
+    Full,
+    NewCall,
+    NewModel,
+    Promise,
+)
+
+SEED_BITS = 62
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/:;,'\"()]+/)+")  # of absolute paths
+_log = logging.getLogger(__name__)
+# Whose client is there, or has just asked for something: the others are on disk, and in nobody's
+# way. `at` is the time since which a client has to have been heard of.
+_LIVE = (
+    "state IN ('creating', 'ready') AND finished IS NULL AND (heard > :at OR used > :at OR EXISTS"
+    " (SELECT 1 FROM calls WHERE owner = models.id AND seq >= next_seq AND done IS NULL))"
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much one key may have at a time."""
+
+    open_calls: int = 4096
+    open_bytes: int = 4 * 2**30
+    models: int = 64  # of sessions that were heard of lately
+    silent_s: float = 120.0  # without a word of a client, which is heard of every 10 s
+
+
+def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Promise:
+    """Within a transaction. A retry has the promise of its original."""
+    digest = hashlib.sha256(new.kind.encode() + b"\0" + new.body).digest()
+    known = db.execute(
+        "SELECT request_id, digest FROM calls WHERE owner = ? AND seq = ?", (new.owner, new.seq)
+    ).fetchone()
+    if known is not None and known["digest"] != digest and new.kind != UNLOAD:
+        return Conflict(
+            f"seq_id (model_seq_id of a new model): {new.seq} of {new.owner} was sent before, with "
+            "another content; give each call a number of its own"
+        )
+    if known is not None:
+        return Accepted(known["request_id"], new=False)
+    full = _full(db, new, bounds)
+    return Accepted(_insert(store, db, new, digest)) if full is None else full
+
+
+def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
+    if new.failure is not None:
+        return None
+    if new.model is not None:
+        models = len(live_models(db, bounds, new.key))
+        if models >= bounds.models:
+            return Full(
+                f"{models} models of running clients are there, and limit models is "
+                f"{bounds.models}: unload one, or end a client; models of one that ended without "
+                f"close() do not count after {bounds.silent_s:g} s",
+                passing=False,
+            )
+    calls, size = db.execute(
+        "SELECT count(*), coalesce(sum(size), 0) FROM calls WHERE key = ? AND done IS NULL",
+        (new.key,),
+    ).fetchone()
+    if calls < bounds.open_calls and size + len(new.body) <= bounds.open_bytes:
+        return None
+    if new.kind in TRAINING and _next_seq(db, new.owner) == new.seq:
+        return None  # The others wait for this one: refusing it would hold them for ever.
+    if calls >= bounds.open_calls:
+        return Full(f"{calls} calls are waiting, and limit open_calls is {bounds.open_calls}")
+    return Full(
+        f"{size} bytes are waiting and {len(new.body)} were sent: limit open_bytes is "
+        f"{bounds.open_bytes}"
+    )
+
+
+def live_models(db: sqlite3.Connection, bounds: Bounds, key: str | None = None) -> set[str]:
+    """Models, of a key or of all, that somebody may be about to ask for something."""
+    rows = db.execute(
+        "SELECT models.id FROM models JOIN sessions ON sessions.id = session"
+        f" WHERE coalesce(models.key = :key, 1) AND {_LIVE}",
+        {"key": key, "at": time.time() - bounds.silent_s},
+    )
+    return {row["id"] for row in rows}
+
+
+def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -> str:
+    now, seed = time.time(), secrets.randbits(SEED_BITS)
+    request_id = f"{new.kind}-{uuid.uuid4().hex}"
+    cursor = db.execute(
+        "INSERT INTO calls (request_id, kind, owner, seq, key, model, size, digest, changes_state,"
+        " seed, accepted) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(request_id, new.kind, new.owner, new.seq, new.key),
+            new.owner if new.kind in TRAINING else None,
+            *(len(new.body), digest, new.changes_state, seed, now),
+        ),
+    )
+    failure = new.failure or _ended(db, new)
+    if failure is not None:
+        fail(db, request_id, failure, now)
+        if new.kind in TRAINING:
+            advance(db, new.owner)
+        return request_id
+    db.execute("INSERT INTO bodies VALUES (?, ?)", (cursor.lastrowid, new.body))
+    if new.kind == SAMPLE:
+        use_sampler(db, new.owner, now)
+    if new.model is not None:
+        _insert_model(store, db, new, new.model, seed, now)
+    return request_id
+
+
+def _ended(db: sqlite3.Connection, new: NewCall) -> Failure | None:
+    """Why nothing can be done with the model any longer."""
+    if new.kind not in TRAINING:
+        return None
+    row = db.execute("SELECT state FROM models WHERE id = ?", (new.owner,)).fetchone()
+    assert row is not None, f"model {new.owner} is not in the journal"
+    return ended(new.owner, row["state"])
+
+
+def ended(model: str, state: str) -> Failure | None:
+    """What is said to calls of a model in this state; None where they are done."""
+    what = {"failed": "could not be made", "unloaded": "was unloaded"}.get(state)
+    return None if what is None else Failure(f"model {model} {what}", "user")
+
+
+def _insert_model(
+    store: Store, db: sqlite3.Connection, new: NewCall, model: NewModel, seed: int, now: float
+) -> None:
+    db.execute(
+        "INSERT INTO models (id, session, key, created, used, state, base_model, lora_rank,"
+        " user_metadata, creation_kind, creation, seed, source)"
+        " VALUES (?, ?, ?, ?, ?, 'creating', ?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(model.id, model.session, new.key, now, now, model.base_model, model.lora_rank),
+            *(json.dumps(dict(model.user_metadata)), new.kind, new.body, seed),
+            None if model.source is None else store.kept(model.source),
+        ),
+    )
+
+
+def use_sampler(db: sqlite3.Connection, sampler: str, now: float) -> None:
+    """Note that a sampling session is asked, or has answered."""
+    db.execute("UPDATE samplers SET used = ? WHERE id = ?", (now, sampler))
+
+
+def fail(db: sqlite3.Connection, request_id: str, failure: Failure, now: float) -> None:
+    """Finish a call that nobody will do. Where our files are is told to the log alone."""
+    text = failure.text
+    if failure.category == "server" and (text := _FOLDERS.sub("", text)) != failure.text:
+        _log.error("%s has failed: %s", request_id, failure.text)
+    db.execute(
+        "UPDATE calls SET done = ?, succeeded = 0, error = ?, category = ? WHERE request_id = ?",
+        (now, text, failure.category, request_id),
+    )
+
+
+def advance(db: sqlite3.Connection, model: str) -> None:
+    """Move the model on to the first of its calls that is not done, or has not come yet."""
+    seq = _next_seq(db, model)
+    assert seq is not None, f"model {model} is not in the journal"
+    start = seq
+    while db.execute(
+        "SELECT 1 FROM calls WHERE owner = ? AND seq = ? AND done IS NOT NULL", (model, seq)
+    ).fetchone():
+        seq += 1
+    if seq != start:
+        db.execute("UPDATE models SET next_seq = ? WHERE id = ?", (seq, model))
+
+
+def _next_seq(db: sqlite3.Connection, model: str) -> int | None:
+    row = db.execute("SELECT next_seq FROM models WHERE id = ?", (model,)).fetchone()
+    return None if row is None else row["next_seq"]

@@ -1,0 +1,202 @@
+"""Calls that wait, are done, and are done again after a restart."""
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_vlm.serve.journal.accept import advance, fail, use_sampler
+from megatron_vlm.serve.journal.changes import apply
+from megatron_vlm.serve.journal.database import Store
+from megatron_vlm.serve.journal.journal_records import (
+    CREATION,
+    SAMPLE,
+    Call,
+    Failure,
+    Finished,
+    KeptPromise,
+    ModelChange,
+    Outcome,
+    Result,
+)
+
+MOST_ATTEMPTS = 3
+_CALL = (
+    "request_id, number, kind, owner, seq, calls.key, calls.seed, attempts, accepted, size,"
+    " changes_state"
+)
+
+
+def next_calls(db: sqlite3.Connection, ahead: int, of_key: int, samples: bool = True) -> list[Call]:
+    """What may be done now, in the order of acceptance; of what has no order so much of a key."""
+    kinds = "" if samples else f" AND kind != '{SAMPLE}'"
+    # A call of a model waits for the model and for the calls before it, anything else for nobody.
+    # Of each key the first ones: thousands of one must not hide those of the others.
+    free = db.execute(
+        f"SELECT {_CALL} FROM (SELECT *, row_number() OVER (PARTITION BY key ORDER BY number)"
+        f" AS place FROM calls WHERE done IS NULL AND model IS NULL{kinds}) AS calls"
+        " WHERE place <= ?",
+        (of_key,),
+    )
+    found = [(row["number"], _call(row)) for row in free]
+    ordered = db.execute(
+        f"SELECT {_CALL}, next_seq FROM models JOIN calls ON calls.owner = models.id"
+        " AND seq BETWEEN next_seq AND next_seq + ? WHERE state = 'ready' AND done IS NULL",
+        (ahead - 1,),
+    ).fetchall()
+    number = {(row["owner"], row["seq"]): row["number"] for row in ordered}
+    for row in ordered:
+        first = row["next_seq"]
+        # Those after a gap wait.
+        if all((row["owner"], seq) in number for seq in range(first, row["seq"])):
+            found.append((number[row["owner"], first], _call(row)))
+    # Of a model, the later calls follow the first one, whatever order they arrived in.
+    found.sort(key=lambda one: (one[0], one[1].seq))
+    return [call for _, call in found]
+
+
+def samples(db: sqlite3.Connection, after: int) -> list[Call]:
+    """Those that are not done and were accepted after the call of this number, in order."""
+    rows = db.execute(
+        f"SELECT {_CALL} FROM calls WHERE done IS NULL AND kind = '{SAMPLE}' AND number > ?"
+        " ORDER BY number",
+        (after,),
+    )
+    return [_call(row) for row in rows]
+
+
+def waiting(db: sqlite3.Connection) -> list[Call]:
+    """All that are not done, in the order of acceptance."""
+    rows = db.execute(f"SELECT {_CALL} FROM calls WHERE done IS NULL ORDER BY number")
+    return [_call(row) for row in rows]
+
+
+def replay(db: sqlite3.Connection, model: str) -> list[Call]:
+    """Done calls that the model's durable state does not hold, in the order of seq."""
+    rows = db.execute(
+        f"SELECT {_CALL} FROM calls JOIN models ON calls.model = models.id WHERE calls.model = ?"
+        " AND changes_state = 1 AND succeeded = 1 AND seq > saved ORDER BY seq",
+        (model,),
+    )
+    return [_call(row) for row in rows]
+
+
+def body(db: sqlite3.Connection, request_id: str) -> bytes:
+    """What the client sent."""
+    row = db.execute(
+        "SELECT body FROM bodies JOIN calls USING (number) WHERE request_id = ?", (request_id,)
+    ).fetchone()
+    assert row is not None, f"the body of {request_id} is no longer kept"
+    return row["body"]
+
+
+def begun(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[str]:
+    """Count an attempt of each; those that are still to be done."""
+    found = []
+    for request_id in request_ids:
+        cursor = db.execute(
+            "UPDATE calls SET attempts = attempts + 1 WHERE request_id = ? AND done IS NULL",
+            (request_id,),
+        )
+        if cursor.rowcount:
+            found.append(request_id)
+    return found
+
+
+def given_back(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
+    """An attempt that was not one: the process ends before it, and in good order."""
+    db.executemany(
+        "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL",
+        [(request_id,) for request_id in request_ids],
+    )
+
+
+def finish(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str]:
+    """Write a result with what it changes; nothing where there is one. Returns the calls that are
+    now done: this one, and those that fail with it."""
+    row = db.execute(
+        "SELECT number, kind, owner, seq, model, changes_state FROM calls"
+        " WHERE request_id = ? AND done IS NULL",
+        (finished.request_id,),
+    ).fetchone()
+    if row is None:
+        return []
+    now, outcome = time.time(), finished.outcome
+    if isinstance(outcome, Failure):
+        fail(db, finished.request_id, outcome, now)
+    else:
+        db.execute(
+            "UPDATE calls SET done = ?, succeeded = 1, content_type = ? WHERE number = ?",
+            (now, outcome.content_type, row["number"]),
+        )
+        db.execute("INSERT INTO answers VALUES (?, ?)", (row["number"], outcome.content))
+    if isinstance(outcome, Failure) or not (row["model"] and row["changes_state"]):
+        db.execute("DELETE FROM bodies WHERE number = ?", (row["number"],))
+    if row["model"] is not None:
+        advance(db, row["model"])
+        db.execute("UPDATE models SET used = ? WHERE id = ?", (now, row["model"]))
+    elif row["kind"] == SAMPLE:
+        use_sampler(db, row["owner"], now)
+    changes = finished.changes
+    if row["kind"] in CREATION and isinstance(outcome, Failure):
+        failed = ModelChange(model_id(row["owner"], row["seq"]), state="failed")
+        changes = replace(changes, models=(*changes.models, failed))
+    return [finished.request_id, *apply(store, db, changes, now)]
+
+
+def model_id(session: str, seq: int) -> str:
+    """The id of a session's model, as the client works it out for itself."""
+    return f"{session}:train:{seq}"
+
+
+def sampler_id(session: str, seq: int) -> str:
+    """The id of a session's sampling session."""
+    return f"{session}:sample:{seq}"
+
+
+def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[KeptPromise]:
+    """What is told of those of these calls that are done."""
+    found = []
+    for request_id in request_ids:
+        row = db.execute(
+            "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?"
+            " AND done IS NOT NULL",
+            (request_id,),
+        ).fetchone()
+        if row is not None:
+            found.append(
+                KeptPromise(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
+            )
+    return found
+
+
+def poisoned(db: sqlite3.Connection) -> list[str]:
+    """Calls during which the process ended too often."""
+    rows = db.execute(
+        "SELECT request_id FROM calls WHERE done IS NULL AND attempts >= ? ORDER BY number",
+        (MOST_ATTEMPTS,),
+    )
+    return [row["request_id"] for row in rows]
+
+
+def result(db: sqlite3.Connection, request_id: str) -> Result | None:
+    """What is known of a promise; None where there was none, or long ago."""
+    row = db.execute(
+        "SELECT key, kind, done, dropped, succeeded, content, content_type, error, category"
+        " FROM calls LEFT JOIN answers USING (number) WHERE request_id = ?",
+        (request_id,),
+    ).fetchone()
+    if row is None:
+        return None
+    outcome: Outcome | Failure | None = None
+    if row["done"] is not None and not row["dropped"]:
+        if row["succeeded"]:
+            outcome = Outcome(row["content"], row["content_type"])
+        else:
+            outcome = Failure(row["error"], row["category"])
+    return Result(row["key"], row["kind"], outcome, bool(row["dropped"]))
+
+
+def _call(row: sqlite3.Row) -> Call:
+    fields = {name: row[name] for name in Call.__dataclass_fields__}
+    return Call(**{**fields, "changes_state": bool(row["changes_state"])})

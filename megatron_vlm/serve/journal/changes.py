@@ -1,0 +1,122 @@
+"""What a call changes in the tables of models, checkpoints and samplers."""
+
+import json
+import sqlite3
+
+from megatron_vlm.serve.journal.accept import ended, fail
+from megatron_vlm.serve.journal.database import Store
+from megatron_vlm.serve.journal.journal_records import (
+    Changes,
+    ModelChange,
+    NewCheckpoint,
+    NewSampler,
+    Saved,
+    tinker_path,
+)
+
+
+def apply(store: Store, db: sqlite3.Connection, changes: Changes, now: float) -> list[str]:
+    """Within the transaction of the result; calls that ended because their model did."""
+    ended = []
+    for model in changes.models:
+        _change_model(db, model)
+        if model.state in ("failed", "unloaded"):
+            ended += end_model(db, model.id, now)
+    for checkpoint in changes.checkpoints:
+        _put_checkpoint(store, db, checkpoint, now)
+    for sampler in changes.samplers:
+        put_sampler(store, db, sampler, now)
+    for saved in changes.saved:
+        save(store, db, saved, now)
+    return ended
+
+
+def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
+    """Nothing more is done with a model whose state says so: calls that wait for it fail, and what
+    it would need to go on is let go of."""
+    row = db.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
+    failure = ended(model, row["state"])
+    assert failure is not None, f"model {model} is {row['state']}"
+    waiting = [
+        row["request_id"]
+        for row in db.execute(
+            "SELECT request_id FROM calls WHERE model = ? AND done IS NULL", (model,)
+        )
+    ]
+    for request_id in waiting:
+        fail(db, request_id, failure, now)
+    for column in ("folder", "source"):
+        release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", model)
+    db.execute("UPDATE models SET folder = NULL, source = NULL WHERE id = ?", (model,))
+    db.execute(
+        "DELETE FROM bodies WHERE number IN (SELECT number FROM calls WHERE model = ?)", (model,)
+    )
+    return waiting
+
+
+def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
+    given = {
+        "state": change.state,
+        "base_model": change.base_model,
+        "lora_rank": change.lora_rank,
+        "facts": None if change.facts is None else json.dumps(dict(change.facts)),
+        "figures": None if change.figures is None else json.dumps(dict(change.figures)),
+    }
+    set_ = {name: value for name, value in given.items() if value is not None}
+    if set_:
+        names = ", ".join(f"{name} = ?" for name in set_)
+        db.execute(f"UPDATE models SET {names} WHERE id = ?", (*set_.values(), change.id))
+
+
+def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NewCheckpoint, now: float) -> None:
+    path, folder = tinker_path(new.model, new.kind, new.name), store.kept(new.folder)
+    release(db, now, "SELECT folder FROM checkpoints WHERE path = ?", path)
+    cursor = db.execute(
+        "INSERT OR REPLACE INTO checkpoints (path, model, key, kind, name, folder, size, created,"
+        " expires, user_metadata, facts)"
+        " SELECT ?, id, key, ?, ?, ?, ?, ?, ?, ?, ? FROM models WHERE id = ?",
+        (
+            *(path, new.kind, new.name, folder, new.size, now, new.expires),
+            *(json.dumps(dict(new.user_metadata)), json.dumps(dict(new.facts)), new.model),
+        ),
+    )
+    assert cursor.rowcount == 1, f"model {new.model} is not in the journal"
+
+
+def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: float) -> None:
+    """A sampling session, once: a retry finds it there. It belongs to the key of its session."""
+    db.execute(
+        "INSERT OR IGNORE INTO samplers (id, session, key, created, used, base_model, model, path,"
+        " folder, facts) SELECT ?, id, key, ?, ?, ?, ?, ?, ?, ? FROM sessions"
+        " WHERE id = ?",
+        (
+            *(new.id, now, now, new.base_model, new.model, new.path),
+            None if new.folder is None else store.kept(new.folder),
+            *(json.dumps(dict(new.facts)), new.session),
+        ),
+    )
+
+
+def save(store: Store, db: sqlite3.Connection, saved: Saved, now: float) -> None:
+    """The durable state of a model. Bodies of calls that it holds are no longer needed."""
+    folder = store.kept(saved.folder)
+    for column in ("folder", "source"):
+        release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", saved.model)
+    db.execute(
+        "UPDATE models SET saved = ?, folder = ?, source = NULL WHERE id = ? AND saved <= ?",
+        (saved.seq, folder, saved.model, saved.seq),
+    )
+    db.execute(
+        "DELETE FROM bodies WHERE number IN (SELECT number FROM calls WHERE model = ?"
+        " AND seq <= ? AND done IS NOT NULL)",
+        (saved.model, saved.seq),
+    )
+
+
+def release(db: sqlite3.Connection, now: float, select: str, *values: object) -> None:
+    """Note the folder that `select` finds as one that may no longer be needed."""
+    db.execute(
+        f"INSERT OR REPLACE INTO released SELECT folder, ? FROM ({select})"
+        " WHERE folder IS NOT NULL",
+        (now, *values),
+    )

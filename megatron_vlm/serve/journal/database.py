@@ -1,0 +1,133 @@
+"""The file of the journal: one writer, readers beside it, and folders inside the run alone."""
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.serve.journal.schema import TABLES, VERSION
+
+FILE = "journal.sqlite"
+_READERS = 4
+
+
+class Store:
+    """RUN/journal.sqlite."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run.resolve()
+        self.run.mkdir(parents=True, exist_ok=True)
+        _keep_private(self.run)
+        self._held = _held(self.run)
+        self._lock = threading.Lock()
+        try:
+            self._writer = _open(self.run / FILE)
+            _prepare(self._writer, self.run / FILE)
+            self._readers = [_open(self.run / FILE) for _ in range(_READERS)]
+        except sqlite3.DatabaseError as error:
+            os.close(self._held)
+            raise ConfigError(
+                f"cannot be used: {error}",
+                place=str(self.run / FILE),
+                remedy="restore it, or give another run folder",
+            ) from error
+        except BaseException:
+            os.close(self._held)
+            raise
+        self._free = threading.Semaphore(_READERS)
+
+    @contextlib.contextmanager
+    def write(self, on_disk: bool = True) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is kept, or on an error none. What is not `on_disk` outlives the
+        process, but not the machine, and nobody waits for the disk."""
+        with self._lock:
+            self._writer.execute(f"PRAGMA synchronous = {'FULL' if on_disk else 'NORMAL'}")
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """What was committed before; readers do not wait for the writer."""
+        with self._free:
+            reader = self._readers.pop()
+            try:
+                yield reader
+            finally:
+                self._readers.append(reader)
+
+    def kept(self, folder: Path) -> str:
+        """A folder as the tables name it: below the run, so that the run may be moved."""
+        full = Path(os.path.normpath(self.run / folder))
+        assert full.is_relative_to(self.run) and full != self.run, (
+            f"{full} is not inside {self.run}"
+        )
+        return str(full.relative_to(self.run))
+
+    def folder(self, name: str | None) -> Path | None:
+        """The folder that a table names."""
+        return None if name is None else self.run / name
+
+    def close(self) -> None:
+        """Let another process use the journal."""
+        with self._lock:
+            for connection in (*self._readers, self._writer):
+                connection.close()
+            os.close(self._held)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # heeded before there are tables
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _keep_private(run: Path) -> None:
+    """What clients send is in there, in files of the same mode as the first of SQLite's."""
+    with contextlib.suppress(PermissionError):  # another user's folder, which we may write to
+        run.chmod(0o700)
+    os.close(os.open(run / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    for path in (run / FILE, run / f"{FILE}-wal", run / f"{FILE}-shm"):
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            path.chmod(0o600)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+    elif version != VERSION:
+        raise ConfigError(
+            f"has version {version}, and this program reads version {VERSION}",
+            place=str(path),
+            remedy="start it with the program that wrote it, or give another run folder",
+        )
+
+
+def _held(run: Path) -> int:
+    """Two servers with one journal would do each call twice: the second is refused. The lock goes
+    with the process, however it ends."""
+    handle = os.open(run / "journal.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise ConfigError(
+            ": another server uses this folder",
+            key="run",
+            found=str(run),
+            remedy="stop it, or give another folder",
+        ) from error
+    return handle

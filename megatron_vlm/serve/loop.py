@@ -1,0 +1,368 @@
+"""The service on rank 0: calls from the journal, one turn after the other.
+
+the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
+                                journal  <-  answers
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.controller.rank_worker import BrokenError
+from megatron_vlm.distributed.agreement import Stopped
+from megatron_vlm.distributed.process import say
+from megatron_vlm.distributed.rank0 import EVERY_S
+from megatron_vlm.serve.call_batching import GATHER_S, Grouping
+from megatron_vlm.serve.failures import REFUSALS, bare, ended_session, failure_of
+from megatron_vlm.serve.fair_queue import PER_SWAP, Turns
+from megatron_vlm.serve.full_disk import FullDisk
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import (
+    SAMPLE,
+    TRAINING,
+    Call,
+    Changes,
+    Finished,
+    Outcome,
+    SamplingSession,
+)
+from megatron_vlm.serve.model_cache import Resident, Residents
+from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
+from megatron_vlm.serve.sample_turns import SampleTurns
+from megatron_vlm.serve.status_line import ProgressLine
+from megatron_vlm.serve.training_calls import ModelCalls
+from megatron_vlm.serve.vllm_samples import Drawer
+
+TIDY_S = 15.0
+AHEAD = 4  # calls of a model that are read while others are done
+
+
+class Service:
+    """Everything that rank 0 does beside the ranks' work."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        orders: ModelOrders,
+        journal: Journal,
+        readings: Readings,
+        drawer: Drawer | None = None,
+    ):
+        """`drawer`: draws samples beside the ranks, which draw them otherwise."""
+        self.drawer, self.samples = drawer, 0
+        self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
+        self.residents = Residents(cfg.serve, orders, journal, self._redo)
+        self.training = ModelCalls(orders, self.residents, journal)
+        self.grouping = Grouping(
+            cfg, orders.models.base.dims, readings, self._tenant, self.residents.has
+        )
+        self.disk = FullDisk()
+        self.sample_turns = SampleTurns(
+            orders, journal, readings, self._answered, self._finish, cfg.serve.sampling_seconds
+        )
+        self.turns, self.progress = Turns(), ProgressLine()
+        self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
+        self.gauges = {"samples_total": 0.0}  # for /metrics
+        self.tidy_at = 0.0
+
+    def run(self) -> None:
+        """Until a signal, which raises Stopped."""
+        while True:
+            self.orders.wait()
+            try:
+                self._tidy_if_due()
+                self._look_around()
+            except sqlite3.Error as error:  # nothing was begun
+                self.disk.wait(error)
+
+    def _look_around(self) -> None:
+        """A turn, if there is something to do; else a pause."""
+        calls = self._next()
+        self.progress.tell(self.gauges, len(calls))
+        self.readings.begin(calls)
+        ready = [call for call in calls if self._is_first(call, calls)]
+        if not ready:
+            self.journal.wait(EVERY_S / 2)
+            return
+        call = self.turns.next(ready, self._tenant, self._delay)
+        if self.drawer is None and self.grouping.more_come(call, ready):
+            self.journal.wait(GATHER_S)
+            return
+        self.turn(call, ready)
+
+    def _tidy_if_due(self) -> None:
+        """Between turns, when nothing is being written: let go of what nobody needs any more."""
+        if time.monotonic() < self.tidy_at:
+            return
+        self.tidy_at = time.monotonic() + TIDY_S
+        self.residents.remove_strangers()
+        try:
+            self.residents.put_away_silent()
+        except (BrokenError, Stopped):
+            raise
+        except Exception as error:  # it stays in memory
+            say(f"a model that waits for its client could not be kept on disk: {bare(error)}")
+
+    def _next(self) -> Sequence[Call]:
+        """Calls for the ranks: where an engine draws the samples, those that it leaves to them."""
+        if self.drawer is None:
+            return self.journal.next_calls(AHEAD)
+        self.drawer.check()
+        self._count()
+        drawn = list(self.drawer.drawn.values())
+        for call, ask in drawn:
+            self.readings.put(call, ask)
+        return [*self.journal.next_calls(AHEAD, samples=False), *(call for call, _ in drawn)]
+
+    def turn(self, call: Call, ready: Sequence[Call]) -> None:
+        """Do a call, and whatever is done best together with it."""
+        together = self.grouping.of(call, ready)
+        sizes = self.grouping.sizes(together)
+        started = time.monotonic()
+        together = self._do(together)
+        seconds = time.monotonic() - started
+        sizes |= self.sample_turns.sizes(together)
+        self.progress.worked(sum(not self.sample_turns.has(each) for each in together), seconds)
+        self._count()
+        size = sum(sizes[each.request_id] for each in together)
+        for each in together:
+            share = seconds * sizes[each.request_id] / size
+            if not self.sample_turns.has(each):
+                self.readings.drop(each)
+            self.turns.worked(each, self._tenant(each), share)
+            if each.changes_state:
+                self._keep_if_due(each.owner, share)
+
+    def _keep_if_due(self, model: str, seconds: float) -> None:
+        """A service that is killed does little work twice."""
+        resident = self.residents.models.get(model)
+        if resident is None:
+            return
+        resident.unsaved_s += seconds
+        if resident.unsaved_s > self.cfg.serve.save_seconds:
+            try:
+                self.residents.keep(resident)
+            except (BrokenError, Stopped):
+                raise
+            except Exception as error:  # nobody has asked for it, and nothing is lost
+                resident.unsaved_s = 0.0
+                say(f"the state of {model} could not be kept, and the journal grows: {bare(error)}")
+
+    def _do(self, together: Sequence[Call]) -> list[Call]:
+        """Those that were done, with or without success; and samples that are further."""
+        try:
+            # Before they are begun: a model may take long to come back, and whoever ends the
+            # service meanwhile has not shown that there is anything wrong with the calls.
+            self._bring(together[0])
+        except (BrokenError, Stopped, sqlite3.Error):
+            raise
+        except Exception as error:
+            self._fail(together, error)
+            return list(together)
+        still = set(self.journal.begun(*(each.request_id for each in together)))
+        together = [each for each in together if each.request_id in still]
+        try:
+            if together:
+                together = self._attempt(together)
+        except BrokenError:
+            raise  # the other ranks may be anywhere: only a new process can go on
+        except Stopped:
+            with suppress(sqlite3.Error):
+                self.journal.given_back(*still)
+            raise
+        except Exception as error:  # of one client: all else goes on
+            if together[0].kind == SAMPLE and isinstance(error, sqlite3.Error):
+                raise  # they go on once there is room
+            if not isinstance(error, REFUSALS):  # whatever the call has done counts for nothing
+                for each in together:
+                    self.residents.forget(each.owner)
+            self._fail(together, error)
+        return together
+
+    def _attempt(self, together: list[Call]) -> list[Call]:
+        call = together[0]
+        if call.kind == SAMPLE:
+            return self._draw(together)
+        if call.kind == "forward_backward":
+            self._learn(together)
+        else:
+            outcome, changes = self._done(call)
+            self._finish([Finished(call.request_id, outcome, changes)], together)
+        return together
+
+    def _finish(self, finished: Sequence[Finished], together: Sequence[Call]) -> None:
+        """Write what has come of these calls. Where the disk is full it waits for room: they are
+        not to be done twice."""
+        while True:
+            try:
+                self.journal.finish_all(finished)
+                return
+            except sqlite3.Error as error:
+                self.disk.wait(error)
+            try:
+                self.orders.wait()
+            except Stopped:  # the journal does not know of them: what they did is done again
+                for call in together:
+                    self.residents.models.pop(call.owner, None)
+                raise
+
+    def _bring(self, call: Call) -> None:
+        """Into memory what the call is about."""
+        if call.kind == SAMPLE:
+            if (sampler := self.journal.sampler(call.owner)) is not None:
+                self.residents.weights(sampler)
+        elif call.kind in TRAINING:
+            self.residents.model(call.owner)
+
+    def _fail(self, together: Sequence[Call], error: Exception) -> None:
+        failure = failure_of(bare(error))
+        self._finish([Finished(each.request_id, failure) for each in together], together)
+
+    def _done(self, call: Call) -> Any:
+        if call.kind in ("optim_step", "load_weights"):
+            self.sample_turns.move(call.owner, self._snapshot)
+        method: Callable[..., Any] = getattr(self.training, call.kind)
+        return method(call, self.journal.body(call.request_id))
+
+    def _redo(self, resident: Resident, call: Call) -> None:
+        body, batch = self.journal.body(call.request_id), None
+        if call.kind == "forward_backward":
+            batch = self.readings.batch(body)
+        self.training.redo(resident, call, batch, body)
+
+    # -- gradients
+
+    def _learn(self, together: Sequence[Call]) -> None:
+        read, finished = [], []
+        for call in together:
+            try:
+                read.append((call, self.readings.take(call)))
+            except REFUSALS as error:
+                finished.append(Finished(call.request_id, failure_of(error)))
+        if read:
+            finished += finished_by(self.training.forward_backward, read)
+        self._finish(finished, together)
+
+    # -- samples
+
+    def _draw(self, together: Sequence[Call]) -> list[Call]:
+        """Samples of the same weights; those that were drawn or completed."""
+        self.sample_turns.forget_lost()
+        named: list[tuple[Call, str]] = []
+        finished = []
+        for call in together:
+            sampler, weights = self.journal.sampler(call.owner), self.sample_turns.weights_of(call)
+            if weights is None and sampler is None:
+                finished.append(Finished(call.request_id, ended_session()))
+            else:
+                weights = weights or self.residents.weights(cast(SamplingSession, sampler))
+                named.append((call, weights))
+        self._finish(finished, together)
+        if not named:
+            return list(together)
+        weights = named[0][1]
+        calls = [call for call, its in named if its == weights]
+        # Another session of the same weights, which were taken from a model that has changed since.
+        self.journal.given_back(*(call.request_id for call, its in named if its != weights))
+        if self.drawer is not None:
+            self._complete(weights, calls)
+            return list(together)
+        self.sample_turns.turn(weights, calls, partial(self._arriving, self._tenant(calls[0])))
+        return [call for call, _ in self.sample_turns.used.values()]
+
+    def _snapshot(self, call: Call) -> str | None:
+        """Weights apart from the model's own, for a sample that is drawn by those."""
+        sampler = self.journal.sampler(call.owner)
+        return None if sampler is None else self.residents.snapshot(sampler)
+
+    def _arriving(self, tenant: str) -> list[Call]:
+        """Samples that may join those that are drawn just now."""
+        calls = self.journal.next_calls(AHEAD)
+        self.readings.begin(calls)
+        fresh = [call for call in calls if call.kind == SAMPLE and not call.attempts]
+        return [call for call in fresh if self._tenant(call) == tenant]
+
+    def _complete(self, weights: str, calls: Sequence[Call]) -> None:
+        """Samples that an engine has drawn."""
+        asked = [(call, self.readings.take(call)) for call in calls]
+
+        def tempered(asked: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
+            asks = at_temperature(self.orders, weights, [ask for _, ask in asked])
+            named = [(call, ask) for (call, _), ask in zip(asked, asks, strict=True)]
+            return self._answers(weights, named)
+
+        self._finish(finished_by(tempered, asked), calls)
+
+    def _answered(self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
+        return finished_by(partial(self._answers, weights), asked)
+
+    def _answers(
+        self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]
+    ) -> list[tuple[Outcome, Changes]]:
+        answers = complete(self.orders, weights, [ask for _, ask in asked])
+        self.samples += sum(ask.n for _, ask in asked)
+        return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
+
+    def _tenant(self, call: Call) -> str:
+        """Whose work it is: a model's, or that of weights which are sampled from."""
+        if call.kind != SAMPLE:
+            return call.owner
+        if call.owner not in self.tenants:
+            if len(self.tenants) > 10_000:
+                self.tenants.clear()
+            sampler = self.journal.sampler(call.owner)
+            self.tenants[call.owner] = "gone" if sampler is None else f"{sampler.folder}"
+        return self.tenants[call.owner]
+
+    def _delay(self, call: Call) -> float:
+        """What is in memory goes on for a while, so that most of the time is not spent swapping."""
+        there = call.kind not in (SAMPLE, *TRAINING) or self.residents.has(self._tenant(call))
+        return 0.0 if there else PER_SWAP * self.residents.swap_s
+
+    def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
+        """Whether nothing of the same model has to be done before; `calls` are in their order."""
+        if call.kind == SAMPLE:
+            return True
+        return next(each for each in calls if each.owner == call.owner) is call
+
+    def close(self) -> None:
+        """Keep what is in memory; what waits is done when the service starts again."""
+        if self.drawer is not None:
+            self.drawer.close()
+        self.readings.close()
+        self.residents.keep_all()
+
+    def _count(self) -> None:
+        self.gauges["samples_total"] = float(self.samples)
+        if self.drawer is not None:
+            self.gauges["samples_total"] += self.drawer.samples
+            self.gauges["samples_under_way"] = float(len(self.drawer.admission.inside))
+        self.gauges.update(self.training.gauges)
+        self.gauges["models_in_memory"] = float(len(self.residents.models))
+        self.gauges["snapshots_in_memory"] = float(len(self.residents.snapshots))
+
+
+def finished_by(
+    do: Callable[[Sequence[tuple[Call, Any]]], list[tuple[Outcome, Changes]]],
+    calls: Sequence[tuple[Call, Any]],
+) -> list[Finished]:
+    """Calls that are done together, each with what it asks for. Where one of several is refused,
+    each is done alone."""
+    try:
+        done = do(calls)
+    except (BrokenError, Stopped):
+        raise
+    except Exception as error:
+        failure = failure_of(bare(error))
+    else:
+        pairs = zip(calls, done, strict=True)
+        return [Finished(call.request_id, *of_it) for (call, _), of_it in pairs]
+    if len(calls) == 1:
+        return [Finished(calls[0][0].request_id, failure)]
+    return [finished for each in calls for finished in finished_by(do, [each])]

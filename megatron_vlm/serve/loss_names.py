@@ -1,0 +1,92 @@
+"""The losses that clients ask for by name, in terms of ours: which inputs each reads, and its
+options with the defaults of the public service. All are sums over the targets."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_vlm.errors import show_choices
+from megatron_vlm.serve.protocol.payloads import RequestError, entry
+
+# Inputs by the names that clients and our losses give them.
+_SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """One of them. `clips` are the thresholds of the ratio where the client sets none."""
+
+    ours: str
+    inputs: Mapping[str, str]
+    clips: tuple[float, float] | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+FORMS = {
+    "cross_entropy": LossForm("weighted_cross_entropy", {"weights": "weights"}),
+    "importance_sampling": LossForm("importance_sampling", _SAMPLED),
+    "ppo": LossForm("ppo", _SAMPLED, clips=(0.8, 1.2)),
+    "cispo": LossForm("cispo", _SAMPLED, clips=(0.0, 4.0)),
+    "dro": LossForm("dro", _SAMPLED, options={"beta": 0.05}),
+    "gspo": LossForm(
+        "gspo_token", _SAMPLED | {"sequence_ratio_mask": "sequence_mask"}, clips=(0.8, 1.2)
+    ),
+}
+OPTIONAL = {"weights": 1.0}  # inputs that may be missing, and what they are then
+_LARGEST = float(np.finfo(np.float32).max)
+_CONFIG = "loss_fn_config"
+_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
+
+
+def form_of(name: str) -> LossForm:
+    """The loss of this name; RequestError where there is none."""
+    if name not in FORMS:
+        raise RequestError(
+            "is not supported",
+            key="loss_fn",
+            found=name,
+            allowed=tuple(FORMS),
+            remedy=f"give {show_choices(tuple(FORMS))}, or compute a loss of your own in the "
+            "client (forward_backward_custom)",
+        )
+    return FORMS[name]
+
+
+def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+    """The options of our loss from those of the client's."""
+    form = form_of(name)
+    known = dict(form.options)
+    if form.clips is not None:
+        known |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
+    for key, value in given.items():
+        called = entry(_CONFIG, key)
+        if key not in known:
+            raise RequestError(
+                f"is not an option of {name}" + ("" if known else ", which has none"),
+                key=called,
+                allowed=tuple(known) or None,
+                remedy="" if known else "leave it out",
+            )
+        if isinstance(value, str):
+            raise RequestError("is text", key=called, found=value, allowed="a number")
+        if not math.isfinite(value) and key != _HIGH:
+            raise RequestError(key=called, found=value, allowed="a finite number")
+        known[key] = value
+    if form.clips is None:
+        return known
+    # Above what fp32 holds no ratio is clipped, as without a bound.
+    low, high = known.pop(_LOW), min(known.pop(_HIGH), _LARGEST)
+    for key, value, fits, allowed in (
+        (_LOW, low, 0 <= low < 1, "a number from 0 to below 1"),
+        (_HIGH, high, high > 1, "a number above 1"),
+    ):
+        if not fits:
+            raise RequestError(
+                f": the ratio is clipped from {low} to {high}",
+                key=entry(_CONFIG, key),
+                found=value,
+                allowed=allowed,
+            )
+    return known | {"clip_low": 1 - low, "clip_high": high - 1}

@@ -1,0 +1,86 @@
+"""The service on every rank: `torchrun ... -m megatron_vlm.serve key=value ...`.
+
+Rank 0 answers clients, and all ranks compute. Nothing heavy is imported before the configuration
+has been checked.
+"""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from megatron_vlm import __version__
+from megatron_vlm.config import load_config
+from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.serve import check_serve
+from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, say
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.run.resolve_model import with_model
+from megatron_vlm.run.run_folder import held_folder
+from megatron_vlm.training.preflight import check_run
+
+if TYPE_CHECKING:
+    from megatron_vlm.distributed.agreement import Signals
+    from megatron_vlm.serve.model_commands import ModelOrders
+
+
+def serve(cfg: Config, signals: "Signals | None" = None) -> int:
+    """Serve until a signal; the exit status of this rank."""
+    with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
+        from megatron_vlm.controller.rank_worker import BrokenError
+        from megatron_vlm.distributed.agreement import Signals
+        from megatron_vlm.serve.model_commands import ModelOrders
+        from megatron_vlm.serve.rank_models import Models
+
+        signals = signals or Signals()
+        with ExitStack() as opened:
+            opened.callback(signals.restore)
+            if rank_of_process() == 0:  # before anything that takes long
+                opened.enter_context(held_folder(cfg))
+            orders = ModelOrders(Models(cfg, watchdog), signals)
+            signals.can_save = True
+            try:
+                if rank_of_process() == 0:
+                    _lead(cfg, orders, opened)
+                else:
+                    orders.follow()
+            except BrokenError as error:  # no mistake of a user: starting again helps
+                say(f"rank {rank_of_process()}: {error}")
+                return FAILED
+    return PREEMPTED
+
+
+def _lead(cfg: Config, orders: "ModelOrders", opened: ExitStack) -> None:
+    """On rank 0, until a signal."""
+    from megatron_vlm.distributed.agreement import Stopped
+    from megatron_vlm.serve.startup import open_service
+
+    try:
+        found = open_service(cfg, orders, opened)
+    except Stopped:  # while the engines load
+        orders.end()
+        return
+    dims = orders.models.base.dims
+    say(
+        f"{__version__} serves {cfg.model.path} at {found.address} (tp={dims.tp} pp={dims.pp} "
+        f"dp={dims.dp}). Clients set TINKER_BASE_URL={found.address}"
+    )
+    try:
+        found.service.run()
+    except Stopped:
+        say("stopping: what is in memory is kept, and what waits is done when it starts again")
+        found.front.stop()
+        found.service.close()
+        orders.end()
+
+
+def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
+    """Compose the configuration and serve, on one rank; its exit status."""
+    parser = argparse.ArgumentParser("python -m megatron_vlm.serve", allow_abbrev=False)
+    add_overrides(parser)
+    args = parse(parser, arguments)
+    cfg = load_config(args.overrides, configured(args)[0])
+    check_serve(cfg)
+    check_run(cfg)
+    return serve(with_model(cfg), signals)

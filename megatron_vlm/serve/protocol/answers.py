@@ -1,0 +1,106 @@
+"""What clients are answered, as the bytes that they read."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from megatron_vlm.serve.protocol.payloads import Samples, SparseLogProbs, TopK
+from megatron_vlm.serve.protocol.protobuf import message
+from megatron_vlm.serve.protocol.request_tensors import FLOAT32, INT64
+
+# How the client makes one metric of those of several requests. It refuses every other name.
+REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
+_DTYPES = {"float32": (FLOAT32, "<f4"), "int64": (INT64, "<i8")}
+_RECORD = "ArrayRecord"
+_STOP, _LENGTH = 0, 1
+
+Output: TypeAlias = Mapping[str, np.ndarray]
+
+
+def write_forward_backward(outputs: Sequence[Output], metrics: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput. `outputs` has a mapping for each datum, in order and all with the
+    same names; arrays are float32 or int64, [n] or [n, k]. A metric is called name:reduction."""
+    answer = message("ForwardBackwardOutput")
+    answer.loss_fn_output_type = _RECORD
+    for each in outputs:
+        assert each.keys() == outputs[0].keys(), (list(each), list(outputs[0]))
+    # A record has one trailing shape for each name: datums with another begin the next record.
+    for _, alike in itertools.groupby(outputs, _form):
+        _write_record(answer.loss_fn_outputs.add(), list(alike))
+    for name, value in metrics.items():
+        parts = name.split(":")
+        assert len(parts) == 2 and parts[0] and parts[1] in REDUCTIONS, name
+        answer.metrics.add(key=name, value=value)
+    return answer.SerializeToString()
+
+
+def write_samples(samples: Samples) -> bytes:
+    """A SampleResponse."""
+    answer = message("SampleResponse")
+    for each in samples.sequences:
+        sequence = answer.sequences.add(
+            stop_reason=_STOP if each.stopped else _LENGTH, tokens=_int32(each.tokens)
+        )
+        if each.log_probs is not None:
+            assert each.log_probs.shape == each.tokens.shape, each
+            sequence.logprobs = _float32(each.log_probs)
+        if each.top is not None:
+            assert len(each.top.ids) == len(each.tokens), each
+            _write_top(sequence.topk_sampled_logprobs, each.top)
+    if samples.prompt_log_probs is not None:
+        assert samples.prompt_log_probs.ndim == 1, samples.prompt_log_probs.shape
+        answer.prompt_logprobs = _float32(samples.prompt_log_probs)
+    if samples.top_prompt is not None:
+        _write_top(answer.topk_prompt_logprobs, samples.top_prompt)
+    if samples.target_prompt_log_probs is not None:
+        _write_targets(answer.target_prompt_logprobs, samples.target_prompt_log_probs)
+    return answer.SerializeToString()
+
+
+def _write_targets(written: Any, found: np.ndarray | SparseLogProbs) -> None:
+    written.dtype = FLOAT32
+    written.shape.extend(found.shape)
+    if isinstance(found, SparseLogProbs):
+        written.sparse_csr.values = _float32(found.values)
+        written.sparse_csr.crow_indices = found.crow.astype("<i8").tobytes()
+        written.sparse_csr.col_indices = found.column.astype("<i8").tobytes()
+    else:
+        written.dense = _float32(found)
+
+
+def _form(output: Output) -> dict[str, Any]:
+    """What datums of one record have in common."""
+    for name, array in output.items():
+        assert str(array.dtype) in _DTYPES and array.ndim in (1, 2), (name, array.dtype, array.ndim)
+        assert all(array.shape[1:]), (name, array.shape)  # the client divides by it
+    return {name: (array.dtype, array.shape[1:]) for name, array in output.items()}
+
+
+def _write_record(record: Any, outputs: list[Output]) -> None:
+    record.type_tag, record.num_datums = _RECORD, len(outputs)
+    for name in outputs[0]:
+        dtype, layout = _DTYPES[str(outputs[0][name].dtype)]
+        pieces = [each[name].astype(layout).tobytes() for each in outputs]
+        tensor = record.fields.add(key=name).value
+        tensor.data, tensor.dtype = b"".join(pieces), dtype
+        ends = np.cumsum([0, *map(len, pieces)])
+        tensor.offsets = ends.astype("<i8").tobytes()
+        tensor.trailing_shape.extend(outputs[0][name].shape[1:])
+
+
+def _write_top(written: Any, top: TopK) -> None:
+    assert top.ids.ndim == 2 and top.ids.shape == top.log_probs.shape, (top.ids.shape, top)
+    written.token_ids, written.logprobs = _int32(top.ids), _float32(top.log_probs)
+    written.length, written.k = top.ids.shape
+
+
+def _int32(array: np.ndarray) -> bytes:
+    assert array.dtype == np.int32, array.dtype
+    return array.astype("<i4").tobytes()
+
+
+def _float32(array: np.ndarray) -> bytes:
+    assert array.dtype == np.float32, array.dtype
+    return array.astype("<f4").tobytes()

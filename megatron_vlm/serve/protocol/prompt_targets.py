@@ -1,0 +1,106 @@
+"""Tokens whose log-probs are asked for at the places of a prompt: dense, or sparse where most cells
+ask for nothing; the answer comes in the same layout.
+
+Shapes: R places of the prompt but the last, J tokens of a place, C cells that are listed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.serve.protocol.payloads import RequestError, SparseLogProbs
+from megatron_vlm.serve.protocol.request_tensors import check_csr
+
+WHERE = "target_prompt_logprobs"
+NOTHING = -1  # a cell that asks for nothing
+# Cells once each place has as many as the one with the most, in an array of int64: 512 MiB.
+MOST_CELLS = 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTargets:
+    """What is asked for. Of a sparse tensor `ids_RJ` has the listed cells of each place in their
+    order, not the columns in between."""
+
+    ids_RJ: np.ndarray
+    shape: tuple[int, int]
+    crow: np.ndarray | None = None  # of a sparse tensor
+    column_C: np.ndarray | None = None
+
+    def answer(self, log_probs_RJ: np.ndarray) -> np.ndarray | SparseLogProbs:
+        """Log-probs of `ids_RJ`, as the client wants them."""
+        if self.crow is None or self.column_C is None:
+            return log_probs_RJ
+        values_C = log_probs_RJ[_listed(self.crow, log_probs_RJ.shape[1])]
+        return SparseLogProbs(values_C, self.crow, self.column_C, self.shape)
+
+
+def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
+    """Of a prompt of so many tokens; what is wrong is said by field."""
+    crow, column = said.get("sparse_crow_indices"), said.get("sparse_col_indices")
+    if (crow is None) != (column is None):
+        raise RequestError(
+            "has only one of sparse_crow_indices and sparse_col_indices",
+            key=WHERE,
+            remedy="give both",
+        )
+    data = _numbers(said, "data")
+    shape = tuple(_numbers(said, "shape").tolist())
+    if len(shape) != 2 or shape[0] != length - 1 or shape[1] < 1:
+        raise RequestError(
+            f": the prompt has {length} tokens",
+            key=f"{WHERE}.shape",
+            found=list(shape),
+            allowed=f"[{length - 1}, K]",
+        )
+    if crow is not None:
+        crow, column_C = _numbers(said, "sparse_crow_indices"), _numbers(said, "sparse_col_indices")
+        check_csr(crow, column_C, len(data), shape, f"{WHERE}.sparse_")
+        return PromptTargets(_compact(data, crow), shape, crow, column_C)
+    if len(data) != shape[0] * shape[1]:
+        raise RequestError(
+            f"holds {shape[0] * shape[1]} values, and data has {len(data)}",
+            key=f"{WHERE}.shape",
+            found=list(shape),
+            remedy="give as many as the shape holds",
+        )
+    return PromptTargets(data.reshape(shape), shape)
+
+
+def _numbers(said: Mapping[str, Any], name: str) -> np.ndarray:
+    try:
+        found = np.array(said[name])
+        whole = np.array(found, dtype=np.int64)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _no_numbers(said, name) from error
+    if whole.ndim != 1 or (whole != found).any():
+        raise _no_numbers(said, name)
+    return whole
+
+
+def _no_numbers(said: Mapping[str, Any], name: str) -> RequestError:
+    return RequestError(
+        key=f"{WHERE}.{name}", found=said.get(name), allowed="a list of whole numbers"
+    )
+
+
+def _compact(data_C: np.ndarray, crow: np.ndarray) -> np.ndarray:
+    counts = np.diff(crow)
+    most = max(int(counts.max(initial=0)), 1)
+    if most * len(counts) > MOST_CELLS:
+        raise RequestError(
+            f"has up to {most} tokens at one of {len(counts)} places",
+            key=WHERE,
+            remedy="send prompts with many tokens at a place by themselves",
+        )
+    ids_RJ = np.full((len(counts), most), NOTHING)
+    ids_RJ[_listed(crow, most)] = data_C
+    return ids_RJ
+
+
+def _listed(crow: np.ndarray, most: int) -> np.ndarray:
+    """Which of the compact cells are listed, row by row as they are."""
+    listed_RJ: np.ndarray = np.arange(most) < np.diff(crow)[:, None]
+    return listed_RJ

@@ -1,0 +1,184 @@
+"""Tensors of a request as arrays: float32 or int64."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.serve.protocol.payloads import RequestError
+
+FLOAT32, INT64 = 1, 2
+# By the number of the protocol's DType: what it is called, and how its bytes are read.
+_DTYPES = {
+    FLOAT32: ("float32", "<f4"),
+    INT64: ("int64", "<i8"),
+    3: ("int32", "<i4"),
+    4: ("bfloat16", "<u2"),
+}
+_MOST_DIMENSION = 2**31 - 1
+
+
+def read_tensor(tensor: Any, where: str) -> np.ndarray:
+    """The array that a Tensor message is: one dimension or two. A sparse one is made dense, with
+    zeros; see `dense_entries` for what that takes."""
+    sparse, dense = tensor.HasField("sparse_csr"), tensor.HasField("dense")
+    if sparse == dense:
+        raise RequestError(
+            "has both dense values and sparse_csr" if sparse else "has no values",
+            key=where,
+            allowed="either dense or sparse_csr",
+        )
+    shape = _shape(tensor, where)
+    if sparse:
+        return _made_dense(tensor, shape, where)
+    values = _numbers(tensor.dense, tensor.dtype, where)
+    if not shape:
+        return values  # the shape may be left out where there is one dimension
+    if math.prod(shape) != len(values):
+        raise RequestError(
+            f"holds {math.prod(shape)} values, and there are {len(values)}",
+            key=f"{where}.shape",
+            found=shape,
+            remedy="give as many as the shape holds",
+        )
+    return values.reshape(shape)
+
+
+def dense_entries(tensor: Any, where: str) -> int:
+    """How many entries a sparse tensor has once it is dense; 0 of a dense one, whose bytes are
+    already there."""
+    return math.prod(_shape(tensor, where)) if tensor.HasField("sparse_csr") else 0
+
+
+def place(flags: np.ndarray) -> str:
+    """Where the first of them is, as an index is written."""
+    index = np.unravel_index(int(np.argmax(flags)), flags.shape)
+    return "[" + ", ".join(str(int(i)) for i in index) + "]"
+
+
+def _shape(tensor: Any, where: str) -> list[int]:
+    if len(tensor.shape) > 2:
+        raise RequestError(
+            f"has {len(tensor.shape)} dimensions, and the maximum is 2",
+            key=f"{where}.shape",
+            found=list(tensor.shape),
+            allowed="one value for each target",
+        )
+    for dimension in tensor.shape:
+        if not 0 <= dimension <= _MOST_DIMENSION:
+            raise RequestError(
+                f": each dimension must be from 0 to {_MOST_DIMENSION}",
+                key=f"{where}.shape",
+                found=list(tensor.shape),
+                allowed="the sizes of the array",
+            )
+    return list(tensor.shape)
+
+
+def _numbers(data: bytes, dtype: int, where: str) -> np.ndarray:
+    if dtype not in _DTYPES:
+        known = ", ".join(f"{number} ({name})" for number, (name, _) in _DTYPES.items())
+        raise RequestError(key=f"{where}.dtype", found=dtype, allowed=f"one of {known}")
+    name, layout = _DTYPES[dtype]
+    values = _array(data, layout, name, where)
+    if name == "bfloat16":  # the upper half of a float32
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32 if name == "float32" else np.int64)
+
+
+def _array(data: bytes, layout: str, name: str, where: str) -> np.ndarray:
+    size = np.dtype(layout).itemsize
+    if len(data) % size:
+        raise RequestError(
+            f"has {len(data)} bytes, which is not a multiple of the {size} of {name}",
+            key=where,
+            remedy="send whole values",
+        )
+    return np.frombuffer(data, layout)
+
+
+def _made_dense(tensor: Any, shape: Sequence[int], where: str) -> np.ndarray:
+    csr = tensor.sparse_csr
+    if len(shape) != 2:
+        raise RequestError(
+            ": sparse_csr has 2 dimensions",
+            key=f"{where}.shape",
+            found=list(shape),
+            remedy="give both",
+        )
+    rows, columns = shape
+    values = _numbers(csr.values, tensor.dtype, f"{where}.sparse_csr.values")
+    crow = _array(csr.crow_indices, "<i8", "int64", f"{where}.sparse_csr.crow_indices")
+    column = _array(csr.col_indices, "<i8", "int64", f"{where}.sparse_csr.col_indices")
+    row = check_csr(crow, column, len(values), (rows, columns), f"{where}.sparse_csr.")
+    found = np.zeros((rows, columns), values.dtype)
+    found[row, column] = values
+    return found
+
+
+def check_csr(
+    crow: np.ndarray,
+    column: np.ndarray,
+    values: int,
+    shape: tuple[int, int],
+    fields: str,
+) -> np.ndarray:
+    """The row of each value; refused where the indices do not fit the shape. `fields` is how the
+    names of both begin."""
+    rows, columns = shape
+    _check_rows(crow, rows, values, f"{fields}crow_indices")
+    row = np.repeat(np.arange(rows), np.diff(crow))
+    _check_columns(column, row, columns, f"{fields}col_indices")
+    return row
+
+
+def _check_rows(crow: np.ndarray, rows: int, values: int, where: str) -> None:
+    if len(crow) != rows + 1:
+        raise RequestError(
+            f"has {len(crow)} numbers for {rows} rows",
+            key=where,
+            allowed="one more than there are rows",
+        )
+    if crow[0] != 0 or crow[-1] != values:
+        raise RequestError(
+            f"goes from {crow[0]} to {crow[-1]}, and there are {values} values",
+            key=where,
+            remedy=f"begin with 0 and end with {values}",
+        )
+    # Not by differences, which may be beyond int64.
+    falls = crow[1:] < crow[:-1]
+    if falls.any():
+        at = int(np.argmax(falls))
+        raise RequestError(
+            f"comes after {crow[at]}",
+            key=f"{where}[{at + 1}]",
+            found=int(crow[at + 1]),
+            allowed="numbers that never fall",
+        )
+
+
+def _check_columns(column: np.ndarray, row: np.ndarray, columns: int, where: str) -> None:
+    if len(column) != len(row):
+        raise RequestError(
+            f"has {len(column)} numbers for {len(row)} values",
+            key=where,
+            allowed="one for each value",
+        )
+    outside = (column < 0) | (column >= columns)
+    if outside.any():
+        raise RequestError(
+            f": there are {columns} columns",
+            key=f"{where}{place(outside)}",
+            found=int(column[outside][0]),
+            allowed=f"columns from 0 to {columns - 1}",
+        )
+    unsorted = (row[1:] == row[:-1]) & (column[1:] <= column[:-1])
+    if unsorted.any():
+        at = int(np.argmax(unsorted))
+        raise RequestError(
+            f"comes after {column[at]} in row {row[at]}",
+            key=f"{where}[{at + 1}]",
+            found=int(column[at + 1]),
+            allowed="the columns of a row in rising order",
+        )

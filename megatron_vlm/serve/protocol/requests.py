@@ -1,0 +1,156 @@
+"""What clients ask for, out of the bytes that arrive. They may be anything: what is no request of
+the protocol is a RequestError that names the field."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_vlm.serve.protocol.payloads import (
+    MOST_TOKEN,
+    Datum,
+    ForwardBackward,
+    RequestError,
+    entry,
+)
+from megatron_vlm.serve.protocol.prompt_chunks import read_chunks, read_prompt
+from megatron_vlm.serve.protocol.protobuf import parsed
+from megatron_vlm.serve.protocol.request_tensors import dense_entries, place, read_tensor
+
+__all__ = ["MOST_DENSE", "read_forward_backward", "read_prompt"]
+
+# Entries of the sparse tensors of a request once they are dense, all together: 512 MiB of int64.
+MOST_DENSE = 2**26
+# Inputs that have one value for each target.
+_PER_TARGET = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
+
+
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """The request in `body`, which is a ForwardBackwardRequest unless the client is wrong."""
+    request = parsed("ForwardBackwardRequest", body)
+    if not request.model_id:
+        raise RequestError("is empty", key="model_id", allowed="what create_model has returned")
+    if request.seq_id < 1:
+        raise RequestError(
+            ": requests are counted from 1",
+            key="seq_id",
+            found=request.seq_id,
+            allowed="the number of this one",
+        )
+    if not request.loss_fn:
+        raise RequestError(
+            "is empty", key="loss_fn", allowed="the name of a loss, such as cross_entropy"
+        )
+    if not request.data:
+        raise RequestError("has 0 datums", key="data", allowed="1 or more")
+    _check_dense_entries(request.data)
+    return ForwardBackward(
+        request.model_id,
+        request.seq_id,
+        tuple(_datum(each, f"data[{i}]") for i, each in enumerate(request.data)),
+        request.loss_fn,
+        _options(request),
+        request.forward_only,
+    )
+
+
+def _options(request: Any) -> dict[str, float | str]:
+    """Of the loss. Old clients fill the first map, those of today the second or both."""
+    if not request.loss_fn_config_v2:
+        old = _named(request.loss_fn_config, "loss_fn_config")
+        return {name: _number(value, where) for name, (value, where) in old.items()}
+    options: dict[str, float | str] = {}
+    for name, (value, where) in _named(request.loss_fn_config_v2, "loss_fn_config_v2").items():
+        number, text = value.HasField("number"), value.HasField("text")
+        if number == text:
+            has = "both a number and a text" if text else "neither a number nor a text"
+            raise RequestError(f"has {has}", key=where, allowed="one of them")
+        options[name] = value.text if text else _number(value.number, where)
+    return options
+
+
+def _number(value: float, where: str) -> float:
+    """An option may be infinite, as a bound that never binds."""
+    if math.isnan(value):
+        raise RequestError(key=where, found=value, allowed="a number")
+    return value
+
+
+def _named(entries: Iterable[Any], where: str) -> dict[str, tuple[Any, str]]:
+    """The values of a map, each with what it is called in messages."""
+    found: dict[str, tuple[Any, str]] = {}
+    for each in entries:
+        called = entry(where, each.key)
+        if each.key in found:
+            raise RequestError("occurs 2 times", key=called, remedy="give it once")
+        found[each.key] = each.value, called
+    return found
+
+
+def _check_dense_entries(data: Iterable[Any]) -> None:
+    """Before any is made: a few bytes may say that they are an array of any size."""
+    total = 0
+    for i, datum in enumerate(data):
+        for each in datum.loss_fn_inputs:
+            where = entry(f"data[{i}].loss_fn_inputs", each.key)
+            total += dense_entries(each.value, where)
+            if total > MOST_DENSE:
+                raise RequestError(
+                    f"brings the sparse tensors of this request to {total} entries, above "
+                    f"{MOST_DENSE}",
+                    key=f"{where}.shape",
+                    found=list(each.value.shape),
+                    remedy="send fewer datums in a request, or fewer columns",
+                )
+
+
+def _datum(datum: Any, where: str) -> Datum:
+    chunks = read_chunks(datum.model_input, f"{where}.model_input")
+    named = _named(datum.loss_fn_inputs, f"{where}.loss_fn_inputs")
+    inputs = {name: read_tensor(tensor, called) for name, (tensor, called) in named.items()}
+    for name, (_, called) in named.items():
+        _check_finite(inputs[name], called)
+    _check_targets(inputs, f"{where}.loss_fn_inputs")
+    return Datum(chunks, inputs)
+
+
+def _check_finite(values: np.ndarray, where: str) -> None:
+    wrong = ~np.isfinite(values)
+    if wrong.any():
+        raise RequestError(
+            key=f"{where}{place(wrong)}",
+            found=values[wrong][0].item(),
+            allowed="finite numbers, 0 where there is nothing to learn",
+        )
+
+
+def _check_targets(inputs: Mapping[str, np.ndarray], where: str) -> None:
+    targets = inputs.get("target_tokens")
+    called = f'{where}["target_tokens"]'
+    if targets is None:
+        raise RequestError("is missing", key=called, allowed="the token to predict at each place")
+    if targets.dtype != np.int64:
+        raise RequestError(
+            key=f"{called}.dtype", found=str(targets.dtype), allowed="int64, the ids of tokens"
+        )
+    if not targets.size:
+        raise RequestError(
+            key=f"{called}.shape", found=list(targets.shape), allowed="1 target or more"
+        )
+    wrong = (targets < 0) | (targets > MOST_TOKEN)
+    if wrong.any():
+        raise RequestError(
+            key=f"{called}{place(wrong)}",
+            found=int(targets[wrong][0]),
+            allowed=f"tokens from 0 to {MOST_TOKEN}, and weight 0 to those that are not to be "
+            "learned",
+        )
+    for name in _PER_TARGET:
+        if name in inputs and inputs[name].shape != targets.shape:
+            raise RequestError(
+                f"is not the shape of target_tokens, {list(targets.shape)}",
+                key=f"{entry(where, name)}.shape",
+                found=list(inputs[name].shape),
+                allowed="one value for each target",
+            )

@@ -1,0 +1,164 @@
+"""The models of a service on one rank: the base model, those that are trained, and weights that
+were kept to sample from. Every rank has the same ones and makes the same calls.
+
+Models with adapters share the base model's weights; one that is trained as a whole has its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm.checkpoint import save_load
+from megatron_vlm.config.schema import Config, LoraConfig
+from megatron_vlm.controller import WorkerGroup, local_group
+from megatron_vlm.controller.group_decoder import GroupDecoder, SampleProgress, SampleRequest
+from megatron_vlm.controller.multi_model_backward import SummedLoss, backward_together
+from megatron_vlm.controller.split_batch import BatchLike
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.training.optimizer import AdamStep
+from megatron_vlm.training.worker import MegatronWorker, StepMetrics
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """What a model is made as. Rank 0 trains all weights."""
+
+    rank: int
+    seed: int
+    targets: tuple[str, ...] = ("attention", "mlp")
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> "ModelForm":
+        """From JSON."""
+        return ModelForm(said["rank"], said["seed"], tuple(said["targets"]))
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    def config(self, cfg: Config) -> Config:
+        """The configuration of its workers."""
+        lora = LoraConfig()
+        if self.rank:
+            lora = LoraConfig(self.rank, cfg.serve.lora_alpha, targets=self.targets)
+        return replace(cfg, lora=lora, train=replace(cfg.train, seed=self.seed))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a model is trained by."""
+
+    model: str
+    name: str
+    options: Mapping[str, float]
+
+
+class Models:
+    """By name. What a call of a worker refuses, it refuses on every rank alike."""
+
+    def __init__(self, cfg: Config, watchdog: Watchdog):
+        self.cfg, self.watchdog = cfg, watchdog
+        self.base = MegatronWorker(ModelForm(0, cfg.train.seed).config(cfg), False, watchdog)
+        self.workers = {BASE: self.base}
+        self.groups: dict[str, WorkerGroup] = {BASE: local_group(self.base)}
+        self.decoders: dict[str, GroupDecoder] = {}  # of models that samples are under way of
+
+    def make(
+        self,
+        name: str,
+        form: ModelForm,
+        training: bool,
+        folder: str | None = None,
+        moments: bool = True,
+    ) -> None:
+        """A model as it begins, or with the weights in a folder, and its optimizer's `moments`."""
+        base = self.base if form.rank else None
+        worker = MegatronWorker(form.config(self.cfg), training, self.watchdog, base)
+        self.workers[name], self.groups[name] = worker, local_group(worker)
+        if folder is not None:
+            try:
+                self.load(name, folder, moments)
+            except Exception:
+                self.drop(name)
+                raise
+
+    def drop(self, name: str) -> None:
+        """Let go of its memory."""
+        self.decoders.pop(name, None)
+        self.workers.pop(name, None)
+        self.groups.pop(name, None)
+
+    def save(self, name: str, folder: str, moments: bool) -> None:
+        """Its weights, and the optimizer's `moments`."""
+        save_load.save(self.workers[name], Path(folder), {}, moments=moments)
+
+    def load(self, name: str, folder: str, moments: bool) -> None:
+        """The reverse. Gradients of the former weights are dropped."""
+        worker = self.workers[name]
+        self.decoders.pop(name, None)
+        save_load.load(worker, Path(folder), moments=moments)
+        if worker.gradients is not None:
+            worker.gradients.forget()
+
+    def forward_backward(self, *batches: BatchLike, losses: Sequence[Loss]) -> list[StepMetrics]:
+        """Gradients of a summed loss for each batch, of different models, added to those since the
+        model's last step; and log-probs."""
+        return backward_together(
+            [
+                SummedLoss(self.groups[each.model], batch, each.name, each.options)
+                for batch, each in zip(batches, losses, strict=True)
+            ]
+        )
+
+    def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Any]:
+        """Log-probs of the targets of each row."""
+        return self.groups[name].forward(batch, temperature).result()
+
+    def likeliest(self, name: str, batch: BatchLike, count: int, temperature: float) -> list[Any]:
+        """The likeliest tokens where a row has targets."""
+        return self.groups[name].likeliest(batch, count, temperature).result()
+
+    def optim_step(self, name: str, lr: float, adam: AdamStep) -> tuple[float, float]:
+        """Apply the gradients, or a step without any."""
+        self.decoders.pop(name, None)
+        return self.groups[name].optim_step(lr, adam).result()
+
+    def draw(
+        self,
+        name: str,
+        *prompts: BatchLike,
+        requests: Sequence[SampleRequest],
+        leave: Sequence[int],
+        rounds: int,
+    ) -> list[SampleProgress]:
+        """Samples, so many rounds further; see GroupDecoder. What is under way stays from one call
+        to the next, unless a call fails, or the model changes or goes."""
+        if name not in self.decoders:
+            rows = self.cfg.serve.sampler_rows
+            self.decoders[name] = GroupDecoder(self.groups[name], rows)
+        given = prompts[0] if prompts else None
+        try:
+            found = self.decoders[name].advance(given, requests, leave, rounds)
+        except Exception:
+            del self.decoders[name]
+            raise
+        if not any(each.left for each in found):
+            del self.decoders[name]
+        return found
+
+    def move(self, name: str, to: str) -> None:
+        """What is drawn with a model goes on with one that has the same weights."""
+        self.decoders[to] = self.decoders.pop(name)
+        self.decoders[to].move(self.groups[to])
+
+    def backwards_of(self, name: str) -> int:
+        """How many calls have added gradients since it is in memory."""
+        gradients = self.workers[name].gradients
+        return 0 if gradients is None else gradients.calls
+
+    def step_of(self, name: str) -> int:
+        """The optimizer's steps so far."""
+        return self.workers[name].steps

@@ -1,0 +1,184 @@
+"""What clients send, as rows of the model: chunks of text and pictures, and what a loss takes.
+
+Shapes: S tokens of a row, J targets of a place, P patches, C values of a patch.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.media.images import ImageSettings, image_patches
+from megatron_vlm.data.media.media import MediaPolicy, image_size, read_image
+from megatron_vlm.data.records.record import Image
+from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
+from megatron_vlm.errors import MegatronVLMError
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.serve.loss_names import OPTIONAL, LossForm
+from megatron_vlm.serve.protocol.payloads import Chunk, Datum, Picture, RequestError, Text, entry
+
+MOST_PIXELS = 2**30  # of the pictures of a request
+SEQUENCES = "sequences"  # the value that says which datum a token belongs to
+
+
+class NoRoomError(MegatronVLMError):
+    """The pictures of a request would take too much memory now; later they may be read."""
+
+
+class RowReader:
+    """Reads requests for one model. Pictures are taken as they are sent: turned by nothing, resized
+    as the checkpoint's image processor does. None of a request is decoded before the headers of all
+    of them have said how many pixels and tokens they are."""
+
+    def __init__(self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MOST_PIXELS):
+        self.settings = ImageSettings.from_checkpoint(
+            folder, cfg.data.min_pixels, cfg.data.max_pixels
+        )
+        self.policy = MediaPolicy(None, exif_orientation=False)
+        self.tokens, self.longest = sizes.tokens, sizes.text.max_positions
+        self.most_pixels = most_pixels
+        self.room: Callable[[int], None] | None = None
+
+    def within(self, room: Callable[[int], None]) -> "RowReader":
+        """The same for one request, which `room` is told the pixels of; it may raise an error."""
+        found = copy(self)
+        found.room = room
+        return found
+
+    def prompt(self, chunks: Sequence[Chunk], where: str) -> Row:
+        """Chunks, one after the other, without anything to learn."""
+        self.admit([(chunks, where)])
+        return self._row(chunks, where)
+
+    def admit(self, prompts: Iterable[tuple[Sequence[Chunk], str]]) -> None:
+        """Check the prompts of a request, each with its name, by their tokens and the headers of
+        their pictures."""
+        pixels = 0
+        for chunks, where in prompts:
+            pixels += self._measured(chunks, where)
+            if pixels > self.most_pixels:
+                raise RequestError(
+                    f": with its pictures the request has {pixels} pixels, and limit pixels is "
+                    f"{self.most_pixels}",
+                    key=where,
+                    remedy="send fewer or smaller ones in a request",
+                )
+        if self.room is not None:
+            self.room(pixels)
+
+    def _measured(self, chunks: Sequence[Chunk], where: str) -> int:
+        """The pixels of a prompt that may be read."""
+        tokens = pixels = 0
+        for number, chunk in enumerate(chunks):
+            at = f"{where}.chunks[{number}]"
+            if isinstance(chunk, Text):
+                check_ids(chunk.tokens, self.tokens, at)
+                tokens += len(chunk.tokens)
+                continue
+            height, width = self._size(chunk, at)
+            count = math.prod(self.settings.grid(height, width)) // self.tokens.merge**2
+            if chunk.expected_tokens not in (None, count):
+                raise RequestError(  # in the words that clients know
+                    f": Expected {chunk.expected_tokens} tokens, got {count} from image",
+                    key=at,
+                    remedy="count them with the image processor of the checkpoint, on the picture "
+                    "as it is sent",
+                )
+            tokens += count
+            pixels += max(height * width, math.prod(self.settings.resized(height, width)))
+        if tokens > self.longest:
+            raise RequestError(
+                f"has {tokens} tokens with those of its pictures, and the model takes "
+                f"{self.longest}",
+                key=where,
+                remedy="shorten it",
+            )
+        return pixels
+
+    def _row(self, chunks: Sequence[Chunk], where: str) -> Row:
+        ids, patches, grids = [], [], []
+        for number, chunk in enumerate(chunks):
+            if isinstance(chunk, Text):
+                ids.append(chunk.tokens)
+                continue
+            picture_PC, grid = self._picture(chunk, f"{where}.chunks[{number}]")
+            ids.append(np.full(math.prod(grid) // self.tokens.merge**2, self.tokens.image_id))
+            patches.append(picture_PC)
+            grids.append(grid)
+        ids_S = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        row = Row(ids_S, torch.full_like(ids_S, IGNORE))
+        if not patches:
+            return row
+        pixels_PC = torch.from_numpy(np.concatenate(patches))
+        return replace(row, pixel_values_PC=pixels_PC, image_grid_I3=torch.tensor(grids))
+
+    def _size(self, picture: Picture, where: str) -> tuple[int, int]:
+        """Height and width, by its header."""
+        if picture.size is not None:
+            raise RequestError(
+                "is not supported",
+                key=f"{where}.override_dimensions",
+                found=list(picture.size),
+                remedy="resize the picture before it is sent",
+            )
+        return image_size(Image(picture.data), self.policy, where)
+
+    def _picture(self, picture: Picture, where: str) -> tuple[np.ndarray, tuple[int, int, int]]:
+        opened = read_image(Image(picture.data), self.policy, where)
+        return image_patches(opened, self.settings), self.settings.grid(opened.height, opened.width)
+
+    def datum(self, datum: Datum, number: int, form: LossForm) -> Row:
+        """What the model sees of a datum that was admitted, its targets [S, J], and the values that
+        the loss reads. `number` is its place in the request."""
+        where = f"data[{number}]"
+        row = self._row(datum.chunks, f"{where}.model_input")
+        length = len(row.ids_S)
+        targets_SJ = _per_place(datum.inputs["target_tokens"], "target_tokens", length, where)
+        values = {SEQUENCES: torch.full(targets_SJ.shape, float(number))}
+        for theirs, ours in form.inputs.items():
+            if theirs in datum.inputs:
+                given = datum.inputs[theirs]
+            elif theirs in OPTIONAL:
+                given = np.full(datum.inputs["target_tokens"].shape, OPTIONAL[theirs])
+            else:
+                raise RequestError(
+                    "is missing",
+                    key=entry(f"{where}.loss_fn_inputs", theirs),
+                    remedy=f"give all that the loss reads: {_read_by(form)}",
+                )
+            values[ours] = _per_place(given, theirs, length, where).float()
+        _check_inputs(datum.inputs, form, where)
+        row = replace(row, targets=targets_SJ, values_S=values)
+        place_row(row, self.tokens, where, tuple(values))  # so that errors name the datum
+        return row
+
+
+def _per_place(given: np.ndarray, name: str, length: int, where: str) -> Tensor:
+    """[S, J] of [S] or [S, J]."""
+    if len(given) != length:
+        raise RequestError(
+            f"has {len(given)} entries, and model_input has {length} tokens",
+            key=entry(f"{where}.loss_fn_inputs", name),
+            allowed="one for each, also for those of pictures",
+        )
+    return torch.from_numpy(given.reshape(length, -1))
+
+
+def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) -> None:
+    """Refuse inputs that another loss would read: somebody expects them to count."""
+    for name in inputs:
+        if name not in ("target_tokens", *form.inputs):
+            raise RequestError(
+                f"is not read by this loss, which reads {_read_by(form)}",
+                key=entry(f"{where}.loss_fn_inputs", name),
+                remedy="leave it out",
+            )
+
+
+def _read_by(form: LossForm) -> str:
+    return ", ".join(("target_tokens", *form.inputs))

@@ -1,0 +1,286 @@
+"""Samples, and log-probs of prompts.
+
+Shapes: S tokens of a prompt, J targets of a place, k likeliest tokens.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continued
+from megatron_vlm.family.spec import Tokens
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.protocol.answers import write_samples
+from megatron_vlm.serve.protocol.payloads import (
+    NO_LOG_PROB,
+    NO_TOKEN,
+    RequestError,
+    Sampled,
+    Samples,
+    TopK,
+)
+from megatron_vlm.serve.protocol.prompt_targets import NOTHING, PromptTargets, read_prompt_targets
+from megatron_vlm.serve.protocol.requests import read_prompt
+from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.training.completions import Completion, SamplingSettings
+
+
+@dataclass(frozen=True, eq=False)
+class SampleAsk:
+    """An asample that was read."""
+
+    prompt: Row
+    settings: SamplingSettings
+    n: int
+    seed: int
+    prompt_log_probs: bool
+    top_prompt: int
+    top_sample: int
+    targets: PromptTargets | None
+    # Where no log-prob is given: at the first token, and before the last ones where only these are
+    # asked for. Those of pictures have some: clients multiply them by weights of 0.
+    hidden_S: np.ndarray
+    answers: tuple[Completion, ...] | None = None  # once they are drawn
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether answers of an engine lack something that only the ranks can say: an engine gives
+        log-probs of the answers' tokens, at temperature 1."""
+        asked = self.prompt_log_probs or self.top_prompt or self.top_sample
+        return bool(asked) or self.targets is not None or self.is_tempered
+
+    @property
+    def is_tempered(self) -> bool:
+        """Whether the log-probs of its answers are of another temperature than 1."""
+        return self.settings.temperature not in (0, 1)
+
+
+@dataclass(frozen=True)
+class StopWords:
+    """What ends an answer: where the client says nothing, and which texts are tokens."""
+
+    ends: tuple[int, ...]
+    special: Callable[[str], int | None]  # the id of a special token
+
+    def of(self, stop: str | list[str] | list[int] | None) -> tuple[list[int], list[str]]:
+        """Ids and texts. A special token is decoded to nothing: its text is looked for as it."""
+        if stop is None:
+            return list(self.ends), []
+        given = [stop] if isinstance(stop, str) else stop
+        ids = [each for each in given if isinstance(each, int)]
+        texts = [each for each in given if isinstance(each, str)]
+        special = {text: self.special(text) for text in texts}
+        ids += [id for id in special.values() if id is not None]
+        return ids, [text for text in texts if special[text] is None]
+
+
+@dataclass(frozen=True)
+class SampleBounds:
+    """What samples may ask for."""
+
+    most_tokens: int  # of an answer, where the request names no number
+    longest: int  # a prompt and its answer together
+    whose: str = "the model"  # as errors say it
+    least_temperature: float = 0.0  # but for 0
+
+
+def read_ask(
+    body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, bounds: SampleBounds
+) -> SampleAsk:
+    """The request; what is wrong in it is said by field. `drawn_seed` is its own where it gives
+    none."""
+    form = schemas.SampleForm.model_validate_json(body)
+    prompt = reader.prompt(read_prompt({"chunks": form.prompt.chunks}, "prompt"), "prompt")
+    params, length = form.sampling_params, len(prompt.ids_S)
+    room = bounds.longest - length
+    if room < 1:
+        raise RequestError(
+            f"has {length} tokens, and {bounds.whose} takes {bounds.longest} with the answer",
+            key="prompt",
+        )
+    if 0 < params.temperature < bounds.least_temperature:
+        raise RequestError(
+            f": {bounds.whose} draws with at least {bounds.least_temperature}",
+            key="sampling_params.temperature",
+            found=params.temperature,
+            allowed="0, which takes the most likely token, or more",
+        )
+    ids, texts = stops.of(params.stop)
+    settings = SamplingSettings(
+        min(params.max_tokens or bounds.most_tokens, room),
+        params.temperature,
+        max(params.top_k, 0),
+        params.top_p,
+        tuple(sorted(ids)),
+        tuple(sorted(texts)),
+        tempered=True,
+    )
+    # A request may have been accepted before a restart with another vocabulary.
+    schemas.check_top_k(form, reader.tokens.vocab)
+    if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
+        raise RequestError(
+            "needs prompt_logprobs",
+            key="prompt_logprobs_last_n",
+            found=form.prompt_logprobs_last_n,
+        )
+    asked = form.target_prompt_logprobs
+    return SampleAsk(
+        prompt,
+        settings,
+        form.num_samples,
+        _spread(drawn_seed if params.seed is None else params.seed),
+        bool(form.prompt_logprobs),
+        form.topk_prompt_logprobs,
+        form.topk_sample_logprobs,
+        None if asked is None else _targets(asked, length, reader.tokens),
+        _hidden(length, form.prompt_logprobs_last_n),
+    )
+
+
+def complete(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
+    """What clients get, whose answers were drawn by the ranks' model or weights of this name."""
+    scored = _scored(orders, weights, asks)
+    return [
+        write_samples(_samples(orders, weights, ask, ask.answers or (), log_probs))
+        for ask, log_probs in zip(asks, scored, strict=True)
+    ]
+
+
+def written(ask: SampleAsk) -> bytes:
+    """Answers of an engine that lack nothing."""
+    assert ask.answers is not None and not ask.needs_ranks
+    return write_samples(
+        Samples(_sampled(ask.answers, [None] * len(ask.answers)), None, None, None)
+    )
+
+
+def at_temperature(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[SampleAsk]:
+    """With log-probs of an engine's answers at the temperature that they were drawn at: the engine
+    says those at 1, which say too little of a single token to be tempered."""
+    found = list(asks)
+    for temperature in sorted({ask.settings.temperature for ask in asks if ask.is_tempered}):
+        places = [p for p, ask in enumerate(asks) if ask.settings.temperature == temperature]
+        pairs = [
+            (asks[place].prompt, each) for place in places for each in asks[place].answers or ()
+        ]
+        rows = [replace(continued(prompt, each.ids), values_S={}) for prompt, each in pairs]
+        scored = iter(orders.forward(weights, rows, temperature))
+        for place in places:
+            answers = tuple(
+                replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist()))
+                for each in asks[place].answers or ()
+            )
+            found[place] = replace(asks[place], answers=answers)
+    return found
+
+
+def _scored(
+    orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]
+) -> list[dict[str, np.ndarray]]:
+    """Log-probs of the prompts of those that want some, in one pass."""
+    rows: list[Row] = []
+    names: list[tuple[int, str]] = []
+    for place, ask in enumerate(asks):
+        if ask.prompt_log_probs and len(ask.prompt.ids_S) > 1:
+            rows.append(replace(ask.prompt, targets=_next_tokens(ask.prompt)[:, None]))
+            names.append((place, "prompt"))
+        if ask.targets is not None:
+            rows.append(replace(ask.prompt, targets=_rows_of(ask.targets)))
+            names.append((place, "targets"))
+    scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
+    if rows:
+        for (place, name), found in zip(names, orders.forward(weights, rows), strict=True):
+            scored[place][name] = found.numpy()
+    return scored
+
+
+def _samples(
+    orders: ModelOrders,
+    weights: str,
+    ask: SampleAsk,
+    answers: Sequence[Completion],
+    scored: dict[str, np.ndarray],
+) -> Samples:
+    prompt_log_probs = top_prompt = targets = None
+    hidden_S = ask.hidden_S
+    if ask.prompt_log_probs:
+        prompt_log_probs = np.full(len(hidden_S), np.nan, dtype=np.float32)
+        if "prompt" in scored:
+            prompt_log_probs[1:] = scored["prompt"][:-1, 0]
+        prompt_log_probs[hidden_S] = np.nan
+    if ask.top_prompt:
+        row = replace(ask.prompt, targets=torch.zeros_like(ask.prompt.ids_S)[:, None])
+        found = orders.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
+        top_prompt = _top(np.concatenate([found[:1], found[:-1]]))
+        top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
+    if ask.targets is not None:
+        targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
+    tops = _tops(orders, weights, ask, answers)
+    return Samples(_sampled(answers, tops), prompt_log_probs, top_prompt, targets)
+
+
+def _sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tuple[Sampled, ...]:
+    return tuple(
+        Sampled(
+            np.array(answer.ids, dtype=np.int32),
+            np.array(answer.log_probs, dtype=np.float32),
+            answer.ended == "stop",
+            top,
+        )
+        for answer, top in zip(answers, tops, strict=True)
+    )
+
+
+def _tops(
+    orders: ModelOrders, weights: str, ask: SampleAsk, answers: Sequence[Completion]
+) -> list[TopK | None]:
+    """The likeliest tokens at each of the answers' own."""
+    if not ask.top_sample:
+        return [None] * len(answers)
+    length, rows = len(ask.prompt.ids_S), []
+    for answer in answers:
+        row = continued(ask.prompt, answer.ids)
+        targets_S = torch.full_like(row.ids_S, IGNORE)
+        targets_S[length - 1 : -1] = 0
+        labels_S = torch.full_like(row.ids_S, IGNORE)
+        rows.append(replace(row, labels_S=labels_S, values_S={}, targets=targets_S[:, None]))
+    temperature = ask.settings.temperature or 1.0
+    found = orders.likeliest(weights, rows, ask.top_sample, temperature)
+    return [_top(each[length - 1 : -1].numpy()) for each in found]
+
+
+def _top(found_Sk2: np.ndarray) -> TopK:
+    return TopK(found_Sk2[..., 0].astype(np.int32), found_Sk2[..., 1].astype(np.float32))
+
+
+def _next_tokens(prompt: Row) -> Tensor:
+    """What each place is followed by; the last by nothing."""
+    return torch.cat([prompt.ids_S[1:], torch.full((1,), IGNORE)])
+
+
+def _hidden(length: int, last_n: int | None) -> np.ndarray:
+    return np.arange(length) < max(1, 0 if last_n is None else length - last_n)
+
+
+def _targets(asked: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
+    found = read_prompt_targets(asked, length)
+    wanted = found.ids_RJ[found.ids_RJ != NOTHING]
+    check_ids(wanted, tokens, "target_prompt_logprobs")  # others are drawn with it
+    return found
+
+
+def _rows_of(targets: PromptTargets) -> Tensor:
+    """[S, J]: after the last token there is nothing."""
+    ids_RJ = np.where(targets.ids_RJ == NOTHING, IGNORE, targets.ids_RJ)
+    return torch.from_numpy(np.pad(ids_RJ, ((0, 1), (0, 0)), constant_values=IGNORE))
+
+
+def _spread(seed: int) -> int:
+    """A number far from those of neighbouring seeds: answer k of a request has this one + k."""
+    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2

@@ -1,0 +1,134 @@
+"""What rank 0 of a service opens: the journal, the reader of requests, and the front."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_vlm import __version__
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.tokens.chat_template import END
+from megatron_vlm.data.tokens.tokenizer import read_tokenizer, stop_ids
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.engines import EngineSettings
+from megatron_vlm.engines.engine_thread import Engines, side_by_side
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.io.hub import folder_of
+from megatron_vlm.serve.http.api_keys import ApiKeys
+from megatron_vlm.serve.http.app import make_app
+from megatron_vlm.serve.http.context import ServerFacts
+from megatron_vlm.serve.http.http_server import FrontServer
+from megatron_vlm.serve.http.request_limits import RequestLimits
+from megatron_vlm.serve.journal.accept import Bounds
+from megatron_vlm.serve.journal.cleanup import Keep
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.loop import Service
+from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
+from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, Drawer
+from megatron_vlm.training.completions import COLDEST
+
+ENGINE_MAX_LEN = 32768  # unless the model or serve.engine_max_len says less or more
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A service that answers at this address."""
+
+    service: Service
+    front: FrontServer
+    address: str
+
+
+def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
+    """Open everything; `opened` closes the journal."""
+    limits = limits_of(cfg.serve.limits)
+    keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
+    base = orders.models.base
+    bounds = Bounds(limits.open_calls, limits.open_bytes, limits.models)
+    journal = Journal(Path(cfg.run), bounds, Keep(superseded=limits.snapshot_seconds))
+    opened.callback(journal.close)
+    reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
+    samples = _bounds(cfg, limits, reader.longest)
+    readings = Readings(
+        journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
+    )
+    drawer = None
+    if cfg.serve.sampler == "vllm":  # before anybody can ask: loading takes minutes
+        settings = engine_settings(cfg, orders, limits, samples)
+        engines = Engines()
+        opened.callback(engines.close)
+        engines.start(settings, cfg.serve.engine_gpus, orders.wait)
+        drawer = Drawer(engines, journal, readings, settings.most_adapters)
+        drawer.start()
+    service = Service(cfg, orders, journal, readings, drawer)
+    service.residents.remove_strangers()
+    facts = facts_of(cfg, base.source, base.dims)
+    app = make_app(journal, limits, keys, facts, service.gauges)
+    front = FrontServer(app, cfg.serve.host, cfg.serve.port)
+    port = front.start()
+    host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host
+    return Opened(service, front, cfg.serve.url or f"http://{host}:{port}")
+
+
+def limits_of(given: Mapping[str, Any]) -> RequestLimits:
+    """The limits with what serve.limits changes."""
+    usual = RequestLimits()
+    known = {each.name: type(getattr(usual, each.name)) for each in fields(usual)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError("is not a limit", key=f"serve.limits.{name}", allowed=tuple(known))
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(key=f"serve.limits.{name}", found=value, allowed="a number above 0")
+    return replace(usual, **{name: known[name](value) for name, value in given.items()})
+
+
+def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
+    if cfg.serve.sampler == "own":
+        return SampleBounds(limits.max_tokens, longest, least_temperature=COLDEST)
+    longest = min(longest, cfg.serve.engine_max_len or ENGINE_MAX_LEN)
+    whose = "the engine (serve.engine_max_len)"
+    return SampleBounds(limits.max_tokens, longest, whose, LEAST_TEMPERATURE)
+
+
+def engine_settings(
+    cfg: Config, orders: ModelOrders, limits: RequestLimits, bounds: SampleBounds
+) -> EngineSettings:
+    """The settings of every engine."""
+    serve, base = cfg.serve, orders.models.base
+    return EngineSettings(
+        python=str(serve.engine),
+        folder=str(base.source.path),
+        dtype=str(base.chunks[0].config.params_dtype).removeprefix("torch."),
+        max_len=bounds.longest,
+        pictures=limits.pictures,
+        lora_rank=serve.max_rank,
+        adapters=serve.snapshots,
+        options=side_by_side(serve.engine_gpus) | serve.engine_options,
+    )
+
+
+def _stop_words(cfg: Config) -> StopWords:
+    tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
+    special = {str(token): int(id) for id, token in tokenizer.added_tokens_decoder.items()}
+    ends = stop_ids(folder_of(cfg.model.path), int(tokenizer.convert_tokens_to_ids(END)))
+    return StopWords(ends, special.get)
+
+
+def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFacts:
+    """Describe the server and its model to clients."""
+    names = dict.fromkeys([cfg.serve.name or cfg.model.path, cfg.model.path])
+    return ServerFacts(
+        tuple(names),
+        source.sizes.text.max_positions,
+        cfg.model.path,
+        source.family.model_type,
+        __version__,
+        cfg.serve.url,
+        f"tp={dims.tp} pp={dims.pp} dp={dims.dp}",
+        source.sizes.text.vocab,
+    )

@@ -1,0 +1,329 @@
+"""Calls of one model, in their order: gradients, steps, weights out and in."""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
+from megatron_vlm.config.trainable import Exported
+from megatron_vlm.controller.rank_worker import BrokenError
+from megatron_vlm.distributed.agreement import Stopped
+from megatron_vlm.distributed.beside import beside
+from megatron_vlm.errors import show_value
+from megatron_vlm.serve.batches import Batch, figures_of, metrics_of
+from megatron_vlm.serve.http import schemas
+from megatron_vlm.serve.journal.calls import model_id, sampler_id
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import (
+    Call,
+    Changes,
+    CheckpointKind,
+    ModelChange,
+    NewCheckpoint,
+    NewSampler,
+    Outcome,
+    Saved,
+    tinker_path,
+)
+from megatron_vlm.serve.memory_check import check_fits
+from megatron_vlm.serve.model_cache import Resident, Residents
+from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.protocol.answers import write_forward_backward
+from megatron_vlm.serve.protocol.payloads import RequestError
+from megatron_vlm.serve.rank_models import Loss, ModelForm
+from megatron_vlm.training.optimizer import AdamStep
+
+Done = tuple[Outcome, Changes]
+
+# Which part each switch of lora_config gives adapters.
+_PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}
+
+
+class ModelCalls:
+    """On rank 0. Each method does a call, and returns its answer and what else has changed."""
+
+    def __init__(self, orders: ModelOrders, residents: Residents, journal: Journal):
+        self.orders, self.residents, self.journal = orders, residents, journal
+        counted = (
+            "trained_tokens_total",
+            "optimizer_steps_total",
+            "passes_of_several_models_total",
+        )
+        self.gauges = dict.fromkeys(counted, 0.0)
+
+    def create_model(self, call: Call, body: bytes) -> Done:
+        form = schemas.CreateModel.model_validate_json(body)
+        lora = form.lora_config or schemas.LoraForm(rank=0)
+        targets = tuple(part for flag, part in _PARTS.items() if getattr(lora, flag))
+        if lora.rank and not targets:
+            raise RequestError(
+                f": {', '.join(_PARTS)} are all false, so that nothing would learn",
+                key="lora_config.rank",
+                found=lora.rank,
+                remedy="set one of them",
+            )
+        seed = call.seed if lora.seed is None else lora.seed
+        made = ModelForm(lora.rank, seed % 2**31, targets if lora.rank else ())
+        id = model_id(call.owner, form.model_seq_id)
+        self.residents.create(id, made)
+        return self._created(id, "create_model", made)
+
+    def load_model(self, call: Call, body: bytes) -> Done:
+        form = schemas.LoadModel.model_validate_json(body)
+        id = model_id(call.owner, form.model_seq_id)
+        made, folder = self._stored(form.path)
+        self.residents.create(id, made, folder, form.optimizer)
+        return self._created(id, "load_weights", made, form.optimizer, path=form.path)
+
+    def _created(
+        self, id: str, kind: str, made: ModelForm, moments: bool = True, **more: str
+    ) -> Done:
+        facts: dict[str, Any] = {"form": made.plain(), "moments": moments}
+        if made.rank:  # what weights_info tells
+            facts |= {flag: part in made.targets for flag, part in _PARTS.items()}
+        change = ModelChange(id, state="ready", facts=facts)
+        return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
+
+    def _stored(self, path: str) -> tuple[ModelForm, Path]:
+        found = self.journal.checkpoint(path)
+        if found is None:
+            raise RequestError(
+                ": the checkpoint was deleted or has expired", key="path", found=path
+            )
+        return ModelForm.of(found.facts["form"]), found.folder
+
+    def load_weights(self, call: Call, body: bytes) -> Done:
+        form = schemas.LoadWeights.model_validate_json(body)
+        made, folder = self._stored(form.path)
+        resident = self.residents.model(call.owner)
+        if made.rank != resident.form.rank or made.targets != resident.form.targets:
+            raise RequestError(
+                f"has adapters of {_adapters(made)}, and this model has {_adapters(resident.form)}",
+                key="path",
+                found=form.path,
+                remedy="load it as a new model",
+            )
+        with self._whole(resident):
+            self.orders.load(resident.id, str(folder), form.optimizer)
+            resident.changed(call.seq)
+            saved = self.residents.new_folder("states")
+            self.orders.save(resident.id, str(saved), True)
+        resident.saved = call.seq
+        answer = {"path": form.path, "model_id": call.owner, "type": "load_weights"}
+        return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
+
+    def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
+        """Those of different models, of which one alone may be forward_only."""
+        residents = [self.residents.model(call.owner) for call, _ in calls]
+        batches = [batch for _, batch in calls]
+        if batches[0].forward_only:
+            assert len(batches) == 1
+            log_probs = self.orders.forward(residents[0].id, batches[0].rows)
+            found = [(log_probs, metrics_of(batches[0], log_probs))]
+        else:
+            for resident, batch in zip(residents, batches, strict=True):
+                self._check_fits(resident, batch)
+            with self._added_or_not(residents):
+                found = self._gradients(residents, batches)
+                done = self._answers(batches, found)
+            self.gauges["passes_of_several_models_total"] += len(batches) > 1
+            return done
+        return self._answers(batches, found)
+
+    def _check_fits(self, resident: Resident, batch: Batch) -> None:
+        worker = self.orders.models.workers[resident.id]
+        itemsize = worker.chunks[0].config.params_dtype.itemsize
+        memory = worker.platform.memory_total()
+        check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
+
+    @contextmanager
+    def _added_or_not(self, residents: Sequence[Resident]) -> Iterator[None]:
+        """An error within leaves the gradients of before: where some were added, the models come
+        back from disk."""
+        before = [self.orders.models.backwards_of(each.id) for each in residents]
+        try:
+            yield
+        except (BrokenError, Stopped):
+            raise
+        except Exception:
+            for each, count in zip(residents, before, strict=True):
+                if self.orders.models.backwards_of(each.id) != count:
+                    self.residents.forget(each.id)
+            raise
+
+    @contextmanager
+    def _whole(self, resident: Resident) -> Iterator[None]:
+        """An error within leaves no half of a change: the model comes back from disk."""
+        try:
+            yield
+        except (BrokenError, Stopped):
+            raise
+        except Exception:
+            self.residents.forget(resident.id)
+            raise
+
+    def _answers(
+        self,
+        batches: Sequence[Batch],
+        found: Sequence[tuple[Sequence[Tensor], Mapping[str, float]]],
+    ) -> list[Done]:
+        return [
+            (self._answer(batch, *of_it), Changes())
+            for batch, of_it in zip(batches, found, strict=True)
+        ]
+
+    def _answer(
+        self, batch: Batch, log_probs: Sequence[Tensor], metrics: Mapping[str, float]
+    ) -> Outcome:
+        self.gauges["trained_tokens_total"] += batch.tokens
+        outputs = [{"logprobs": each} for each in batch.in_order(log_probs)]
+        return Outcome(write_forward_backward(outputs, metrics), "protobuf")
+
+    def _gradients(
+        self, residents: Sequence[Resident], batches: Sequence[Batch]
+    ) -> list[tuple[list[Tensor], dict[str, float]]]:
+        """Log-probs and figures of each."""
+        losses = [
+            Loss(resident.id, batch.loss, batch.options)
+            for resident, batch in zip(residents, batches, strict=True)
+        ]
+        done = self.orders.forward_backward(losses, [batch.rows for batch in batches])
+        return [(each.log_probs or [], figures_of(each)) for each in done]
+
+    def optim_step(self, call: Call, body: bytes) -> Done:
+        resident = self.residents.model(call.owner)
+        norm = self._step(
+            resident, call.seq, schemas.OptimStep.model_validate_json(body).adam_params
+        )
+        # A norm that is not finite is no number of JSON's.
+        metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
+        steps = self.orders.models.step_of(resident.id)
+        change = ModelChange(call.owner, figures={"steps": steps, **metrics})
+        return _json({"metrics": metrics}), Changes(models=(change,))
+
+    def _step(self, resident: Resident, seq: int, asked: schemas.AdamParams) -> float:
+        adam = AdamStep(
+            asked.beta1,
+            asked.beta2,
+            asked.eps,
+            asked.weight_decay,
+            max(asked.grad_clip_norm, 0.0),
+            without_gradients=True,
+        )
+        with self._whole(resident):
+            norm, _ = self.orders.optim_step(resident.id, asked.learning_rate, adam)
+        resident.changed(seq)
+        self.gauges["optimizer_steps_total"] += 1
+        return norm
+
+    def redo(self, resident: Resident, call: Call, batch: Batch | None, body: bytes) -> None:
+        """A call that was done before the model went to disk, or the service died."""
+        if call.kind == "forward_backward":
+            assert batch is not None
+            self._gradients([resident], [batch])
+        elif call.kind == "optim_step":
+            asked = schemas.OptimStep.model_validate_json(body).adam_params
+            self._step(resident, call.seq, asked)
+
+    def save_weights(self, call: Call, body: bytes) -> Done:
+        form = schemas.SaveWeights.model_validate_json(body)
+        path = tinker_path(call.owner, "training", form.path)
+        if not form.overwrite and self.journal.checkpoint(path) is not None:
+            raise RequestError(
+                f": {path} exists",
+                key="path",
+                found=form.path,
+                allowed="another name, or overwrite=True",
+            )
+        resident = self.residents.model(call.owner)
+        folder, made = self._written(resident, "training", form, moments=True)
+        resident.saved, resident.unsaved_s = resident.applied, 0.0
+        saved = Saved(call.owner, resident.applied, folder)
+        answer = _json({"path": path, "type": "save_weights"})
+        return answer, Changes(checkpoints=(made,), saved=(saved,))
+
+    def save_weights_for_sampler(self, call: Call, body: bytes) -> Done:
+        form = schemas.SaveWeightsForSampler.model_validate_json(body)
+        resident = self.residents.model(call.owner)
+        if form.path is not None:
+            named = schemas.Named.model_validate_json(body)
+            folder, made = self._written(resident, "sampler", named, moments=False)
+            self.residents.fresh[str(folder)] = resident.id, resident.version
+            path = tinker_path(call.owner, "sampler", form.path)
+            answer = _json({"path": path, "type": "save_weights_for_sampler"})
+            return answer, Changes(checkpoints=(made,))
+        model = self.journal.model(call.owner)
+        if form.sampling_session_seq_id is None or model is None:
+            raise RequestError(
+                "is missing",
+                key="path",
+                allowed="a name, or sampling_session_seq_id for a session",
+            )
+        folder = self.residents.new_folder("weights")
+        self.orders.save(resident.id, str(folder), False)
+        self.residents.fresh[str(folder)] = resident.id, resident.version
+        sampler = NewSampler(
+            sampler_id(model.session, form.sampling_session_seq_id),
+            model.session,
+            model.id,
+            model.base_model,
+            folder,
+            facts={"form": resident.form.plain()},
+        )
+        answer = _json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
+        return answer, Changes(samplers=(sampler,))
+
+    def save_weights_external(self, call: Call, body: bytes) -> Done:
+        form = schemas.SaveWeightsExternal.model_validate_json(body)
+        resident = self.residents.model(call.owner)
+        _, made = self._written(resident, "external", form, moments=False)
+        path = tinker_path(call.owner, "external", form.path)
+        return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
+
+    def unload_model(self, call: Call, body: bytes) -> Done:
+        id = schemas.OfModel.model_validate_json(body).model_id
+        self.residents.forget(id)
+        change = ModelChange(id, state="unloaded")
+        return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
+
+    def _written(
+        self, resident: Resident, kind: CheckpointKind, form: schemas.Named, moments: bool
+    ) -> tuple[Path, NewCheckpoint]:
+        """The model's weights in a folder of their own."""
+        folder = self.residents.new_folder("weights")
+        self.orders.save(resident.id, str(folder), moments)
+        if kind == "external":
+            folder = self._exported(folder, resident.form)
+        size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+        expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
+        facts = {"form": resident.form.plain(), "moments": moments}
+        return folder, NewCheckpoint(
+            resident.id, kind, form.path, folder, size, expires, form.user_metadata or {}, facts
+        )
+
+    def _exported(self, folder: Path, made: ModelForm) -> Path:
+        """What others read, in place of our own form."""
+        out = folder.with_name(f"{folder.name}-export")
+        kind: Exported | None = "adapter" if made.rank else None
+        try:
+            export = partial(export_checkpoint, str(folder), str(out), kind=kind)
+            beside(export, self.orders.wait)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return out
+
+
+def _adapters(form: ModelForm) -> str:
+    return f"rank {form.rank} on {show_value(form.targets)}"
+
+
+def _json(answer: Mapping[str, Any]) -> Outcome:
+    return Outcome(json.dumps(answer).encode())

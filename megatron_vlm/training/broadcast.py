@@ -1,0 +1,99 @@
+"""One rank of a replica loads data; the others get from it what they need, and no more.
+
+Tokens, targets and positions go to every rank of the replica, and grids, the values and the
+weights of the loss with them: to its host, in one message for a step. Pixels, still as bytes, go
+only to the tensor parallel ranks of stage 0, from device to device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.data.batches.micro_batch import LOSS_FIELDS, VISUAL_FIELDS, MicroBatch
+from megatron_vlm.data.tensors.tensor_bytes import DTYPES, Field, dtype_name, pack, unpack
+from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
+from megatron_vlm.distributed.device import to_device
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import DataError
+
+_ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", "image_grid_I3", "video_grid_I3")
+_PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
+_FACTS = ("lengths", "rows", "value_names")
+
+
+def share_json(mine: Any, grid: Grid, device: torch.device) -> Any:
+    """What the loading rank has, as JSON can hold it, or its DataError, on every rank of the
+    replica. A collective."""
+    failed = isinstance(mine, DataError)
+    said = {"error": str(mine)} if failed else {"value": mine}
+    found = broadcast_json(said, grid.leader, grid.replica.group, device)
+    if "error" in found:
+        raise mine if failed else DataError(found["error"])
+    return found["value"]
+
+
+def share_bytes(mine: bytes | None, grid: Grid, device: torch.device) -> bytes:
+    """The bytes of the loading rank on every rank of the replica. A collective."""
+    return broadcast_bytes(mine, grid.leader, grid.replica.group, device)
+
+
+def share_batch(
+    mine: tuple[list[MicroBatch], Any] | None, grid: Grid, device: torch.device
+) -> tuple[list[MicroBatch], Any]:
+    """The loading rank's micro-batches, and what comes with them as JSON can hold it, on every
+    rank of the replica. A collective."""
+    if grid.replica.size == 1:
+        assert mine is not None
+        return mine
+    packed = None if mine is None else _pack(*mine)
+    fields, meta = unpack(share_bytes(packed, grid, device))
+    received = []
+    for number, frame in enumerate(meta["frames"]):
+        parts: dict[str, Any] = {name: tuple(frame[name]) for name in _FACTS}
+        for name in _ON_HOST:
+            _, tensors = fields.get(f"{number} {name}", (False, [None]))
+            parts[name] = tensors[0]
+        batch = None if mine is None else mine[0][number]
+        for name in _PATCHES if grid.first else ():
+            own = None if batch is None else getattr(batch, name)
+            parts[name] = _share_patches(frame[name], own, grid, device)
+        if not grid.first:
+            parts |= dict.fromkeys(VISUAL_FIELDS)
+        parts["visual"] = frame["visual"]
+        received.append(MicroBatch(**parts))
+    return received, meta["extra"]
+
+
+def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
+    """What the host of each rank needs, in one message; of the patches only shapes and types."""
+    fields: dict[str, Field] = {}
+    frames = []
+    for number, batch in enumerate(batches):
+        frame: dict[str, Any] = {name: list(getattr(batch, name)) for name in _FACTS}
+        frame["visual"] = batch.visual
+        for name in _PATCHES:
+            tensor = getattr(batch, name)
+            frame[name] = None if tensor is None else (list(tensor.shape), dtype_name(tensor.dtype))
+        for name in _ON_HOST:
+            if (tensor := getattr(batch, name)) is not None:
+                fields[f"{number} {name}"] = (False, [tensor])
+        frames.append(frame)
+    return pack(fields, {"frames": frames, "extra": extra})
+
+
+def _share_patches(
+    said: tuple[list[int], str] | None, mine: Tensor | None, grid: Grid, device: torch.device
+) -> Tensor | None:
+    """Patches on all ranks of the first stage, which the loading rank belongs to."""
+    if said is None or grid.tp.size == 1:
+        return mine
+    shape, dtype = said
+    if mine is None:
+        patches = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+    else:
+        patches = to_device(mine, device)
+    dist.broadcast(patches, grid.leader, group=grid.tp.group)
+    return patches

@@ -1,0 +1,150 @@
+"""Batches on every rank, for training and evaluation alike."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.data.batches.balance import Limits
+from megatron_vlm.data.batches.data_position import Position
+from megatron_vlm.data.batches.data_warnings import Remarks
+from megatron_vlm.data.batches.dataset import DataSet, open_data
+from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.distributed.agreement import Vote, fail_together, meet
+from megatron_vlm.distributed.collectives import all_gather_json
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import DataError, MegatronVLMError
+from megatron_vlm.family.spec import ModelSizes
+from megatron_vlm.training.broadcast import share_batch, share_json
+from megatron_vlm.training.data_fingerprint import Fingerprint, fingerprint
+
+T = TypeVar("T")
+Known = TypeVar("Known")
+_ELSEWHERE = "another rank could not load its data; see its message"
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step's micro-batches on this rank, and what all ranks know of the global batch."""
+
+    micro_batches: list[MicroBatch]
+    after: Position
+    figures: BatchFigures
+
+
+class SharedBatches:
+    """A loader's batches on every rank; only one rank of a replica has the loader."""
+
+    def __init__(self, loader: Loader | None, grid: Grid, device: torch.device):
+        self.grid, self.device = grid, device
+        self.batches = None if loader is None else iter(loader)
+
+    def next(self, vote: Vote = Vote.OK) -> StepData:
+        """The next batch. What one rank votes for or fails with, all do. A collective."""
+        mine: Any = None
+        with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
+            if self.batches is not None:
+                batch = next(self.batches)
+                mine = (batch.micro_batches, (asdict(batch.after), asdict(batch.figures)))
+        micro_batches, (after, figures) = share_batch(mine, self.grid, self.device)
+        return StepData(micro_batches, Position(**after), BatchFigures(**figures))
+
+
+class Feeder:
+    """The training batches of a run, on every rank."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        sizes: ModelSizes,
+        grid: Grid,
+        device: torch.device,
+        watchdog: Watchdog,
+        asks: bool = False,
+    ):
+        """With `asks` the samples are prompts, see open_data; whoever asks them takes them from
+        `data`, and nothing is started."""
+        self.cfg, self.grid, self.device = cfg, grid, device
+        self.replica = Replica(grid.dp.rank, grid.dp.size)
+        self.loader: Loader | None = None
+
+        def opening() -> tuple[DataSet | StreamSet, tuple[int | None, Any, Any]]:
+            share = (grid.dp.rank, grid.dp.size)
+            specs, path = cfg.data.train, cfg.model.path
+            data = open_data(specs, "data.train", cfg.data, path, sizes, share, asks=asks)
+            remarks = asdict(Remarks.of(data, "data.train", cfg.data))
+            return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
+
+        self.data, (self.length, found, remarks) = open_together(
+            "data.train", grid, device, opening, watchdog
+        )
+        self.remarks = Remarks(**remarks)
+        self.fingerprint = Fingerprint.from_json(found)
+        _check_same(self.fingerprint, device)
+
+    def faults(self) -> str:
+        """What was left out so far, in a sentence; empty if nothing was."""
+        if self.data is None:
+            return ""
+        dropped, errors = self.data.faults()
+        errors = [*errors, *(self.loader.errors if self.loader is not None else [])]
+        rules = [f"{count} samples dropped: {rule}" for rule, count in dropped.items()]
+        wrong = [f"{len(errors)} wrong samples skipped, the first: {errors[0]}"] if errors else []
+        return "; ".join([*rules, *wrong])
+
+    def start(self, position: Position) -> None:
+        """Load from this position on."""
+        size, limits = self.cfg.train.global_batch_size, Limits.of(self.cfg.train)
+        if self.data is not None:
+            data = self.cfg.data
+            self.loader = Loader(self.data, data, size, limits, self.replica, position)
+        self.batches = SharedBatches(self.loader, self.grid, self.device)
+
+    def next(self, vote: Vote) -> StepData:
+        """The next step's data; Stopped or an error on one rank is Stopped or an error on all."""
+        return self.batches.next(vote)
+
+
+def open_together(
+    name: str,
+    grid: Grid,
+    device: torch.device,
+    opening: Callable[[], tuple[T, Known]],
+    watchdog: Watchdog,
+) -> tuple[T | None, Known]:
+    """What `opening` opens, on the loading ranks, and what all ranks are to know of it, as JSON
+    can hold it. The error of one is an error on all, however long the others take. A collective."""
+    data: T | None = None
+    opened: Any = None
+    failure: MegatronVLMError | None = None
+    watchdog.at(0, f"opening {name}", files=True)
+    if grid.leads:
+        try:
+            data, opened = opening()
+        except MegatronVLMError as error:
+            failure = error
+    watchdog.at(0, f"waiting until all ranks have opened {name}")
+    meet(name)
+    with fail_together(device, DataError, _ELSEWHERE):
+        if failure is not None:
+            raise failure
+    return data, share_json(opened, grid, device)
+
+
+def _check_same(mine: Fingerprint, device: torch.device) -> None:
+    found = [Fingerprint.from_json(each) for each in all_gather_json(mine.to_json(), None, device)]
+    for rank, other in enumerate(found):
+        differences = [*found[0].changed_order(other), *found[0].changed_rows(other)]
+        if differences:
+            raise DataError(
+                f"differs from that of rank 0 ({'; '.join(differences)}): their files differ, or "
+                "one of them could not read a record",
+                place=f"rank {rank}",
+                key="data.train",
+                remedy="give all machines the same data.train and image_root",
+            )

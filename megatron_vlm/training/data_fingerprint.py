@@ -1,0 +1,116 @@
+"""What a run that resumes compares: its data, and the rules by which records become rows."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from megatron_vlm.config.data_sources import WITHOUT_EFFECT
+from megatron_vlm.config.schema import Config, DataConfig
+from megatron_vlm.data.batches.dataset import DataSet
+from megatron_vlm.data.batches.stream_set import StreamSet
+from megatron_vlm.hf.digest import settings_digests
+from megatron_vlm.io.hub import folder_of
+
+# The keys of data.* of which the order has what matters. Of the others, those that have an effect
+# are compared, also those that are added later.
+_IN_ORDER = ("train", "seed", "shuffle", "shuffle_window")
+_NOT_OF_ROWS = ("generation_config.json",)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Values and digests by name: equal on all replicas, and after a resume."""
+
+    order: Mapping[str, str] = field(default_factory=dict)  # what a place in the data depends on
+    rows: Mapping[str, str] = field(default_factory=dict)  # what else decides tokens and targets
+    whole: str = ""  # digest of the order and of lengths: all that earlier versions compared
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: Any) -> "Fingerprint":
+        """Of this version, or the digest that earlier ones wrote."""
+        return Fingerprint(whole=saved) if isinstance(saved, str) else Fingerprint(**saved)
+
+    def changed_order(self, now: "Fingerprint") -> list[str]:
+        """Where the places in the data of this one mean nothing for another: what differs."""
+        if self.order:
+            return list(_changes(self.order, now.order))
+        same = self.whole == now.whole
+        return [] if same else ["the records, their order or their lengths"]
+
+    def changed_rows(self, now: "Fingerprint") -> list[str]:
+        """What else differs. Earlier versions did not write it, or lacked some of the keys."""
+        if not self.order:
+            return []
+        known = {k: v for k, v in now.rows.items() if k in self.rows or not k.startswith("data.")}
+        return list(_changes(self.rows, known))
+
+
+def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
+    """Of data.train as it was opened."""
+    rows = {
+        f"data.{item.name}": repr(getattr(cfg.data, item.name))
+        for item in fields(DataConfig)
+        if item.name not in (*WITHOUT_EFFECT, *_IN_ORDER)
+    }
+    for name, digest in settings_digests(folder_of(cfg.model.path)).items():
+        if name not in _NOT_OF_ROWS:
+            rows[f"{name} in model.path"] = digest
+    order, whole = _order_of_stream(data, cfg.data) if isinstance(data, StreamSet) else ({}, "")
+    if isinstance(data, DataSet):
+        order, whole = _order_of_set(data), _digest(*_parts(data))
+        tokens = [index.tokens.tobytes() for index in data.indexes]
+        rows["set of sample lengths in data.train"] = _digest(*tokens)
+    return Fingerprint(order, rows, whole)
+
+
+def _order_of_set(data: DataSet) -> dict[str, str]:
+    order = {"data.shuffle": repr(data.order.shuffle)}
+    if data.order.shuffle:
+        order["data.seed"] = repr(data.order.seed)
+    parts = zip(data.sources, data.indexes, data.order.weights, strict=True)
+    for place, (source, index, weight) in enumerate(parts):
+        name = f"data.train[{place}]"
+        order |= {f"{name}.weight": repr(float(weight)), f"content of {name}": source.digest}
+        order[f"choice of the records of {name} that are samples"] = _digest(
+            index.records.tobytes()
+        )
+    return order
+
+
+def _parts(data: DataSet) -> Iterator[bytes]:
+    yield repr(data.order).encode()
+    for source, index in zip(data.sources, data.indexes, strict=True):
+        yield source.digest.encode() + index.records.tobytes() + index.tokens.tobytes()
+
+
+def _order_of_stream(data: StreamSet, cfg: DataConfig) -> tuple[dict[str, str], str]:
+    order = {"data.train": repr(data.name), "data.shuffle": repr(cfg.shuffle)}
+    if cfg.shuffle:
+        order["data.shuffle_window"] = repr(cfg.shuffle_window)
+    if cfg.shuffle or len(cfg.train) > 1:
+        order["data.seed"] = repr(cfg.seed)
+    for place, spec in enumerate(cfg.train):
+        order[f"data.train[{place}].weight"] = repr(float(spec.weight))
+        order[f"data.train[{place}].split"] = repr(spec.split)
+        order[f"data.train[{place}].subset"] = repr(spec.subset)
+    return order, _digest(data.name.encode())
+
+
+def _digest(*parts: bytes) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """In words: both values of a key, and of a digest only its name."""
+    for name in sorted(before.keys() | now.keys()):
+        was, found = before.get(name, "absent"), now.get(name, "absent")
+        if was == found:
+            continue
+        yield f"{name}={found}, was {was}" if name.startswith("data.") else f"another {name}"

@@ -1,0 +1,101 @@
+"""Which experts tokens go to, as batches say it and as it is written out.
+
+Shapes: S tokens of a row, T those of all rows of a micro-batch, L decoder layers with experts, K
+experts of a token.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import DataError
+from megatron_vlm.family.spec import TextSizes
+from megatron_vlm.model.experts import expert_mlps
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+
+Chosen = tuple[int, Mapping[int, Tensor]]  # of a micro-batch by its number: experts, by layer
+
+
+def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
+    """Refuse a routing that the model cannot follow: a rank would wait for tokens of others, or
+    give a token the same expert twice."""
+    experts = text.experts
+    for place, batch in enumerate(batches):
+        given_TLK = batch.routing_TLK
+        if given_TLK is None:
+            continue
+        if experts is None:
+            raise DataError(": the model has no experts", key="routing", remedy="give none")
+        tokens = sum(batch.lengths)
+        shape = (tokens, len(experts.layers), experts.top_k)
+        if tuple(given_TLK.shape) != shape:
+            raise DataError(
+                "does not fit the model",
+                place=f"micro-batch {place}",
+                key="routing.shape",
+                found=tuple(given_TLK.shape),
+                allowed=f"{list(shape)}: tokens, layers with experts, experts per token",
+            )
+        ordered_TLK = given_TLK.sort(dim=-1).values
+        ours = (ordered_TLK[..., 0] >= 0) & (ordered_TLK[..., -1] < experts.count)
+        ours &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
+        if (wrong := (~(ours | (ordered_TLK == -1).all(-1))).nonzero()).numel():
+            token, layer = wrong[0].tolist()
+            number = sorted(experts.layers)[layer]
+            raise DataError(
+                place=f"micro-batch {place}: token {token} in layer {number}",
+                key="routing",
+                found=given_TLK[token, layer].tolist(),
+                allowed=f"different experts from 0 to {experts.count - 1}, or -1 for all of them",
+            )
+
+
+def given_routing(
+    batch: MicroBatch, chunk: Qwen3VLGPTModel, move: Callable[[Tensor], Tensor]
+) -> dict[int, Tensor]:
+    """What a micro-batch says of this chunk's layers, by their numbers, on the device."""
+    given_TLK, experts = batch.routing_TLK, chunk.sizes.text.experts
+    if given_TLK is None or experts is None:
+        return {}
+    place = {number: index for index, number in enumerate(sorted(experts.layers))}
+    mine = [mlp.layer for mlp in expert_mlps([chunk])]
+    return {number: move(given_TLK[:, place[number - 1]].long()) for number in mine}
+
+
+def routing_tables(
+    batches: Sequence[MicroBatch],
+    chosen: Sequence[Chosen],
+    text: TextSizes,
+    grid: Grid,
+    device: torch.device,
+) -> list[Tensor]:
+    """The routing [T, L, K] of each micro-batch, on the host of every rank of a replica. `chosen`
+    is what this stage's routers chose. A collective."""
+    experts = text.experts
+    assert experts is not None
+    order, found = sorted(experts.layers), []
+    for batch in batches:
+        shape = (sum(batch.lengths), len(order), experts.top_k)
+        found.append(torch.zeros(shape, dtype=torch.int32, device=device))
+    for number, layers in chosen:
+        for layer, chosen_TK in layers.items() if number < len(batches) else ():
+            found[number][:, order.index(layer - 1)] = chosen_TK.int()
+    for table_TLK in found:
+        dist.all_reduce(table_TLK, group=grid.pp.group)  # of the other layers a stage has zeros
+    return [table_TLK.cpu() for table_TLK in found]
+
+
+def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:
+    """The routing [S, L, K] of each row, of the tables of its micro-batches."""
+
+    def pairs() -> Iterator[tuple[int, Tensor]]:
+        for batch, table_TLK in zip(batches, tables, strict=True):
+            yield from zip(batch.rows, table_TLK.split(list(batch.lengths)), strict=False)
+
+    by_place: dict[int, Any] = dict(pairs())
+    return [by_place[place] for place in sorted(by_place)]

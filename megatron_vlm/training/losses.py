@@ -1,0 +1,232 @@
+"""Losses: pure functions of the log-probs of the supervised tokens. To add one, write it:
+
+    @register
+    def reinforce(log_probs_N, advantages_N, *, scale=1.0):
+        loss_N = -scale * advantages_N * log_probs_N
+        return loss_N, {"advantage": advantages_N}
+
+and ask for it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its
+positional parameters after the first are values of each token, which a Row has in `values_S` and a
+TensorBatch in fields of these names (without _N); its keyword parameters are options, numbers with
+a default. It returns the loss of each token and what else to report of each. Both are summed over
+the tokens and divided once, by the number of supervised tokens of the global batch. Where rows have
+`loss_weights_S`, the loss of each token is multiplied by its weight, and the sum divided by that of
+all weights instead, so that equal weights change nothing. A `divisor` of the call takes the place
+of either. Each loss also takes the options of `Objective`. Those that learn from samples are in
+policy_losses.py.
+
+Shapes: N supervised tokens of a micro-batch, of which there may be none.
+"""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.distributed.device import to_device
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.model.log_probs import Also
+from megatron_vlm.training.policy_losses import (
+    cispo,
+    dro,
+    gspo,
+    gspo_token,
+    importance_sampling,
+    kl_k3,
+    ppo,
+)
+from megatron_vlm.training.stage_inputs import StageInput
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+REFERENCE = "ref_log_probs"
+_REGISTRY: dict[str, LossFunction] = {}
+
+
+def register(function: LossFunction) -> LossFunction:
+    """Register a loss under its function's name; it replaces an earlier one of that name."""
+    _REGISTRY[function.__name__] = function
+    return function
+
+
+@register
+def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Supervised fine-tuning."""
+    return -log_probs_N, {}
+
+
+@register
+def weighted_cross_entropy(
+    log_probs_N: Tensor, weights_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of tokens whose weights may have any sign, or be 0. Unlike `loss_weights_S`
+    they do not count in what the sum is divided by: with a divisor of 1 the loss is a sum."""
+    return -weights_N * log_probs_N, {}
+
+
+for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro):
+    register(_function)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with its options, and two terms that any loss can have. `kl_coef` adds that multiple
+    of `kl_k3` to `ref_log_probs`, `entropy_coef` takes away that multiple of the entropy; 0 only
+    reports them, None does not compute them."""
+
+    function: LossFunction
+    own_names: tuple[str, ...] = ()  # the values of each token that the function reads
+    options: Mapping[str, float] = field(default_factory=dict)
+    kl_coef: float | None = None
+    entropy_coef: float | None = None
+    metrics: tuple[str, ...] = ()  # what is reported beside the loss
+
+    @staticmethod
+    def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
+        """From the name of a registered loss or from a function; options are checked."""
+        if isinstance(loss, str):
+            if loss not in _REGISTRY:
+                raise ConfigError(
+                    "is not registered",
+                    key="loss",
+                    found=loss,
+                    allowed=tuple(_REGISTRY),
+                    remedy=_hint(loss, _REGISTRY),
+                )
+            loss = _REGISTRY[loss]
+        parameters = inspect.signature(loss).parameters.values()
+        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        known = [*own, "kl_coef", "entropy_coef"]
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(
+                    "is not an option",
+                    place=f"loss {loss.__name__}",
+                    key=name,
+                    allowed=known,
+                    remedy=_hint(name, known),
+                )
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(
+                    place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
+                )
+        made = Objective(
+            loss,
+            tuple(p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY)[
+                1:
+            ],
+            {name: value for name, value in options.items() if name in own},
+            options.get("kl_coef"),
+            options.get("entropy_coef"),
+        )
+        # Called with no tokens, the function refuses bad options here, before any forward.
+        none = torch.zeros(0)
+        report = made.of_tokens(none, none, dict.fromkeys(made.value_names, none))[1]
+        return replace(made, metrics=tuple(report))
+
+    @property
+    def also(self) -> Also | None:
+        """What the model gives beside the log-probs."""
+        return None if self.entropy_coef is None else "entropy"
+
+    def check_targets(self, batches: Sequence[MicroBatch]) -> None:
+        """Refuse a second figure of places that have several targets: they would share it."""
+        if self.also is not None and any(batch.of_M is not None for batch in batches):
+            raise ConfigError(
+                ": an entropy belongs to a token, but rows have several targets at one place",
+                key="entropy_coef",
+                found=self.entropy_coef,
+                remedy="leave entropy_coef out, or give one target per place",
+            )
+
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        """The per-token values that are needed."""
+        more = [REFERENCE] if self.kl_coef is not None else []
+        return tuple(dict.fromkeys([*self.own_names, *more]))
+
+    def of_tokens(
+        self, log_probs_N: Tensor, entropy_N: Tensor | None, values_N: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each token, and what is reported for each."""
+        own = [values_N[name] for name in self.own_names]
+        loss_N, report = self.function(log_probs_N, *own, **self.options)
+        report = dict(report)
+        if self.kl_coef is not None:
+            report["kl"] = kl_k3(log_probs_N, values_N[REFERENCE])
+            loss_N = loss_N + self.kl_coef * report["kl"]
+        if self.entropy_coef is not None:
+            assert entropy_N is not None
+            report["entropy"] = entropy_N
+            loss_N = loss_N - self.entropy_coef * entropy_N
+        return loss_N, report
+
+
+def check_divisor(divisor: float | None) -> None:
+    """Refuse what no sum can be divided by."""
+    if divisor is None:
+        return
+    if not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
+        raise ConfigError(
+            key="divisor",
+            found=divisor,
+            allowed="a finite number above 0, by which the summed loss is divided, or None for the "
+            "sum of the weights of the supervised tokens",
+        )
+
+
+def loss_of(
+    objective: Objective, batch: StageInput, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The triple that Megatron's schedules take: summed loss, token count, what to report.
+    `output` is what the model gives: log-probs [N], or [2, N] with the entropies.
+
+    Summed, not averaged: the gradient is divided once, by the count of the global batch, in
+    Megatron's finalize_model_grads; worker.py makes of that the sum of weights, if there are any,
+    or the divisor of the call.
+    """
+    log_probs_N, entropy_N = (output, None) if objective.also is None else output
+    values_N = batch.values_M(objective.value_names)
+    loss_N, report_N = objective.of_tokens(log_probs_N, entropy_N, values_N)
+    loss_sum = (loss_N if batch.weights_M is None else loss_N * batch.weights_M).sum()
+    count = torch.full((), log_probs_N.numel(), dtype=torch.int, device=log_probs_N.device)
+    report = {name: report_N[name].detach().sum() for name in objective.metrics}
+    report |= {"loss_sum": loss_sum.detach(), "log_probs_N": log_probs_N.detach()}
+    return loss_sum, count, report
+
+
+def totals(
+    objective: Objective,
+    batches: Sequence[MicroBatch],
+    outputs: Sequence[Mapping[str, Tensor]],
+    grid: Grid,
+    device: torch.device,
+) -> tuple[float, int, float, dict[str, float]]:
+    """Over the global batch: the summed loss, the supervised tokens, the sum of their weights, the
+    means of what the loss reports. `outputs` are the reports of `loss_of`, on the last stage. A
+    collective."""
+    names = ("loss_sum", *objective.metrics)
+    total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
+    if grid.last:
+        known = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
+        total[:2] = to_device(torch.tensor(known, dtype=torch.float64), device)
+        for place, name in enumerate(names, start=2):
+            total[place] = sum(output[name].double() for output in outputs)
+        dist.all_reduce(total, group=grid.dp.group)
+    grid.from_last_stage(total)
+    count, weight, loss_sum, *sums = total.tolist()
+    means = [value / max(count, 1.0) for value in sums]
+    reported = dict(zip(objective.metrics, means, strict=True))
+    return loss_sum, int(count), weight, reported
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Ask for the known name that is closest to this one; empty where none is close."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,61 @@
+"""The learning rate of a step: a pure function, so that checkpoints need not save it."""
+
+import math
+
+from megatron_vlm.config.checks import WARMUP_REMEDY
+from megatron_vlm.config.schema import Config, OptimConfig, TrainConfig
+from megatron_vlm.errors import ConfigError
+
+
+def total_steps(train: TrainConfig, samples: int | None) -> int:
+    """From train.steps, or from train.epochs and the number of samples, which a stream has not."""
+    if train.steps is not None:
+        return train.steps
+    assert samples is not None, "checks.py: a stream has train.steps"
+    return max(1, math.ceil(train.epochs * samples / train.global_batch_size))
+
+
+def warmup_of(optim: OptimConfig, total: int) -> int:
+    """The steps of warm-up among `total`. As a ratio they are rounded up, and leave one step."""
+    part = math.ceil(round((optim.warmup_ratio or 0.0) * total, 6))
+    return optim.warmup_steps or min(part, total - 1)
+
+
+def announced(cfg: Config, samples: int | None) -> str:
+    """How long a run is, in a line; a ConfigError where it would end before lr is reached."""
+    total, train = total_steps(cfg.train, samples), cfg.train
+    warmup = warmup_of(cfg.optim, total)
+    data = "a stream" if samples is None else f"{samples:,} samples"
+    if warmup >= total:
+        epochs = "" if train.steps is not None else f", train.epochs={train.epochs:g}"
+        raise ConfigError(
+            f"leaves none of the {total} steps ({data}, train.global_batch_size="
+            f"{train.global_batch_size}{epochs}): the learning rate would never be reached",
+            key="optim.warmup_steps",
+            found=warmup,
+            remedy=WARMUP_REMEDY,
+        )
+    steps = f"{total:,} step{'s' * (total > 1)} of {train.global_batch_size:,}"
+    return f"{data}, {steps}, {warmup:,} of them warm-up"
+
+
+def lr_at(optim: OptimConfig, step: int, total: int) -> float:
+    """The rate of step `step` (from 0) of `total`: warm-up, then optim.schedule down to
+    optim.min_lr_ratio."""
+    warmup = warmup_of(optim, total)
+    if step < warmup:
+        return optim.lr * (step + 1) / (warmup + 1)
+    left = max(1, total - warmup)
+    done = min(1.0, (step - warmup) / left)
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * _shape(optim, done))
+
+
+def _shape(optim: OptimConfig, done: float) -> float:
+    """From 1 down to 0 while `done` goes from 0 to 1."""
+    if optim.schedule == "linear":
+        return 1 - done
+    if optim.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    if optim.schedule == "wsd":  # warm up, stay, decay
+        return min(1.0, (1 - done) / optim.decay_ratio) if optim.decay_ratio else 1.0
+    return 1.0

@@ -1,0 +1,106 @@
+"""Micro-batches of several models in one pass through the pipeline: while the last ones of a model
+leave it, those of the next one come in, where each model alone would wait for it to fill.
+
+Every model computes with its own chunks, its own loss and its own count of tokens, in the order in
+which it would alone: its gradients are the same, bit for bit.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.training.pipeline import ForwardStep, Stage
+
+Item = tuple[int, MicroBatch]  # the number of a model, and a micro-batch of it
+
+
+class SwitchedChunk(nn.Module):
+    """For Megatron's schedules one chunk; in truth one of each model, of which `of` takes its
+    turn."""
+
+    def __init__(self, stages: Sequence[Stage], place: int, finish: Any):
+        super().__init__()
+        self.stages, self.place = stages, place
+        first = stages[0].chunks[place]
+        self.model_type, self.config = first.model_type, copy(first.config)
+        self.config.finalize_model_grads_func = finish
+        self.arrived: Any = None
+
+    def set_input_tensor(self, arrived: Any) -> None:
+        """What the stage before has sent; whose it is, the micro-batch will tell."""
+        self.arrived = arrived
+
+    def of(self, model: int) -> Any:
+        """This model's chunk, which takes what has arrived."""
+        stage = self.stages[model]
+        stage.chunks[self.place].set_input_tensor(self.arrived)
+        return stage.wrapped[self.place]
+
+
+def run_together(
+    stages: Sequence[Stage],
+    batches: Sequence[Sequence[MicroBatch]],
+    steps: Sequence[ForwardStep],
+) -> list[list[Any]]:
+    """Forward and backward of each model's micro-batches by its own step, as Stage.run does it for
+    one; what the steps read on the last stage, by model. The models have one layout."""
+    lead = stages[0]
+    assert lead.chunks[0].config.no_sync_func is None, (
+        "each model has a last micro-batch of its own"
+    )
+    tokens = [torch.zeros((), dtype=torch.int, device=lead.device) for _ in stages]
+
+    def finish(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
+        """Megatron would divide all gradients by the tokens of all models."""
+        for stage, counted in zip(stages, tokens, strict=True):
+            stage.chunks[0].config.finalize_model_grads_func(stage.wrapped, counted, **more)
+
+    def step(data: Iterator[tuple[int, Any]], chunk: SwitchedChunk) -> tuple[Tensor, Any]:
+        model, batch = next(data)
+        output, read = steps[model](iter([batch]), chunk.of(model))
+
+        def counting(output: Tensor) -> Any:
+            loss, count, report = read(output)
+            tokens[model] += count
+            return loss, count, report
+
+        return output, counting
+
+    def arriving(items: Sequence[Item], chunk: Qwen3VLGPTModel) -> Iterator[tuple[int, Any]]:
+        for model, of_model in groupby(items, itemgetter(0)):  # each counts its own from 0
+            for batch in lead.arrivals([batch for _, batch in of_model], chunk):
+                yield model, batch
+
+    items, begins = _in_a_row(stages, batches)
+    switched = [SwitchedChunk(stages, place, finish) for place in range(len(lead.chunks))]
+    joined = Stage(lead.chunks, switched, lead.grid, lead.pixels)
+    outputs = joined.run(
+        items,
+        step,
+        forward_only=False,
+        batch_of=itemgetter(1),
+        filler=lambda: (len(stages) - 1, filler_batch()),
+        arriving=arriving,
+    )
+    return [outputs[begin : begin + len(each)] for begin, each in zip(begins, batches, strict=True)]
+
+
+def _in_a_row(
+    stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]]
+) -> tuple[list[Item], list[int]]:
+    """All models' micro-batches, and where those of each begin. Replicas that share experts have
+    the same model at the same place: where one has fewer, fillers follow."""
+    items: list[Item] = []
+    begins = []
+    for model, (stage, mine) in enumerate(zip(stages, batches, strict=True)):
+        begins.append(len(items))
+        fillers = [filler_batch() for _ in range(stage.most(len(mine)) - len(mine))]
+        items += [(model, batch) for batch in (*mine, *fillers)]
+    return items, begins

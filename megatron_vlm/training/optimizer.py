@@ -1,0 +1,275 @@
+"""From gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from torch import Tensor, nn
+
+from megatron_vlm.config.schema import Config, OptimConfig
+from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.spec import Part
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """AdamW's settings for one step, in place of the configured ones. As there, norms and biases do
+    not decay, and a part with a weight decay of its own keeps it."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad: float  # global norm; 0: nothing is clipped
+    # Step even where there are no gradients, as if all were 0: momentum and decay move the weights.
+    without_gradients: bool = False
+
+    @staticmethod
+    def configured(optim: OptimConfig) -> "AdamStep":
+        """As every step without settings of its own."""
+        return AdamStep(optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad)
+
+    def __post_init__(self) -> None:
+        for name, good, wanted in (
+            ("beta1", 0 <= self.beta1 < 1, "of at least 0 and below 1"),
+            ("beta2", 0 <= self.beta2 < 1, "of at least 0 and below 1"),
+            ("eps", 0 < self.eps < math.inf, "above 0"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "of at least 0"),
+            ("clip_grad", 0 <= self.clip_grad < math.inf, "of at least 0 (0: no clipping)"),
+        ):
+            if not good:
+                raise ConfigError(
+                    place="optim_step",
+                    key=name,
+                    found=getattr(self, name),
+                    allowed=f"a finite number {wanted}",
+                )
+
+
+def check_lr(lr: float | None) -> None:
+    """Refuse a rate that would end in weights that are not finite."""
+    if lr is not None and not 0 <= lr < math.inf:
+        raise ConfigError(
+            place="optim_step", key="lr", found=lr, allowed="a finite number of at least 0"
+        )
+
+
+def shards_optimizer(cfg: Config, grid: Grid) -> bool:
+    """Whether optimizer state is sharded: with one replica that would only copy it around."""
+    return cfg.parallel.distributed_optimizer and grid.dp.size > 1
+
+
+def gathers_behind(cfg: Config, grid: Grid) -> bool:
+    """Whether new weights are gathered while other work goes on."""
+    return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
+
+
+def wrap_data_parallel(
+    cfg: Config, chunks: Sequence[Qwen3VLGPTModel], grid: Grid
+) -> list[DistributedDataParallel]:
+    """Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP ranks."""
+    wrapped = [
+        DistributedDataParallel(
+            config=chunk.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+                overlap_param_gather=gathers_behind(cfg, grid),
+                use_distributed_optimizer=shards_optimizer(cfg, grid),
+            ),
+            module=chunk,
+        )
+        for chunk in chunks
+    ]
+    # Megatron's schedules find these hooks on the model's config, which all chunks share.
+    config = chunks[0].config
+    reduces = [GradReduce(chunk) for chunk in wrapped if cfg.parallel.overlap_grad_reduce]
+    config.finalize_model_grads_func = partial(finalize_grads, grid, reduces)
+    if cfg.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def finalize_grads(
+    grid: Grid,
+    reduces: Sequence[GradReduce],
+    chunks: list[DistributedDataParallel],
+    num_tokens: Tensor | None = None,
+    **kwargs: object,
+) -> None:
+    """Megatron's reductions and the division by the global token count, then the tower's part."""
+    for reduce in reduces:
+        reduce.begin_first()
+    megatron_finalize(chunks, num_tokens, **kwargs)
+    for reduce in reduces:
+        reduce.end()
+    sum_shared_images(chunks[0].module, grid.tp)
+
+
+def sum_shared_images(model: Qwen3VLGPTModel, tp: Axis) -> None:
+    """Sum the tower's gradients over TP, where each TP rank encoded only its own images."""
+    if not (model.pre_process and model.share_images) or tp.size == 1:
+        return
+    works = [
+        dist.all_reduce(
+            param.main_grad,  # type: ignore[attr-defined]
+            group=tp.group,
+            async_op=True,
+        )
+        for param in model.vision_model.parameters()
+        if param.requires_grad
+    ]
+    for work in works:
+        work.wait()
+
+
+def build_optimizer(
+    cfg: Config,
+    chunks: Sequence[DistributedDataParallel],
+    parts: Mapping[nn.Parameter, Part],
+    grid: Grid,
+) -> MegatronOptimizer:
+    """AdamW with fp32 main weights, its state sharded over DP by parallel.distributed_optimizer.
+    `parts` says which part of the model each parameter belongs to."""
+    optim, model_config = cfg.optim, chunks[0].config
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=shards_optimizer(cfg, grid),
+        overlap_param_gather=gathers_behind(cfg, grid),
+    )
+    overrides = {**get_standard_config_overrides(config), **_part_overrides(optim, parts)}
+    optimizer = get_megatron_optimizer(
+        config, list(chunks), config_overrides=overrides, use_gloo_process_groups=False
+    )
+    set_adam(optimizer, AdamStep.configured(optim))
+    for group in optimizer.param_groups:
+        if "foreach" in group:  # torch's AdamW, where neither TE nor Apex brings a fused one
+            group["fused"] = True
+    return optimizer
+
+
+def _part_overrides(
+    optim: OptimConfig, parts: Mapping[nn.Parameter, Part]
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Groups for the parts that have a learning rate or weight decay of their own."""
+    overrides = {}
+    for part in (Part.vision, Part.merger):
+        lr = getattr(optim, f"{part.switch}_lr")
+        decay = getattr(optim, f"{part.switch}_weight_decay")
+        own: ParamGroupOverride = {}
+        if lr is not None:
+            own["max_lr"] = lr
+        if decay is not None:
+            own["start_wd"] = decay
+        if own:
+            chosen = ParamWithNamePredicate(
+                name=part, fn=lambda param, _, part=part: parts[param] is part
+            )
+            overrides[ParamKey(with_name_predicate=chosen)] = own
+    return overrides
+
+
+def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
+    """Set `lr` in place of the configured `base`; parts with a rate of their own scale with it."""
+    for group in optimizer.param_groups:
+        own = group["max_lr"]
+        group["lr"] = lr if own == base else lr * (own / base)
+
+
+def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
+    """Set what AdamW computes with, beside the learning rate."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+        # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
+        # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
+        group["weight_decay"] = group.get("start_wd", adam.weight_decay) * group["wd_mult"]
+
+
+def apply_gradients(
+    optimizer: MegatronOptimizer,
+    gather: WeightGather,
+    grid: Grid,
+    device: torch.device,
+    limit: float,
+) -> float:
+    """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them; return
+    their norm before clipping. Nothing is applied if it is not finite: Megatron checks that only
+    with a loss scaler, which bf16 and fp32 do not use."""
+    optimizer.prepare_grads()
+    norm = gradient_norm(optimizer, grid, device)
+    if math.isfinite(norm):
+        gather.finish()  # what no forward has waited for, such as a tower without images
+        _clip(optimizer, norm, limit)
+        optimizer.step_with_ready_grads()
+        gather.start()
+    return norm
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer, grid: Grid, device: torch.device) -> float:
+    """The norm of all gradients, the same on every rank. A collective.
+
+    Megatron's own asks the device for the norm of each tensor, one after the other, where neither
+    Transformer Engine nor Apex is installed; here the host waits once."""
+    parts = optimizer.chained_optimizers
+    if grid.ep.size == 1:
+        squared, group = _squared(parts, device), optimizer.get_grad_stats_parallel_group()
+    else:
+        # Experts and the rest have different numbers of copies, and a stage may have no experts:
+        # all ranks add up what they hold, each its share of what others hold as well.
+        squared, group = torch.zeros((), device=device), dist.group.WORLD
+        for part in parts:
+            sharded = isinstance(part, DistributedOptimizer)
+            copies = 1 if sharded else (grid.edp if _has_experts(part) else grid.dp).size
+            squared += _squared([part], device) / copies
+    dist.all_reduce(squared, group=group)
+    return float(squared) ** 0.5
+
+
+def _squared(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
+    """The sum of the squares of this rank's gradients."""
+    grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
+    if not grads:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(grads)).norm() ** 2
+
+
+def _has_experts(part: MegatronOptimizer) -> bool:
+    """Whether it updates experts: Megatron makes an optimizer of their own for those."""
+    return any(group["is_expert_parallel"] for group in part.param_groups)
+
+
+@torch.no_grad()
+def _clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
+    """Scale the gradients to a norm of at most `limit`; 0 leaves them."""
+    factor = limit / (norm + 1e-6)  # as Megatron and torch have it
+    params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
+    grads = [param.grad for param in params if param.grad is not None]
+    if grads and limit > 0 and factor < 1:
+        torch._foreach_mul_(grads, factor)

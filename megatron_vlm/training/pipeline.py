@@ -1,0 +1,233 @@
+"""Stage: this rank's chunks of the model, and Megatron's schedule that takes work through all of
+them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.distributed.device import CopyStream
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.model.log_probs import Also
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
+from megatron_vlm.training.shapes import KnownShapes
+from megatron_vlm.training.stage_inputs import StageInput, arrivals
+
+# Takes an iterator of items and a chunk; returns the stage's output and what reads the last
+# stage's: for a backward (scaled loss, ...), forward only whatever is wanted of it.
+ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
+
+# Brings items to the device for a chunk.
+Arriving = Callable[[Sequence[Any], Qwen3VLGPTModel], Iterator[Any]]
+
+
+class Stage:
+    """What a pipeline stage computes with. `wrapped` is the chunks, in training inside DDP."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Qwen3VLGPTModel],
+        wrapped: Sequence[nn.Module],
+        grid: Grid,
+        pixels: PixelTables,
+    ):
+        self.chunks, self.grid = list(chunks), grid
+        self.wrapped: list[Any] = list(wrapped)
+        self.pixels, self.device = pixels, pixels.device
+        self.copies = CopyStream(pixels.device)
+        self.sizes = chunks[0].sizes
+
+    def run(
+        self,
+        items: Sequence[Any],
+        step: ForwardStep,
+        forward_only: bool,
+        batch_of: Callable[[Any], MicroBatch] = lambda item: item,
+        filler: Callable[[], Any] = filler_batch,
+        arriving: Arriving | None = None,
+    ) -> list[Any]:
+        """Each item through all stages and chunks; what `step` reads of each on the last stage.
+
+        `batch_of` gives the micro-batch of an item that is none itself, and `arriving` what `step`
+        takes of the items of a chunk, in place of `arrivals`. Interleaved stages take items in
+        groups of as many as there are stages, and replicas that share experts as many as each
+        other: `filler` makes those that are lacking.
+        """
+        dims, config, given = self.grid.dims, self.chunks[0].config, len(items)
+        count = self.most(given)
+        if dims.virtual_stages > 1:
+            count += -count % dims.pp if count else dims.pp
+        items = [*items, *(filler() for _ in range(count - given))]
+        between: dict[str, Any] = {}
+        if dims.pp > 1:
+            batches = [batch_of(item) for item in items]
+            between["p2p_communicator"] = KnownShapes(self.grid, config, self.sizes, batches)
+            between["pg_collection"] = self.chunks[0].pg_collection
+        outputs: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[(arriving or self.arrivals)(items, chunk) for chunk in self.chunks],
+            model=self.wrapped,
+            num_microbatches=len(items),
+            # Neither is used: KnownShapes says what arrives.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            **between,
+        )
+        return outputs[:given]
+
+    def most(self, count: int) -> int:
+        """The largest of the counts of the replicas that share experts with this one: each of them
+        takes part in every pass of the others. A collective of theirs, if there are any."""
+        if self.grid.ep.size == 1:
+            return count
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.grid.ep.group)
+        return int(largest)
+
+    def arrivals(
+        self,
+        batches: Sequence[MicroBatch],
+        chunk: Qwen3VLGPTModel,
+        sees: Sequence[bool] | None = None,
+    ) -> Iterator[StageInput]:
+        """The batches on the device; of one that `sees` nothing, only words."""
+        return arrivals(batches, chunk, sees or [True] * len(batches), self.copies)
+
+    def call(self, chunk: Any, batch: StageInput, **more: Any) -> Tensor:
+        """A chunk's output for a micro-batch."""
+        output: Tensor = chunk(
+            input_ids=batch.ids_BS,
+            position_ids=batch.position_ids_3BS,
+            pixel_values=self.pixels.images(batch.pixel_values_PC),
+            pixel_values_videos=self.pixels.videos(batch.pixel_values_videos_PC),
+            visuals=batch.visuals,
+            routing=batch.routing,
+            **more,
+        )
+        return output
+
+    def predict(
+        self,
+        chunk: Any,
+        batch: StageInput,
+        also: Also | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """A chunk's output for a micro-batch; on the last stage the log-probs of its targets."""
+        heads = {"labels": batch.targets_M, "loss_mask": batch.places_N, "of_M": batch.of_M}
+        return self.call(chunk, batch, **heads, also=also, temperature=temperature)
+
+    def score(self, batches: Sequence[MicroBatch], temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs of each row's supervised tokens at this temperature, fp32 on the host: one
+        tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
+        shape. The same on every rank of the replica. Replicas that share experts call it together,
+        one that has nothing to score without batches."""
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            output = self.predict(chunk, next(data), temperature=temperature)
+            return output, as_it_is
+
+        with self.evaluating():
+            outputs = self.run(batches, step, forward_only=True)
+        return self.per_row(batches, outputs)
+
+    def likeliest(
+        self, batches: Sequence[MicroBatch], count: int, temperature: float
+    ) -> list[Tensor]:
+        """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
+        temperature in float64, in the place that predicts them; elsewhere zeros. The rest is as for
+        `score`."""
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            batch = next(data)
+            asked = (count, temperature)
+            return self.call(chunk, batch, loss_mask=batch.places_N, likeliest=asked), as_it_is
+
+        with self.evaluating():
+            outputs = self.run(batches, step, forward_only=True)
+        sizes = [len(batch.supervised[0]) for batch in batches]
+        pieces = self._from_last(outputs, sizes, torch.empty(0, count, 2, dtype=torch.double))
+
+        def rows(batch: MicroBatch, piece: Tensor) -> list[Tensor]:
+            spread = piece.new_zeros(*batch.tokens_BS5.shape[:2], count, 2)
+            spread[batch.supervised] = piece
+            lengths = batch.lengths
+            return [row[:length].clone() for row, length in zip(spread, lengths, strict=True)]
+
+        return _by_place(batches, map(rows, batches, pieces))
+
+    def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The experts [S, L, K] that each token of each row goes to, on every rank of the replica.
+        Replicas that share experts call it together."""
+        kept: list[StageInput] = []
+
+        def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+            kept.append(batch := next(data))
+            output = self.predict(chunk, batch)
+            return output, as_it_is
+
+        with self.evaluating():
+            self.run(batches, step, forward_only=True)
+        chosen = [(each.number, each.routing.chosen) for each in kept if each.routing is not None]
+        tables = routing_tables(batches, chosen, self.sizes.text, self.grid, self.device)
+        return routing_of_rows(batches, tables)
+
+    def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The last stage's log-probs [M] of each micro-batch, by row, on every rank."""
+        counts = [batch.num_supervised for batch in batches]
+        pieces = self._from_last(outputs, counts, torch.empty(0))
+        return _by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
+
+    def _from_last(
+        self, outputs: Sequence[Tensor], sizes: Sequence[int], like: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the last stage has found of each micro-batch, on the host of every rank; so many
+        entries of each, of the dtype and the other dimensions of `like`."""
+        flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
+        if self.grid.last and sizes:
+            flat.copy_(torch.cat(list(outputs)))
+        self.grid.from_last_stage(flat)
+        return flat.cpu().split(list(sizes))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients and no recomputation; afterwards training continues as before."""
+        was_training = self.wrapped[0].training
+        if was_training:  # not for every generated token: it visits each module
+            self.train(False)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if was_training:
+                self.train(True)
+
+    def train(self, mode: bool) -> None:
+        """Switch all chunks between training and evaluation."""
+        for chunk in self.wrapped:
+            chunk.train(mode)
+
+
+def as_it_is(output: Tensor, non_loss_data: bool = True) -> Any:
+    """For Megatron's forward-only schedules: return the stage's output itself."""
+    assert non_loss_data
+    return output
+
+
+def _by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """The rows of micro-batches in the order of the batch that they were cut from."""
+    found = {
+        place: row
+        for batch, of_batch in zip(batches, rows, strict=True)
+        for place, row in zip(batch.rows, of_batch, strict=False)  # a filler's row is nobody's
+    }
+    return [found[place] for place in sorted(found)]

@@ -1,0 +1,93 @@
+"""Mistakes that the command line, config.json and the names of files show. They are said before
+torch and transformers are imported, which takes many seconds, and before processes are started.
+
+Whatever passes here is checked again, and more closely, by those who use it.
+"""
+
+import glob
+import os
+import re
+from pathlib import Path
+
+from megatron_vlm.config.checks import processes_for
+from megatron_vlm.config.schema import Config
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.process import under_launcher
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.family.added_tokens import find_new_tokens
+from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
+from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.model.constraints import check_layout, check_router_losses, check_supported
+
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # on the Hub
+
+
+def check_run(cfg: Config) -> None:
+    """Refuse a run or an evaluation whose model, layout or data cannot be."""
+    check_supported(cfg)
+    counts = check_model(cfg.model.path)
+    # How many GPUs there are, torch has to say; ray asks its cluster.
+    asked = cfg.launch.processes if cfg.launch.backend == "local" else None
+    world = processes_for(cfg, 0) if asked else cfg.parallel.tp * cfg.parallel.pp
+    if under_launcher():
+        world = int(os.environ["WORLD_SIZE"])
+    if counts is not None:
+        check_layout(counts, ParallelDims.create(cfg.parallel, world, counts.layers))
+        check_router_losses(cfg, counts)
+    check_new_tokens(cfg)
+    check_data(cfg, "data.train")
+    check_data(cfg, "data.eval")
+    names = cfg.eval.candidates
+    if isinstance(names, str) and _at(names) == "nothing":
+        raise ConfigError(
+            ": there is no such file", key="eval.candidates", found=names, allowed="a text file"
+        )
+
+
+def check_records(cfg: Config) -> None:
+    """Refuse a model or records of data.train that cannot be, where no run is to begin."""
+    check_model(cfg.model.path)
+    check_new_tokens(cfg)
+    check_data(cfg, "data.train")
+
+
+def check_model(path: str) -> Counts | None:
+    """Refuse a model.path without a config.json of a Qwen3-VL. None where more than JSON is needed
+    to tell."""
+    if _at(str(Path(path) / "config.json")) == "nothing":
+        if _NAME.fullmatch(path) and "/" in path and _at(path) == "nothing":
+            return None
+        raise no_config_json(path)
+    return read_counts(path)
+
+
+def check_new_tokens(cfg: Config) -> None:
+    """Refuse tokens of data.add_tokens that the tokenizer of a folder has already."""
+    if _at(str(Path(cfg.model.path) / "config.json")) == "a file":
+        find_new_tokens(cfg.model.path, cfg.data.add_tokens)
+
+
+def check_data(cfg: Config, key: str) -> None:
+    """Refuse the files of data.train or data.eval, and the folders of their images, that do not
+    exist."""
+    held_out = [each.source for each in cfg.data.eval]
+    for spec in cfg.data.train if key == "data.train" else held_out:
+        path = spec.path
+        name = _NAME.fullmatch(path) and not Path(path).suffix
+        if not name and not glob.has_magic(path) and ":" not in path and _at(path) == "nothing":
+            raise ConfigError(": there is no such file or folder", key=key, found=path)
+        if (root := spec.image_root or cfg.data.image_root) and _at(root) == "nothing":
+            raise ConfigError(
+                ": there is no such folder",
+                key="data.image_root",
+                found=root,
+                remedy=f"give the one that holds the images of {path}, or leave it out if they "
+                "are beside that file",
+            )
+
+
+def _at(path: str) -> str:
+    try:
+        return what_is_at(os.path.expanduser(path))
+    except (OSError, ValueError):
+        return "something else"  # whoever opens it says what is wrong with it

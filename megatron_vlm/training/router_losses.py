@@ -1,0 +1,103 @@
+"""The losses of the routers in a step: what is known before its first backward, and what is logged
+after its last.
+
+Shapes: L decoder layers, E experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vlm.config.schema import ModelConfig
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.distributed.device import to_device
+from megatron_vlm.model.router_losses import RouterLosses
+from megatron_vlm.training.expert_load import begin_count, take_expert_load
+from megatron_vlm.training.pipeline import ForwardStep, Stage, as_it_is
+from megatron_vlm.training.stage_inputs import StageInput
+
+
+def router_losses(
+    model: ModelConfig,
+    stage: Stage,
+    batches: Sequence[MicroBatch],
+    step: ForwardStep,
+    divisor: float | None = None,
+) -> RouterLosses | None:
+    """Those that the configuration asks for, for this global batch; None for none. A collective.
+    They are means of their own, whatever the summed loss is divided by.
+
+    The balancing loss takes a forward pass of its own, with what `step` computes: the share of
+    each expert is that of all layers, tokens and replicas, so it is unknown until the last of them
+    has routed.
+    """
+    wanted = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
+    wanted = {name: coefficient for name, coefficient in wanted.items() if coefficient}
+    experts = stage.sizes.text.experts
+    if experts is None or not wanted:
+        return None
+    # Of a filler, which has no row, no token is real.
+    tokens = sum(sum(batch.lengths) for batch in batches if batch.rows)
+    known = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
+    total = to_device(known, stage.device)
+    dist.all_reduce(total, group=stage.grid.dp.group)
+    all_tokens, weight = total.tolist()
+    divided_by = divisor if divisor and weight else weight
+    mean = 1 / (len(experts.layers) * max(all_tokens, 1))
+    balance_E = None
+    if "balance_loss" in wanted:
+        load_E = _load_ahead(stage, batches, step).sum(0)
+        balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
+    return RouterLosses(
+        # Every gradient of the step is divided by this in the end; without a supervised token
+        # there are none.
+        {name: coefficient * divided_by for name, coefficient in wanted.items()},
+        {name: torch.zeros((), dtype=torch.float64, device=stage.device) for name in wanted},
+        mean,
+        balance_E,
+    )
+
+
+def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) -> Tensor:
+    """How many tokens of the global batch each expert will get [L, E], by a forward pass without
+    the head. In training, not in evaluation: with the same dropout and the same kernels."""
+
+    def without_head(batch: StageInput) -> StageInput:
+        if batch.places_N is None or batch.targets_M is None:
+            return batch
+        return replace(batch, places_N=batch.places_N[:0], targets_M=batch.targets_M[:0], of_M=None)
+
+    def count(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
+        return step(map(without_head, data), chunk)[0], as_it_is
+
+    begin_count(stage.chunks)
+    with torch.no_grad():
+        stage.run(batches, count, forward_only=True)
+    load_LE = take_expert_load(stage.chunks, stage.sizes.text, stage.device)
+    assert load_LE is not None
+    return load_LE
+
+
+def with_losses(step: ForwardStep, losses: RouterLosses | None) -> ForwardStep:
+    """A forward step whose routers add these losses."""
+    if losses is None:
+        return step
+
+    def routed(batch: StageInput) -> StageInput:
+        assert batch.routing is not None
+        return replace(batch, routing=replace(batch.routing, losses=losses))
+
+    return lambda data, chunk: step(map(routed, data), chunk)
+
+
+def values_of(losses: RouterLosses | None) -> dict[str, float]:
+    """Each loss without its coefficient, over the global batch. A collective of all ranks."""
+    if losses is None:
+        return {}
+    values = torch.stack([losses.sums[name] for name in losses.scales])
+    dist.all_reduce(values)
+    return dict(zip(losses.scales, values.tolist(), strict=True))

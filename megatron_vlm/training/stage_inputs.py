@@ -1,0 +1,99 @@
+"""A micro-batch on its way to a stage's device: what the stage needs of it, and nothing more.
+
+Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
+patch, F the values of a target that a loss reads, 3 the axes of a position, 5 the columns of a
+token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_vlm.data.batches.micro_batch import MicroBatch
+from megatron_vlm.distributed.device import CopyStream
+from megatron_vlm.model.router import Routing, real_places
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.vision import VisualPlan
+from megatron_vlm.training.expert_routing import given_routing
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """A micro-batch on the device: pixels on the first stage alone, what the head and the loss
+    read on the last alone."""
+
+    host: MicroBatch
+    tokens_BS5: Tensor
+    pixel_values_PC: Tensor | None = None
+    pixel_values_videos_PC: Tensor | None = None
+    visuals: VisualPlan | None = None
+    places_N: Tensor | None = None  # of the supervised places in the flattened [S * B]
+    targets_M: Tensor | None = None
+    of_M: Tensor | None = None  # the place of each target, where places have several
+    values_MF: Tensor | None = None
+    weights_M: Tensor | None = None
+    number: int = 0  # of this micro-batch in the step
+    routing: Routing | None = None  # where there are experts
+
+    @property
+    def ids_BS(self) -> Tensor:
+        return self.tokens_BS5[..., 0].long()
+
+    @property
+    def position_ids_3BS(self) -> Tensor:
+        return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
+
+    def values_M(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The values of the targets, by name. A batch without targets needs none."""
+        if self.values_MF is None:
+            return dict.fromkeys(names, torch.zeros(0, device=self.tokens_BS5.device))
+        return {name: self.values_MF[:, self.host.value_names.index(name)] for name in names}
+
+
+def stage_input(
+    batch: MicroBatch,
+    number: int,
+    chunk: Qwen3VLGPTModel,
+    sees: bool,
+    move: Callable[[Tensor], Tensor],
+) -> StageInput:
+    """What `chunk` needs of the batch. `move` takes a tensor to the device; who `sees` nothing
+    takes placeholders of images for words."""
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else move(tensor)
+
+    parts: dict[str, Tensor | VisualPlan | Routing | None] = {}
+    if chunk.pre_process and sees:
+        plan = chunk.plan_visuals(batch.ids_BS, batch.image_grid_I3, batch.video_grid_I3)
+        parts["visuals"] = plan.moved(move)
+        for name in ("pixel_values_PC", "pixel_values_videos_PC"):
+            parts[name] = moved(getattr(batch, name))
+    if chunk.post_process:
+        row_N, column_N = batch.supervised
+        parts["places_N"] = move(column_N * len(batch.lengths) + row_N)
+        for name in ("targets_M", "of_M", "values_MF", "weights_M"):
+            parts[name] = moved(getattr(batch, name))
+    if chunk.sizes.text.experts is not None:
+        # A filler has rows of nobody: they are padding.
+        lengths = batch.lengths if batch.rows else (0,) * len(batch.lengths)
+        places = move(real_places(lengths, batch.tokens_BS5.shape[1]))
+        parts["routing"] = Routing(places, given_routing(batch, chunk, move))
+    return StageInput(batch, move(batch.tokens_BS5), number=number, **parts)  # type: ignore[arg-type]
+
+
+def arrivals(
+    batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: Sequence[bool], copies: CopyStream
+) -> Iterator[StageInput]:
+    """Micro-batches on the device, in order: while one computes, the next is on its way."""
+    coming: Callable[[], StageInput] | None = None
+    for number, batch in enumerate(batches):
+        following = copies.send(partial(stage_input, batch, number, chunk, sees[number]))
+        if coming is not None:
+            yield coming()
+        coming = following
+    if coming is not None:
+        yield coming()

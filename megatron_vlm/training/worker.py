@@ -1,0 +1,363 @@
+"""MegatronWorker: one rank's model, its training step, and its place in the whole.
+
+SPMD: every rank makes one and makes the same calls. A batch goes to a data parallel replica: all
+ranks of one replica pass the same, replicas pass different ones. A batch is a list of rows or a
+TensorBatch, cut into micro-batches in order, or a list of micro-batches as the loader plans them.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_vlm.config.schema import Config
+from megatron_vlm.config.trainable import Exported, export_of
+from megatron_vlm.data.batches.micro_batch import MicroBatch, cut_micro_batches
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tensors.rows import rows_of
+from megatron_vlm.data.tensors.tensor_batch import TensorBatch
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.distributed.agreement import fail_together, job_store
+from megatron_vlm.distributed.device import Platform, pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.process import rank_of_process, say, under_launcher
+from megatron_vlm.distributed.rendezvous import join_world, meeting_place
+from megatron_vlm.distributed.same import check_same, compared
+from megatron_vlm.distributed.watchdog import Watchdog
+from megatron_vlm.errors import CheckpointError, ConfigError
+from megatron_vlm.family.cpu_matmul import take_faster_products
+from megatron_vlm.hf.digest import digests, weights_digest
+from megatron_vlm.hf.export_folder import ExportMark
+from megatron_vlm.hf.export_weights import export_hf, stored_tensors
+from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
+from megatron_vlm.hf.load_weights import check_tensors, check_tied, held_params, load_hf, unshared
+from megatron_vlm.hf.model_card import Training
+from megatron_vlm.hf.weight_map import Entry, name_table
+from megatron_vlm.lora.export_adapter import export_adapter
+from megatron_vlm.lora.layers import attach, drawing
+from megatron_vlm.lora.weights import (
+    adapted_linears,
+    adapted_weights,
+    adapter_entries,
+    fill,
+    values,
+)
+from megatron_vlm.model.build import build_chunks
+from megatron_vlm.model.constraints import check_built, check_config
+from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.planner.auto_split import settled
+from megatron_vlm.training.backward import Backward, LossCall, StepMetrics, run_backward
+from megatron_vlm.training.comm_overlap import WeightGather
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from megatron_vlm.training.expert_routing import check_routing
+from megatron_vlm.training.generate import ROWS, sample
+from megatron_vlm.training.gradients import Gradients
+from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
+from megatron_vlm.training.optimizer import (
+    AdamStep,
+    apply_gradients,
+    build_optimizer,
+    check_lr,
+    gathers_behind,
+    set_adam,
+    set_lr,
+    wrap_data_parallel,
+)
+from megatron_vlm.training.pipeline import Stage
+from megatron_vlm.training.stage_inputs import StageInput
+from megatron_vlm.training.stop_strings import Texts
+
+# Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
+PATIENCE = 2
+
+Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
+
+
+class MegatronWorker:
+    """Build it from a Config inside torchrun (or any launcher that sets torch's variables)."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        training: bool = True,
+        watchdog: Watchdog | None = None,
+        base: "MegatronWorker | None" = None,
+    ):
+        """Without `training` there are no gradients and no optimizer, nor the memory for them.
+        `watchdog`: of a run, which is told how far this has got. `base`: a worker of the same
+        checkpoint and layout, whose weights this one has in common with it as far as they are
+        frozen here; what that one trains, too, changes for both."""
+        self.watchdog = watchdog = watchdog or Watchdog(0, None)
+        self.platform: Platform = pick_platform(cfg.platform)
+        self.base, self.cfg = base, cfg
+        self.source: HFCheckpoint = (
+            base.source if base else HFCheckpoint(cfg.model.path, cfg.data.add_tokens)
+        )
+        sizes = self.source.sizes
+        self._remark(sizes.num_values)
+        world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
+        self.cfg = cfg = settled(cfg, sizes, world_size, self.platform)
+        # Everything that can be refused is refused here, before a process group or a weight.
+        self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
+        check_config(cfg, sizes, self.dims)
+        self.adapted = adapted_weights(cfg, sizes)
+        self.source.read_headers()
+        check_tensors(self.source)
+        check_tied(self.source)
+        found = digests(self.source) if world_size > 1 and base is None else {}
+        patience = PATIENCE * cfg.launch.timeout_minutes
+        watchdog.at(0, f"meeting the other ranks{meeting_place()}")
+        join_world(self.platform, patience)
+        watchdog.join(job_store(), world_size)
+        if world_size > 1:
+            check_same(compared(cfg), found, self.platform.device)
+        self.grid = Grid.create(self.dims, cfg.train.seed, patience)
+        watchdog.at(0, "building the model")
+        self._build()
+        self.gather = WeightGather([])
+        self._held = held_params(self.chunks, self.table, self.grid.pp.rank)
+        watchdog.at(0, "loading the weights", files=True)
+        self._load()
+        watchdog.at(0, "building the optimizer")
+        wrapped: list[Any] = list(self.chunks)
+        self.optimizer: MegatronOptimizer | None = None
+        self.gradients: Gradients | None = None
+        if training:
+            wrapped = wrap_data_parallel(cfg, self.chunks, self.grid)
+            parts = {param: entry.part for entry, param in self.held.items()}
+            self.optimizer = build_optimizer(cfg, wrapped, parts, self.grid)
+            self.gradients = Gradients(wrapped, self.optimizer)
+            if gathers_behind(cfg, self.grid):
+                self.gather = WeightGather(wrapped)
+        pixels = PixelTables(str(self.source.path), self.platform.device)
+        self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
+        self.lr = cfg.optim.lr
+        self.steps = 0  # that the optimizer has done
+        self.pending_save: Any = None  # checkpoint/save_load.py: the save that was begun last
+
+    def _remark(self, parameters: int) -> None:
+        """Say, once in a job, what users may not expect of its platform."""
+        remark = self.platform.remark(self.cfg.platform, parameters)
+        if remark is not None and self.base is None and rank_of_process() == 0:
+            say(remark)
+
+    def _build(self) -> None:
+        """The table of parameters, and this stage's chunks of the model with their adapters."""
+        cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
+        if not self.platform.is_cuda:
+            take_faster_products(sizes.text.hidden, sizes.text.experts is not None)
+        self.table: list[Entry] = name_table(family, sizes, cfg.model.backend, self.dims)
+        linears = adapted_linears(self.table, self.adapted)
+        self.table += adapter_entries(linears, cfg.lora.rank)
+        others = None if self.base is None else self.base.chunks
+        self.chunks: list[Qwen3VLGPTModel] = build_chunks(
+            cfg, family, self.source.config, sizes, self.grid, self.platform, others
+        )
+        mine = [linear for linear in linears if linear.stage == self.grid.pp.rank]
+        attach(self.chunks, mine, cfg.lora, self.grid.tp.group)
+
+    def _load(self) -> None:
+        """Fill the parameters, and say which of them learn."""
+        with fail_together(self.platform.device, CheckpointError):
+            own = self.held if self.base is None else unshared(self.held, self.cfg)
+            load_hf(own, self.source, self.grid, self.watchdog.busy)
+            if self.adapted:
+                fill(self.held, self.grid, values(self.cfg, self.adapted, self.source))
+        for entry, param in self.held.items():
+            param.requires_grad_(not entry.is_frozen(self.cfg))
+
+    @cached_property
+    def base_digest(self) -> str:
+        """Of the weights that were loaded."""
+        return self.base.base_digest if self.base else weights_digest(self.source)
+
+    @property
+    def held(self) -> Mapping[Entry, torch.nn.Parameter]:
+        """This rank's parameters by their entries in the table, with the newest weights: whoever
+        reads or fills them comes here first."""
+        self.gather.finish()
+        return self._held
+
+    def forward(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs of each row's supervised tokens at this temperature, fp32 on the host: one
+        tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
+        shape. The same on every rank of the replica."""
+        if not 0 < temperature < math.inf:
+            raise ConfigError(
+                place="forward", key="temperature", found=temperature, allowed="more than 0"
+            )
+        return self.stage.score(self.micro_batches(batch), temperature)
+
+    def likeliest(self, batch: Batch, count: int, temperature: float = 1.0) -> list[Tensor]:
+        """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
+        temperature, in the place that predicts them, zeros elsewhere; float64 on the host, the same
+        on every rank of the replica."""
+        tokens = range(1, self.source.sizes.text.vocab + 1)
+        if count not in tokens:
+            raise ConfigError(place="likeliest", key="count", found=count, allowed=tokens)
+        if not 0 < temperature < math.inf:
+            raise ConfigError(
+                place="likeliest", key="temperature", found=temperature, allowed="more than 0"
+            )
+        return self.stage.likeliest(self.micro_batches(batch), count, temperature)
+
+    def routing(self, batch: Batch) -> list[Tensor]:
+        """The experts that each token of each row goes to: `routing_SLK` of a Row, which sends it
+        there again. Int32 on the host, the same on every rank of the replica."""
+        self._check_experts()
+        return self.stage.routing(self.micro_batches(batch))
+
+    def _check_experts(self) -> None:
+        if self.source.sizes.text.experts is None:
+            raise ConfigError(
+                "has no experts to route to", key="model.path", found=self.cfg.model.path
+            )
+
+    def sample(
+        self,
+        prompts: Sequence[Row],
+        settings: SamplingSettings,
+        n: int = 1,
+        seeds: Sequence[int] | None = None,
+        batch_rows: int = ROWS,
+        texts: Texts | None = None,
+        routing: bool = False,
+    ) -> list[list[Completion]]:
+        """`n` answers to each prompt, with the log-probs that `forward` gives their tokens, and
+        with `routing` the experts that they went to. A collective; see training/generate.py."""
+        if routing:
+            self._check_experts()
+        drawn = n, seeds, batch_rows, texts
+        found = sample(self.stage, prompts, settings, *drawn, self.hear, routing)
+        return [[replace(each, version=self.steps) for each in answers] for answers in found]
+
+    def hear(self, prompt: int, token: int) -> None:
+        """A token was drawn."""
+        self.watchdog.busy()  # many long answers take long
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        return_per_token_outputs: bool = False,
+        loss: str | LossFunction = "cross_entropy",
+        divisor: float | None = None,
+        accumulate: bool = False,
+        **options: float,
+    ) -> StepMetrics:
+        """Gradients of the mean loss over the global batch, in place of any before.
+
+        `return_per_token_outputs` also copies each token's log-prob to the host of every rank. For
+        losses, their options and the values of each token that they read, see training/losses.py.
+        Given a `divisor`, the same on all ranks, the summed loss is divided by it, and not by the
+        sum of the weights of the supervised tokens. With `accumulate` the gradients are added to
+        those of the calls since the last optim_step; after an error these are as they were.
+        """
+        asked = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
+        [done] = run_backward([self.backward(batch, asked)])
+        return done
+
+    def backward(self, batch: Batch, asked: LossCall) -> Backward:
+        """A forward_backward, checked and ready for run_backward, which also takes those of other
+        workers beside the same base."""
+        assert self.gradients is not None, "made without training"
+        check_divisor(asked.divisor)
+        objective = Objective.create(asked.loss, asked.options)
+        batches = self.micro_batches(batch, objective.value_names)
+        objective.check_targets(batches)
+        check_built(self.chunks[0].config, self.dims)
+        step = partial(self._loss_step, objective)
+        model = self.stage, self.gradients, self.cfg.model
+        return Backward(*model, batches, step, objective, asked)
+
+    def optim_step(
+        self, lr: float | None = None, adam: AdamStep | None = None
+    ) -> tuple[float, float]:
+        """Clip and apply the gradients, which are spent then; returns (gradient norm before
+        clipping, learning rate). Where the norm is not finite, nothing is applied; nor where no
+        token was supervised, unless `adam` asks for it: momentum and decay would move the weights
+        without a gradient. `adam` takes the place of the configured settings for this step."""
+        assert self.optimizer is not None and self.gradients is not None, "made without training"
+        check_lr(lr)
+        self.lr = self.lr if lr is None else lr
+        adam = adam or AdamStep.configured(self.cfg.optim)
+        if not self.gradients.some:
+            if not adam.without_gradients:
+                return 0.0, self.lr
+            self.gradients.clear()
+        set_lr(self.optimizer, self.lr, self.cfg.optim.lr)
+        set_adam(self.optimizer, adam)
+        norm = apply_gradients(
+            self.optimizer, self.gather, self.grid, self.platform.device, adam.clip_grad
+        )
+        self.gradients.forget()
+        self.steps += math.isfinite(norm)
+        return norm, self.lr
+
+    def export_hf(
+        self,
+        path: str,
+        mark: ExportMark | None = None,
+        done: Training | None = None,
+        kind: Exported | None = None,
+    ) -> None:
+        """Write a Hugging Face checkpoint: the one that was loaded, with the present weights. The
+        mark says where those are from, and the model card what was `done`. Where there are
+        adapters: these, or the model that they are merged into; by default as cfg says."""
+        if not self.cfg.lora.rank:
+            export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
+            return
+        kind = kind or export_of(self.cfg)
+        trained = [entry for entry in self.table if not entry.is_frozen(self.cfg)]
+        form = self.cfg.lora, self.adapted, self.source
+        export_adapter(self.held, trained, self.table, self.grid, form, path, kind, mark, done)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor as `export_hf` writes it, one at a time, on rank 0; nothing on the others. A
+        collective: all ranks iterate, to the end."""
+        if self.cfg.lora.rank:
+            raise ConfigError(
+                ": the streamed weights would lack the adapters",
+                key="lora.rank",
+                found=self.cfg.lora.rank,
+                remedy="write their folder with export_hf, and give that one",
+            )
+        return stored_tensors(self.held, self.source, self.table, self.grid)
+
+    def micro_batches(
+        self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0
+    ) -> list[MicroBatch]:
+        """The batch as a forward takes it, checked. In errors, rows count from `first_row`."""
+        if isinstance(batch, TensorBatch):
+            batch = rows_of(batch, value_names)
+        if len(batch) and isinstance(batch[0], MicroBatch):
+            made: Sequence[MicroBatch] = batch  # type: ignore[assignment]
+            for place, micro_batch in enumerate(made):
+                micro_batch.check_values(value_names, f"micro-batch {place}")
+            return self._checked(made)
+        rows: Sequence[Row] = batch  # type: ignore[assignment]
+        size = self.cfg.train.micro_batch_size
+        tokens = self.source.sizes.tokens
+        return self._checked(cut_micro_batches(rows, size, tokens, value_names, first_row))
+
+    def _checked(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        check_routing(batches, self.source.sizes.text)
+        return list(batches)
+
+    def _loss_step(
+        self, objective: Objective, data: Iterator[StageInput], chunk: Any
+    ) -> tuple[Tensor, Any]:
+        self.watchdog.busy()  # a step of many micro-batches may take long
+        batch = next(data)
+        assert self.gradients is not None
+        number = self.gradients.micro_batches + batch.number  # among all of the step
+        where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
+        with drawing(*where):
+            output = self.stage.predict(chunk, batch, objective.also)
+        return output, partial(loss_of, objective, batch)
