@@ -38,9 +38,8 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.auto_split import decide
 from megatron_vlm.planner.flops import Pass, Work, accumulate, micro_work
 from megatron_vlm.planner.layer_split import even_split
-from megatron_vlm.planner.pipeline_time import trained
+from megatron_vlm.planner.pipeline_time import one_f_one_b, trained
 from megatron_vlm.planner.row_sizes import Mix
-from megatron_vlm.planner.schedule import one_f_one_b
 
 # The tower takes about as long as the decoder on these rows.
 SPEC = TinySpec(

@@ -18,7 +18,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.qwen3_vl import dense, moe
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.hardware import all_to_all
-from megatron_vlm.planner.schedule import one_f_one_b
+from megatron_vlm.planner.pipeline_time import one_f_one_b
 
 
 @dataclass(frozen=True)

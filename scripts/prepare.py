@@ -19,8 +19,8 @@ import PIL.ImageOps
 from megatron_vlm import ConfigError, DataError, MegatronVLMError
 from megatron_vlm.data.media.media import MediaPolicy, image_size, open_picture
 from megatron_vlm.data.records.record import Image
-from megatron_vlm.io.paths import require_file
 from megatron_vlm.io.printable import visible
+from megatron_vlm.io.untrusted import require_file
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _TABLES = ("state.json", "dataset_dict.json", "*.parquet", "data/*.parquet")

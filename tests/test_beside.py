@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from megatron_vlm.distributed.agreement import Stopped
-from megatron_vlm.distributed.beside import beside
+from megatron_vlm.distributed.rank0 import beside
 from megatron_vlm.errors import CheckpointError
 
 

@@ -19,9 +19,9 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
+from megatron_vlm.run.checkpointing import Progress
 from megatron_vlm.run.evaluation.evaluate import Examiner, read_candidates
 from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_of, last_answer
-from megatron_vlm.run.progress import Progress
 from megatron_vlm.training.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
 from tests.runs import Case

@@ -134,7 +134,7 @@ def test_an_error_says_where_it_was_raised(judging, tmp_path, capfd):
         """
         import json
         from neighbour import parse
-        from megatron_vlm.io.paths import require_file
+        from megatron_vlm.io.untrusted import require_file
 
         def score(record, answer):
             return globals()[record["by"]](answer)

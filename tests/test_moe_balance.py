@@ -29,10 +29,10 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.model import router as routing
 from megatron_vlm.model import router_losses as router_terms
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.model.router_losses import RouterLosses
+from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.report.metrics_lines import from_json, to_json
 from megatron_vlm.run.throughput import Meter
-from megatron_vlm.training import backward, expert_load, router_losses, stage_inputs
+from megatron_vlm.training import backward, expert_routing, router_losses, stage_inputs
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.preflight import check_run
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
@@ -357,7 +357,7 @@ def shares_of_one_replica() -> Any:
     def wrong(chunks, text, device):
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
         own_LE = 2 * torch.tensor([layer.mlp.load for layer in layers], dtype=torch.float64)
-        expert_load.take_expert_load(chunks, text, device)
+        expert_routing.take_expert_load(chunks, text, device)
         return own_LE
 
     return mock.patch.object(router_losses, "take_expert_load", wrong)

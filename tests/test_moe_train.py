@@ -22,7 +22,7 @@ from megatron_vlm.data.tensors.tensor_list import TensorList
 from megatron_vlm.errors import DataError
 from megatron_vlm.model import experts, router
 from megatron_vlm.training import stage_inputs
-from megatron_vlm.training.expert_load import percent_of_mean
+from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.reference import inputs_of, load_reference, run_reference

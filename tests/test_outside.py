@@ -18,9 +18,9 @@ from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.media.media import MediaPolicy, resolve_path
 from megatron_vlm.data.records.formats import parse_record
-from megatron_vlm.data.sources.lines import parse_json
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.sources.stream import open_stream
+from megatron_vlm.data.sources.text_files import parse_json
 from megatron_vlm.data.tokens.reader import make_encoder
 from megatron_vlm.data.tokens.tokenizer import stop_ids
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
@@ -28,8 +28,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.companion_files import is_own
 from megatron_vlm.hf.digest import settings_digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.paths import home_path
-from megatron_vlm.io.untrusted import MOST_DEPTH, Field, Outside, is_too_deep
+from megatron_vlm.io.untrusted import MOST_DEPTH, Field, Outside, home_path, is_too_deep
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 from tests.error_fields import raises

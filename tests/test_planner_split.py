@@ -24,10 +24,8 @@ from megatron_vlm.planner.layer_split import (
     step_seconds,
 )
 from megatron_vlm.planner.memory import estimate
-from megatron_vlm.planner.pipeline_time import ReplicaCosts
-from megatron_vlm.planner.row_sizes import BatchSizes, Mix
-from megatron_vlm.planner.sample import mix_of
-from megatron_vlm.planner.schedule import idle_share, timeline
+from megatron_vlm.planner.pipeline_time import ReplicaCosts, idle_share, timeline
+from megatron_vlm.planner.row_sizes import BatchSizes, Mix, mix_of
 from tests.error_fields import raises
 from tests.runs import Case
 from tests.sets import write_set

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from megatron_vlm.config import load_config
-from megatron_vlm.config.serve import check_serve
+from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.engines import EngineSettings
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.engines.server.adapter_folders import rank_for

@@ -19,13 +19,12 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.serve.batches import read_batch
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Failure, NewCall
 from megatron_vlm.serve.memory_check import check_fits
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.request_prefetch import Readings
-from megatron_vlm.serve.requests_as_rows import RowReader
+from megatron_vlm.serve.requests_as_rows import RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords
 from tests.error_fields import raises
 from tests.service_requests import Picture, around, picture, request

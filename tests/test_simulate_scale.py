@@ -26,7 +26,7 @@ from benchmarks.scale_model import (
 )
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.family.qwen3_vl.dense import sizes_of
-from megatron_vlm.planner.schedule import one_f_one_b, schedule
+from megatron_vlm.planner.pipeline_time import one_f_one_b, schedule
 
 ROOT = Path(__file__).parent.parent
 EIGHT = make_setup("8B", (36, 4096, 12288, 32), 2, 4, 8192)

@@ -19,10 +19,9 @@ from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.sources import lines as reading
-from megatron_vlm.data.sources.lines import iter_lines, scan_lines
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.sources.stream import open_stream
-from megatron_vlm.data.sources.text_files import file_digest
+from megatron_vlm.data.sources.text_files import file_digest, iter_lines, scan_lines
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import picture, say
 from tests.error_fields import raises

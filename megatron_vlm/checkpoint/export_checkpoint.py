@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_vlm.checkpoint.base import check_base
 from megatron_vlm.checkpoint.manifest import Manifest, verify
 from megatron_vlm.checkpoint.rank_state import is_kept
 from megatron_vlm.checkpoint.retention import held_checkpoint
@@ -17,7 +16,7 @@ from megatron_vlm.config import read_saved
 from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.config.trainable import Exported, export_of
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.errors import ConfigError
+from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable
 from megatron_vlm.hf.export_weights import write_folder
@@ -110,3 +109,21 @@ def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
     lora = outside_file(folder / "state.json").json().get("lora")
     base = None if lora is None else lora["base"].string()
     return ExportMark(manifest.run, step, manifest.id, base)
+
+
+# Beside which weights the adapters of a checkpoint were trained.
+
+
+def check_base(folder: Path, state: Field, digest: str, path: str) -> None:
+    """Refuse adapters beside other weights; `state` is the checkpoint's state.json, and `digest`
+    that of the weights in `path`."""
+    saved = state.get("lora")
+    if saved is not None and saved["base"].string() != digest:
+        raise CheckpointError(
+            ": the adapters were trained beside other weights than these",
+            place=str(folder),
+            key="model.path",
+            found=path,
+            remedy="give the model that they were trained with: as model.path, or to export with "
+            "--model",
+        )

@@ -14,8 +14,7 @@ from typing import Any
 
 from megatron_vlm.errors import CheckpointError, DataError
 from megatron_vlm.io.atomic import MARK, blake2b, digest_of, sync
-from megatron_vlm.io.paths import require_file
-from megatron_vlm.io.untrusted import Field, Outside, reason
+from megatron_vlm.io.untrusted import Field, Outside, reason, require_file
 
 COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.checkpoint import retention
-from megatron_vlm.checkpoint.base import check_base
+from megatron_vlm.checkpoint.export_checkpoint import check_base
 from megatron_vlm.checkpoint.manifest import FileRecord, Manifest, verify, write_file
 from megatron_vlm.checkpoint.rank_state import (
     clear_moments,

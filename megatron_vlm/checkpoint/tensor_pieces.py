@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.weight_map import Entry
-from megatron_vlm.io.paths import require_file
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, require_file
 
 TensorShape = tuple[int, ...]
 Rectangle = tuple[int, int, int, int]  # row, column, rows, columns

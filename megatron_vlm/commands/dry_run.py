@@ -30,8 +30,7 @@ from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_split import asks, decide, with_layers
 from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
-from megatron_vlm.planner.row_sizes import BatchSizes
-from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.row_sizes import BatchSizes, mix_of
 from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.terminal import plain_table
 from megatron_vlm.run.resolve_model import with_model

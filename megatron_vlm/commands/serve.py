@@ -26,7 +26,7 @@ def serve(args: argparse.Namespace) -> int:
     docs/serve.md says more.
     """
     from megatron_vlm.config import load_config
-    from megatron_vlm.config.serve import check_serve
+    from megatron_vlm.config.command_checks import check_serve
     from megatron_vlm.distributed.launch.launch import launch
     from megatron_vlm.serve.main import run_serve
 

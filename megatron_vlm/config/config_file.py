@@ -20,7 +20,7 @@ from megatron_vlm.config.key_hints import hint
 from megatron_vlm.config.schema import key_types, leaves
 from megatron_vlm.config.yaml_nodes import YamlText
 from megatron_vlm.errors import ConfigError, DataError, show_value
-from megatron_vlm.io.paths import home_path, require_file
+from megatron_vlm.io.untrusted import home_path, require_file
 
 MOST_BYTES = 2**16
 

@@ -1,4 +1,4 @@
-"""The one configuration: the dataclasses of schema.py, filled by Hydra from `configs/` and
+"""The one configuration: the dataclasses of database.py, filled by Hydra from `configs/` and
 `key=value`."""
 
 from collections.abc import Iterator, Sequence

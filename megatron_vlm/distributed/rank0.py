@@ -1,8 +1,10 @@
 """Rank 0 leads: it alone hears from outside, and all ranks do what it tells them."""
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,3 +50,35 @@ class Lead:
         order = broadcast_json(None, 0, None, self.device)
         count = order.pop("contents")
         return order, [broadcast_bytes(None, 0, None, self.device) for _ in range(count)]
+
+
+# Long work beside the ranks', of which the others hear meanwhile: they would take it for stuck.
+
+T = TypeVar("T")
+POLL_S = 0.5
+
+
+def result_of(work: "Future[T]", meanwhile: Callable[[], None], every_s: float = POLL_S) -> T:
+    """Its result; `meanwhile` is called until then."""
+    while True:
+        try:
+            return work.result(every_s)
+        except TimeoutError:
+            if work.done():  # the work's own error, or it has just ended
+                return work.result()
+            meanwhile()
+
+
+def beside(work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = POLL_S) -> T:
+    """What `work` returns, done in a thread. What `meanwhile` raises is raised at once, and the
+    work is left to itself: the process is about to end."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="beside").start()
+    return result_of(done, meanwhile, every_s)

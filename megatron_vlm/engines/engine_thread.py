@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from megatron_vlm.distributed.beside import result_of
+from megatron_vlm.distributed.rank0 import result_of
 from megatron_vlm.engines.vllm_process import EngineSettings
 from megatron_vlm.engines.vllm_sampler import VllmSampler
 

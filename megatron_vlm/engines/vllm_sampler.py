@@ -9,13 +9,12 @@ from typing import Any
 
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.inspection import Seen, seen_of
-from megatron_vlm.engines.kept import Kept
 from megatron_vlm.engines.prompts import Prompts
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError, Weights
 from megatron_vlm.engines.supervisor import EngineReplica
 from megatron_vlm.engines.update_lock import Gate
 from megatron_vlm.engines.vllm_process import Engine, EngineDiedError, EngineSettings
-from megatron_vlm.engines.weight_stream import BUFFER_BYTES, SharedBuffer, complete, stream
+from megatron_vlm.engines.weight_stream import BUFFER_BYTES, Kept, SharedBuffer, complete, stream
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.family.config_json import check_model_type, no_config_json, read_fields
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.paths import require_files_in
+from megatron_vlm.io.untrusted import require_files_in
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from megatron_vlm.family.family import Family
-    from megatron_vlm.family.spec import ModelSizes
+    from megatron_vlm.family.spec import Family, ModelSizes
 
 
 def families() -> "dict[str, Family]":

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.paths import what_is_at
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, what_is_at
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -14,8 +14,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.field_rules import KnownFields, ModelFields, other_model, refused
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
-from megatron_vlm.io.paths import what_is_at
-from megatron_vlm.io.untrusted import Field, Outside
+from megatron_vlm.io.untrusted import Field, Outside, what_is_at
 
 _MOST_BYTES = 2**20
 _FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}

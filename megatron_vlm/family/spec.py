@@ -10,7 +10,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 TowerInputs = dict[str, Any]
 
@@ -155,3 +157,54 @@ class ModelSizes:
         """The tensors, and the head's weight also where it is none of them: what may have an
         adapter. That of a tied head leaves the embedding as it is."""
         return (*self.tensors, self.head) if self.tied else self.tensors
+
+
+# Family: what a model family brings along.
+
+# Queries, keys and values from what the tower's first linear gives, cos, sin and the number of
+# heads.
+TowerHeads = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class HFNames:
+    """How a checkpoint of the family calls its tensors."""
+
+    language: str  # prefix of the decoder's tensors
+    vision: str  # prefix of the tower's tensors
+    head: str
+
+    @property
+    def embedding(self) -> str:
+        return f"{self.language}embed_tokens.weight"
+
+    @property
+    def final_norm(self) -> str:
+        return f"{self.language}norm.weight"
+
+    def layer(self, number: int) -> str:
+        """Prefix of one decoder layer."""
+        return f"{self.language}layers.{number}."
+
+
+@dataclass(frozen=True)
+class VisionMarks:
+    """The special tokens around and in place of images, as the chat template writes them."""
+
+    start: str
+    end: str
+    image: str  # stands for one visual token of an image
+    video: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One instance per family. `tower` builds the vision tower, with unset weights, from
+    config.json: on a device, recomputing its blocks in the backward if asked to, with a function
+    that makes the heads of its attention."""
+
+    model_type: str  # as config.json names it
+    names: HFNames
+    marks: VisionMarks
+    sizes_of: Callable[[PretrainedConfig], ModelSizes]
+    tower: Callable[[PretrainedConfig, torch.device, bool, TowerHeads], torch.nn.Module]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_vlm.distributed.process import say
 from megatron_vlm.hf.hf_checkpoint import INDEX
-from megatron_vlm.io.paths import real_path
+from megatron_vlm.io.untrusted import real_path
 
 # What transformers and vLLM read, and what decides how a record becomes tokens and patches.
 SETTINGS = (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from megatron_vlm.hf.companion_files import copy_files
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS, HFCheckpoint
 from megatron_vlm.hf.model_card import CARD, Training, model_card
-from megatron_vlm.hf.tied import untie
 from megatron_vlm.hf.weight_map import Entry, Origin, exported
 from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place, sync
 
@@ -259,3 +259,20 @@ def plan_shards(
         return dict.fromkeys(numbers, WEIGHTS), total
     shard = {name: f"model-{n + 1:05d}-of-{count:05d}.safetensors" for name, n in numbers.items()}
     return shard, total
+
+
+# config.json of a model whose head no longer shares the embedding's weight.
+
+_TIED = "tie_word_embeddings"
+
+
+def untie(folder: Path) -> None:
+    """Say so in a copy of the checkpoint: at the top, which transformers reads, and among the
+    fields of the text where they repeat it."""
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config[_TIED] = False
+    if _TIED in config["text_config"]:
+        config["text_config"][_TIED] = False
+    text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+    file.write_text(text, encoding="utf-8")

@@ -18,8 +18,7 @@ from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.hf.expert_layouts import Form, StoredExperts, find_form
 from megatron_vlm.io.hub import folder_of, pin
-from megatron_vlm.io.paths import what_is_at
-from megatron_vlm.io.untrusted import Field, Outside
+from megatron_vlm.io.untrusted import Field, Outside, what_is_at
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -16,8 +16,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import learns
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import CutGroup
-from megatron_vlm.family.family import Family
-from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec, TextSizes
+from megatron_vlm.family.spec import Family, ModelSizes, Part, TensorSpec, TextSizes
 
 # Names of ours: of the head, and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"

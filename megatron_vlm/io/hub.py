@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.paths import home_path
+from megatron_vlm.io.untrusted import home_path
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -13,8 +13,7 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
-from megatron_vlm.family.family import Family
-from megatron_vlm.family.spec import ModelSizes, TextSizes
+from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
 from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.experts import ExpertMLP

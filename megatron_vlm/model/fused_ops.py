@@ -24,7 +24,7 @@ from megatron_vlm.distributed.agreement import agree
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.family import TowerHeads
+from megatron_vlm.family.spec import TowerHeads
 
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.paths import home_path
 from megatron_vlm.io.printable import visible
+from megatron_vlm.io.untrusted import home_path
 
 _VOID = frozenset(("meta", "img", "input", "rect", "line", "path"))
 # Should anything of a record become markup after all, it still loads nothing and runs nothing.

@@ -10,8 +10,7 @@ from typing import Protocol
 
 from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
-from megatron_vlm.distributed.beside import result_of
-from megatron_vlm.distributed.rank0 import EVERY_S
+from megatron_vlm.distributed.rank0 import EVERY_S, result_of
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.rl.completion_requests import Desk, EngineDesk, RoundDesk
 from megatron_vlm.rl.episode import Group

@@ -18,8 +18,7 @@ from megatron_vlm.rl.policy_update import Apart, Learner, joined
 from megatron_vlm.rl.rank_commands import Orders
 from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
-from megatron_vlm.rl.shown import write_samples
-from megatron_vlm.rl.step_report import rl_line
+from megatron_vlm.rl.step_report import rl_line, write_samples
 from megatron_vlm.rl.train_batch import Lesson, from_bytes, lesson_of, to_bytes
 from megatron_vlm.rl.vllm_engines import renew, settings_of
 from megatron_vlm.run.run import Run

@@ -1,7 +1,10 @@
 """When a run's checkpoints are written, which are kept, and from which it resumes."""
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -9,17 +12,61 @@ from megatron_vlm.checkpoint import retention
 from megatron_vlm.checkpoint.export_checkpoint import mark_of, training_of
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
 from megatron_vlm.checkpoint.save_load import PendingSave, find_latest, load, save
-from megatron_vlm.config.schema import Config
+from megatron_vlm.config.schema import CheckpointConfig, Config
+from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.distributed.agreement import agree
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.model_card import Training
 from megatron_vlm.run.config_changes import changed_since
-from megatron_vlm.run.progress import Progress
 from megatron_vlm.run.run_folder import Claim
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.worker import MegatronWorker
+
+# How far a run has got: what a checkpoint stores besides tensors.
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done, and where the data continues."""
+
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    data: Fingerprint = field(default_factory=Fingerprint)
+    best_of: str | None = None  # the score that `best` is of: checkpoint.best
+    best: float | None = None
+    best_step: int | None = None
+    tokens: int | None = 0  # trained ones; None where the run began in a version without this
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # of the last evaluation
+    scored_step: int | None = None
+
+    def better(
+        self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
+    ) -> "Progress":
+        """With these scores of a set, if they are the best so far by checkpoint.best."""
+        wanted, _, score = (checkpoint.best or "").rpartition("/")
+        if wanted != name or not math.isfinite(scores[score]):
+            return self
+        least = score == "loss"
+        known = self.best if self.best_of == checkpoint.best else None
+        if known is not None and (scores[score] >= known if least else scores[score] <= known):
+            return self
+        return replace(self, best_of=checkpoint.best, best=scores[score], best_step=self.step)
+
+    def scored(self, name: str, scores: Mapping[str, float]) -> "Progress":
+        """With these scores of a set; those of an earlier step go."""
+        kept = self.scores if self.scored_step == self.step else {}
+        mine = {key: value for key, value in scores.items() if key != "seconds"}
+        return replace(self, scores={**kept, name: mine}, scored_step=self.step)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: dict[str, Any]) -> "Progress":
+        known = {"tokens": None, **saved, "position": Position(**saved["position"])}
+        return Progress(**{**known, "data": Fingerprint.from_json(saved["data"])})
 
 
 class Saver:

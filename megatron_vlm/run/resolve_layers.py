@@ -15,7 +15,7 @@ from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.atomic import write_text
 from megatron_vlm.planner.auto_split import asks, decide, with_layers
-from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.training.worker import PATIENCE
 
 

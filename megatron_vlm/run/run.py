@@ -28,7 +28,7 @@ from megatron_vlm.run.resolve_layers import decided
 from megatron_vlm.run.run_folder import export_folders, held_folder
 from megatron_vlm.run.throughput import Guard, Meter
 from megatron_vlm.training.data_feed import Feeder, StepData
-from megatron_vlm.training.expert_load import percent_of_mean
+from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.lr_schedule import announced, total_steps
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 

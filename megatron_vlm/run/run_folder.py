@@ -29,7 +29,7 @@ from megatron_vlm.io.atomic import (
     write_mark,
     write_text,
 )
-from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.report.metrics_lines import SAMPLES
 
 LOCK = "job.lock"  # who writes the run, or did last

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.serve.batches import Batch
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
 from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.requests_as_rows import Batch
 
 GATHER_S = 0.02  # without another sample, before those that came are drawn
 TOGETHER = 256  # samples that a turn begins with, at least one request

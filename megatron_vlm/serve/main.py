@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megatron_vlm import __version__
 from megatron_vlm.config import load_config
 from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
-from megatron_vlm.config.serve import check_serve
 from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, say
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.run.resolve_model import with_model

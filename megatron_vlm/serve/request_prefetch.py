@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron_vlm.serve.batches import Batch, read_batch
 from megatron_vlm.serve.failures import bare
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
-from megatron_vlm.serve.requests_as_rows import NoRoomError, RowReader
+from megatron_vlm.serve.requests_as_rows import Batch, NoRoomError, RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords, read_ask
 
 MOST_WAITING = 2**31  # pixels of requests that were read and wait

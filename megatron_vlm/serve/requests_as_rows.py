@@ -6,7 +6,7 @@ Shapes: S tokens of a row, J targets of a place, P patches, C values of a patch.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,8 +19,11 @@ from megatron_vlm.data.records.record import Image
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, place_row
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.serve.loss_names import OPTIONAL, LossForm
+from megatron_vlm.serve.loss_names import OPTIONAL, LossForm, form_of, options_of
 from megatron_vlm.serve.protocol.payloads import Chunk, Datum, Picture, RequestError, Text, entry
+from megatron_vlm.serve.protocol.requests import read_forward_backward
+from megatron_vlm.training.losses import Objective
+from megatron_vlm.training.worker import StepMetrics
 
 MOST_PIXELS = 2**30  # of the pictures of a request
 SEQUENCES = "sequences"  # the value that says which datum a token belongs to
@@ -182,3 +185,68 @@ def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) 
 
 def _read_by(form: LossForm) -> str:
     return ", ".join(("target_tokens", *form.inputs))
+
+
+# forward_backward as the ranks take it, and what the client gets to know of it.
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A forward_backward that was read: its rows, longest first and dealt out to the replicas."""
+
+    rows: list[Row]
+    order: list[int]  # the datum that each row is
+    shapes: list[tuple[int, ...]]  # of the targets of each datum
+    loss: str
+    options: dict[str, float]
+    forward_only: bool
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.ids_S) for row in self.rows)
+
+    def in_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
+        """Of the datums in their order, in the shapes of their targets; given in that of rows."""
+        found: list[np.ndarray] = [np.empty(0)] * len(self.order)
+        for place, each in zip(self.order, log_probs, strict=True):
+            found[place] = each.float().reshape(self.shapes[place]).numpy()
+        return found
+
+
+def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
+    """What is to be done of the request; what is wrong in it is said by field."""
+    request = read_forward_backward(body)
+    form = form_of(request.loss)
+    options = options_of(request.loss, request.options)
+    reader.admit(
+        (datum.chunks, f"data[{place}].model_input") for place, datum in enumerate(request.data)
+    )
+    rows = [reader.datum(datum, place, form) for place, datum in enumerate(request.data)]
+    # Rows of about the same length share a micro-batch, and replicas have about the same to do.
+    by_length = sorted(range(len(rows)), key=lambda place: -len(rows[place].ids_S))
+    order = [place for first in range(replicas) for place in by_length[first::replicas]]
+    shapes = [datum.inputs["target_tokens"].shape for datum in request.data]
+    ordered = [rows[place] for place in order]
+    return Batch(ordered, order, shapes, form.ours, options, request.forward_only)
+
+
+def figures_of(done: StepMetrics) -> dict[str, float]:
+    """By the names that the client wants."""
+    means = {f"{name}:mean": value for name, value in done.means.items()}
+    return {"loss:sum": done.loss, **means}
+
+
+def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
+    """What a backward pass would report, of log-probs alone."""
+    objective = Objective.create(batch.loss, batch.options)
+    taken = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
+    chosen = [found[mask] for found, mask in zip(log_probs, taken, strict=True)]
+    values = {
+        name: torch.cat(
+            [row.values_S[name][mask] for row, mask in zip(batch.rows, taken, strict=True)]
+        )
+        for name in objective.value_names
+    }
+    loss_M, report = objective.of_tokens(torch.cat(chosen), None, values)
+    means = {f"{name}:mean": float(each.double().mean()) for name, each in report.items()}
+    return {"loss:sum": float(loss_M.double().sum()), **means}

@@ -16,9 +16,8 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.distributed.agreement import Stopped
-from megatron_vlm.distributed.beside import beside
+from megatron_vlm.distributed.rank0 import beside
 from megatron_vlm.errors import show_value
-from megatron_vlm.serve.batches import Batch, figures_of, metrics_of
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.journal.calls import model_id, sampler_id
 from megatron_vlm.serve.journal.journal import Journal
@@ -39,6 +38,7 @@ from megatron_vlm.serve.model_commands import ModelOrders
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.rank_models import Loss, ModelForm
+from megatron_vlm.serve.requests_as_rows import Batch, figures_of, metrics_of
 from megatron_vlm.training.optimizer import AdamStep
 
 Done = tuple[Outcome, Changes]

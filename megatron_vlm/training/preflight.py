@@ -16,7 +16,7 @@ from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
-from megatron_vlm.io.paths import what_is_at
+from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.model.constraints import check_layout, check_router_losses, check_supported
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # on the Hub

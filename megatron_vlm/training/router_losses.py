@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_vlm.config.schema import ModelConfig
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.model.router_losses import RouterLosses
-from megatron_vlm.training.expert_load import begin_count, take_expert_load
+from megatron_vlm.model.router import RouterLosses
+from megatron_vlm.training.expert_routing import begin_count, take_expert_load
 from megatron_vlm.training.pipeline import ForwardStep, Stage, as_it_is
 from megatron_vlm.training.stage_inputs import StageInput
 

@@ -23,13 +23,12 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.distributed.agreement import fail_together, job_store
+from megatron_vlm.distributed.agreement import check_same, compared, fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import Grid
 from megatron_vlm.distributed.process import rank_of_process, say, under_launcher
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
-from megatron_vlm.distributed.same import check_same, compared
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family.cpu_matmul import take_faster_products
@@ -53,12 +52,11 @@ from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
 from megatron_vlm.model.stage_model import Qwen3VLGPTModel
 from megatron_vlm.planner.auto_split import settled
-from megatron_vlm.training.backward import Backward, LossCall, StepMetrics, run_backward
+from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.expert_routing import check_routing
 from megatron_vlm.training.generate import ROWS, sample
-from megatron_vlm.training.gradients import Gradients
 from megatron_vlm.training.losses import LossFunction, Objective, check_divisor, loss_of
 from megatron_vlm.training.optimizer import (
     AdamStep,

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_vlm.commands.chat.chat_settings import PLATFORMS, Settings
 from megatron_vlm.distributed.process import under_launcher
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.paths import home_path, require_file
+from megatron_vlm.io.untrusted import home_path, require_file
 from megatron_vlm.training.preflight import check_model
 
 _CONFIGS = ("config.json", "adapter_config.json")

@@ -15,7 +15,7 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.io.printable import visible
 from megatron_vlm.planner.advice import advice
 from megatron_vlm.planner.hardware import gpu
-from megatron_vlm.planner.sample import mix_of
+from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.planner.search import Cluster, polished, search
 from megatron_vlm.report.html import save_page
 from megatron_vlm.run.resolve_model import with_model

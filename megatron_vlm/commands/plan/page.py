@@ -5,8 +5,7 @@ from pathlib import Path
 
 from megatron_vlm.commands.plan.plan_content import MEMORY, Plan, assumptions, degrees, memory_cells
 from megatron_vlm.io.numbers_as_text import time_spent
-from megatron_vlm.planner.pipeline_time import Stages
-from megatron_vlm.planner.schedule import Task
+from megatron_vlm.planner.pipeline_time import Stages, Task
 from megatron_vlm.planner.search import Candidate
 from megatron_vlm.report.html import Html, document, table, tag, tiles
 

@@ -12,8 +12,8 @@ from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.balance import RowSize
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.data.sources.hub import root_cause
 from megatron_vlm.data.sources.stream import Stream, StreamRecord
+from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import PlacedRow

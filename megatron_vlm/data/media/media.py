@@ -23,7 +23,7 @@ import PIL.ImageOps
 from megatron_vlm.data.media.fetch import fetch
 from megatron_vlm.data.records.record import Image
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.paths import real_path, what_is_at
+from megatron_vlm.io.untrusted import real_path, what_is_at
 
 MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on

@@ -24,7 +24,7 @@ from megatron_vlm.data.media.media import check_aspect
 from megatron_vlm.data.media.processor_settings import read_part, read_settings
 from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.family import VisionMarks
+from megatron_vlm.family.spec import VisionMarks
 
 # Any other value would make other patches, and is refused.
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")

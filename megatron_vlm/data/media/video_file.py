@@ -10,8 +10,7 @@ import numpy as np
 
 from megatron_vlm.data.media.video import VideoInfo
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.paths import require_file
-from megatron_vlm.io.untrusted import reason
+from megatron_vlm.io.untrusted import reason, require_file
 
 # A decoder holds up to 17 frames, and a file of 1 MB can ask for that many of any size.
 MAX_FRAME_PIXELS = 4096 * 4096  # more than 4K, or the 5312 x 2988 of action cameras

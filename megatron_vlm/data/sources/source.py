@@ -17,14 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
-from megatron_vlm.data.sources.hub import load_by_name, root_cause
-from megatron_vlm.data.sources.lines import check_size, parse_json, scan_lines
-from megatron_vlm.data.sources.tables import TableSource
+from megatron_vlm.data.sources.tables import TableSource, load_by_name, root_cause
 from megatron_vlm.data.sources.tar import TarSource
-from megatron_vlm.data.sources.text_files import unpacked
+from megatron_vlm.data.sources.text_files import check_size, parse_json, scan_lines, unpacked
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.paths import real_path, require_file, require_files_in
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, real_path, require_file, require_files_in
 
 _MOST_LIST = 2**36  # bytes
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub

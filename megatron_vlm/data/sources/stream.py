@@ -18,15 +18,12 @@ import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.sources.hub import load_by_name, root_cause
-from megatron_vlm.data.sources.lines import iter_lines, parse_json, too_large
 from megatron_vlm.data.sources.source import folder_of, paths_of
-from megatron_vlm.data.sources.tables import table_row
+from megatron_vlm.data.sources.tables import load_by_name, root_cause, table_row
 from megatron_vlm.data.sources.tar import TarSource, join_members
-from megatron_vlm.data.sources.text_files import content_of
+from megatron_vlm.data.sources.text_files import content_of, iter_lines, parse_json, too_large
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.paths import require_file, require_files_in
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, require_file, require_files_in
 
 _LINES = (".jsonl", ".ndjson", ".gz", ".zst")
 _TABLES = (".parquet", ".arrow")  # which `datasets` reads

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from megatron_vlm.data.sources.lines import check_size, parse_json
-from megatron_vlm.data.sources.text_files import file_digest
+from megatron_vlm.data.sources.text_files import check_size, file_digest, parse_json
 from megatron_vlm.errors import DataError
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")

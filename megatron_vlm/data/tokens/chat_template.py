@@ -21,7 +21,7 @@ from megatron_vlm.data.records.record import Chat, Image, Turn
 from megatron_vlm.data.tokens.loss_spans import Message, choose_trained, take_turns, weight_of
 from megatron_vlm.data.tokens.template_timeout import at_most
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.family.family import VisionMarks
+from megatron_vlm.family.spec import VisionMarks
 from megatron_vlm.io.untrusted import Outside, reason
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -27,7 +27,7 @@ from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.sample import Dropped, Sample
 from megatron_vlm.data.worker_processes import in_processes
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.paths import home_path
+from megatron_vlm.io.untrusted import home_path
 
 _log = logging.getLogger("megatron_vlm.data")
 

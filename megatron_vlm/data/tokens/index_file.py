@@ -19,8 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megatron_vlm.data.tokens.sample import Sample, uneven
-from megatron_vlm.io.paths import require_file
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, require_file
 
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")

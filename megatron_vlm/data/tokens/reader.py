@@ -25,7 +25,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_family
 from megatron_vlm.family.spec import ModelSizes, Tokens
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.paths import home_path
+from megatron_vlm.io.untrusted import home_path
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron_vlm.data.records.record import Chat, Chunks, Image, ImageChunk, Re
 from megatron_vlm.data.tokens.boxes_as_text import Size, grounded
 from megatron_vlm.data.tokens.chat_template import ChatRenderer, Rendered
 from megatron_vlm.errors import DataError
-from megatron_vlm.family.family import VisionMarks
+from megatron_vlm.family.spec import VisionMarks
 
 Grid = tuple[int, int, int]
 

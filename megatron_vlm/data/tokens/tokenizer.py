@@ -9,8 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import MOST_BYTES, add_to
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.paths import require_files_in
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, require_files_in
 
 _REMEDY = "give the tokenizer's files as the checkpoint has them"
 _JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")

@@ -19,19 +19,22 @@ from transformers.vision_utils import (
 )
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.family.family import Family, HFNames, TowerHeads, VisionMarks
 from megatron_vlm.family.field_rules import OBJECT, KnownFields, ModelFields, other_model, refused
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
 from megatron_vlm.family.spec import (
     ExpertSizes,
+    Family,
+    HFNames,
     ModelSizes,
     Part,
     PlaceholderRun,
     TensorSpec,
     TextSizes,
     Tokens,
+    TowerHeads,
     TowerInputs,
+    VisionMarks,
     VisionSizes,
 )
 from megatron_vlm.io.untrusted import Outside

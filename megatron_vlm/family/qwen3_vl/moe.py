@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from transformers import PretrainedConfig
 
-from megatron_vlm.family.family import Family
 from megatron_vlm.family.field_rules import other_model
 from megatron_vlm.family.qwen3_vl.dense import MARKS, NAMES, build_tower, check_fields, make_sizes
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
-from megatron_vlm.family.spec import ExpertSizes, ModelSizes
+from megatron_vlm.family.spec import ExpertSizes, Family, ModelSizes
 
 
 def sizes_of(config: PretrainedConfig) -> ModelSizes:

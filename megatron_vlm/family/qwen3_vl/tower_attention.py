@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_vlm.family.cpu_matmul import by_mkl
-from megatron_vlm.family.family import TowerHeads
+from megatron_vlm.family.spec import TowerHeads
 
 
 class PackedAttention(nn.Module):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.paths import real_path
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import Outside, real_path
 from megatron_vlm.report.charts import chart_css, chart_scripts
 from megatron_vlm.report.heat import heat_css, heat_script
 from megatron_vlm.report.html import document

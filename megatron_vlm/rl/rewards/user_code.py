@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.paths import home_path, real_path
+from megatron_vlm.io.untrusted import home_path, real_path
 
 _LONGEST = 300  # characters of what an exception says
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})

@@ -11,10 +11,9 @@ from megatron_vlm.config.data_sources import EvalSource
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.balance import Limits
 from megatron_vlm.data.batches.data_warnings import Remarks
-from megatron_vlm.data.batches.dataset import DataSet, Handle, open_data
+from megatron_vlm.data.batches.dataset import DataSet, Handle, Order, all_of, open_data
 from megatron_vlm.data.batches.loader import Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.data.batches.order import Order, all_of
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
