@@ -37,10 +37,10 @@ from megatron_vlm.config.schema import (
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.family.cpu_matmul import take_faster_products
+from megatron_vlm.family.cpu_matmul import enable_onednn
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.planner.auto_split import decide, with_layers
-from megatron_vlm.planner.row_sizes import Mix
+from megatron_vlm.planner.row_sizes import RowSample
 
 WARM_UP, REPEATS = 2, 10
 LEARNING_RATE = 1e-5
@@ -129,7 +129,7 @@ def loop(model: Any, rows: list[Row], lr: float) -> Callable[[], float]:
 
 def hf_same_products_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
     """Hugging Face's, with the library that multiplies for us."""
-    take_faster_products(BASE.hidden, has_experts=False)
+    enable_onednn(BASE.hidden, has_experts=False)
     return hf_step(path, rows, lr)
 
 
@@ -146,7 +146,7 @@ def pp2_step(path: str, rows: list[Row], lr: float) -> Callable[[], float]:
         parallel=ParallelConfig(pp=2, layers_per_stage="auto"),
         train=TrainConfig(micro_batch_size=1, global_batch_size=len(rows)),
     )
-    mix = Mix(tuple(map(sizes_of_row, rows)), "these")
+    mix = RowSample(tuple(map(sizes_of_row, rows)), "these")
     layers = decide(cfg, HFCheckpoint(path).sizes, 2, pick_platform("cpu"), mix).layers
     return worker_step(path, rows, lr, with_layers(cfg, layers).parallel, micro_batch=1)
 
@@ -268,7 +268,7 @@ def gemm_peak() -> float:
     choice of a library or by ours."""
     before = torch.get_float32_matmul_precision()
     peak = _fastest_product()
-    take_faster_products(BASE.hidden, has_experts=False)
+    enable_onednn(BASE.hidden, has_experts=False)
     peak = max(peak, _fastest_product())
     torch.set_float32_matmul_precision(before)
     return peak

@@ -36,10 +36,10 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.auto_split import decide
-from megatron_vlm.planner.flops import Pass, Work, accumulate, micro_work
+from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.layer_split import even_split
 from megatron_vlm.planner.pipeline_time import one_f_one_b, trained
-from megatron_vlm.planner.row_sizes import Mix
+from megatron_vlm.planner.row_sizes import RowSample
 
 # The tower takes about as long as the decoder on these rows.
 SPEC = TinySpec(
@@ -196,10 +196,10 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[Pass]]:
+def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[StepCost]]:
     """What each stage does, for each micro-batch."""
     cfg, dims = configuration(path, split), ParallelDims(1, len(split), 1, 1, tuple(split))
-    parts = [Pass(Work(), accumulate(n, 4)) for n in trained(cfg, sizes, dims)]
+    parts = [StepCost(OpCount(), accumulate(n, 4)) for n in trained(cfg, sizes, dims)]
     table = []
     for batch in map(sizes_of_row, make_rows()):
         work = micro_work(cfg, sizes, 1, batch, 4)
@@ -210,7 +210,7 @@ def works(sizes: ModelSizes, path: str, split: Sequence[int]) -> list[list[Pass]
     return table
 
 
-def columns(table: list[list[Pass]]) -> np.ndarray:
+def columns(table: list[list[StepCost]]) -> np.ndarray:
     """[forward or backward, G, S, kind of work]."""
     return np.array(
         [
@@ -247,7 +247,7 @@ def figures_of(pp: int, path: str) -> dict[str, float]:
     cfg = configuration(path, even_split(pp, SPEC.layers))
     cfg = Config(model=cfg.model, parallel=ParallelConfig(pp=pp), train=cfg.train, platform="cpu")
     even = even_split(pp, SPEC.layers)
-    auto = decide(cfg, sizes, pp, pick_platform("cpu"), Mix(tuple(rows), "these rows")).layers
+    auto = decide(cfg, sizes, pp, pick_platform("cpu"), RowSample(tuple(rows), "these rows")).layers
     print(f"pp={pp}: even {list(even)}, auto {list(auto)}", flush=True)
     together = [[even, auto]] if pp <= CORES else [[even], [auto]]
     first, second = [found for splits in together for found in measure(path, splits)]

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.arguments import add_overrides, configured, parse_arguments
 from megatron_vlm.config.checks import check_training
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.fork_server import start_server
@@ -73,7 +73,7 @@ def composed(
     """The configuration of a rank that runs this module, checked."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", allow_abbrev=False)
     add_overrides(parser)
-    args = parse(parser, arguments)
+    args = parse_arguments(parser, arguments)
     file, _ = configured(args)
     cfg = load_config(args.overrides, file)
     check(cfg)

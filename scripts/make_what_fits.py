@@ -72,7 +72,7 @@ def sizes_of_model(name: str) -> ModelSizes:
 
 
 def _sizes_with_experts(layers: int, hidden: int, width: int, heads: int) -> ModelSizes:
-    return moe.sizes_of(
+    return moe.moe_sizes_of(
         Qwen3VLMoeConfig(
             text_config=dict(
                 num_hidden_layers=layers,

@@ -16,7 +16,7 @@ import PIL.Image
 
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.prompts import seen
+from megatron_vlm.engines.prompts import seen_by_trainer
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = ROOT / ".venv-vllm"
@@ -86,7 +86,7 @@ def as_prompt(row: Row, image_id: int, pictures: Sequence[Path]) -> dict[str, An
 
 def write_seen(row: Row, settings: ImageSettings, folder: Path) -> list[Path]:
     """The pictures of a row as the trainer sees them, resized, as files."""
-    pictures = seen(row, settings)
+    pictures = seen_by_trainer(row, settings)
     if pictures:
         folder.mkdir(parents=True)
     paths = [folder / f"{place}.png" for place in range(len(pictures))]

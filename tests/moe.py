@@ -6,18 +6,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_vlm.hf.expert_layouts import Form
+from megatron_vlm.hf.expert_layouts import ExpertStorage
 
 
-def stored_as(folder: str, out: Path, form: Form) -> str:
+def stored_as(folder: str, out: Path, form: ExpertStorage) -> str:
     """A copy of a checkpoint that transformers 5 has written, in another form. The conversion is
     written out here, and shares no code with what is tested."""
     shutil.copytree(folder, out)
     weights = {}
     for name, value in load_file(out / "model.safetensors").items():
-        if ".mlp.experts." not in name or form is Form.out_in:
+        if ".mlp.experts." not in name or form is ExpertStorage.out_in:
             weights[name] = value
-        elif form is Form.in_out:
+        elif form is ExpertStorage.in_out:
             weights[name] = torch.stack([expert.T for expert in value])
         else:
             prefix, _, kind = name.rpartition(".")

@@ -148,6 +148,6 @@ class StandIn:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(sys.argv[1]).parent))
-    from channel import Link
+    from channel import ParentChannel
 
-    StandIn(Link(int(sys.argv[2]), int(sys.argv[3]))).run()
+    StandIn(ParentChannel(int(sys.argv[2]), int(sys.argv[3]))).run()

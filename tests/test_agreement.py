@@ -26,13 +26,13 @@ from megatron_vlm.commands.agree.compare import (
     compare,
     token_pairs,
 )
-from megatron_vlm.commands.agree.page import render_page
+from megatron_vlm.commands.agree.page import render_agreement
 from megatron_vlm.commands.agree.plots import plots
-from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.process import UNLIKE
-from megatron_vlm.engines.inspection import Seen, SeenMedia
+from megatron_vlm.engines.inspection import EngineMedia, EngineView
 from megatron_vlm.engines.prompts import Prompts
 from megatron_vlm.engines.vllm_process import EngineSettings
 from megatron_vlm.run.evaluation.held_out_sets import question_of
@@ -69,26 +69,26 @@ def world(tiny, pool, tmp_path_factory) -> World:
     return World(folder, data, rows, answers, PixelTables(folder, CPU))
 
 
-def honest(row: Row, tables: PixelTables) -> Seen:
+def honest(row: Row, tables: PixelTables) -> EngineView:
     """What the trainer sees, as an engine would say it."""
     values_PC = tables.images(row.pixel_values_PC)
     if row.image_grid_I3 is None or values_PC is None:
-        return Seen(tuple(row.ids_S.tolist()), (), (), "vLLM 0")
+        return EngineView(tuple(row.ids_S.tolist()), (), (), "vLLM 0")
     grids = [tuple(grid) for grid in row.image_grid_I3.tolist()]
     parts = values_PC.split([math.prod(grid) for grid in grids])
-    media = tuple(SeenMedia(*pair) for pair in zip(grids, parts, strict=True))
-    return Seen(tuple(row.ids_S.tolist()), media, (), "vLLM 0")
+    media = tuple(EngineMedia(*pair) for pair in zip(grids, parts, strict=True))
+    return EngineView(tuple(row.ids_S.tolist()), media, (), "vLLM 0")
 
 
-def changed(seen: Seen, media: Callable[[SeenMedia], SeenMedia]) -> Seen:
+def changed(seen: EngineView, media: Callable[[EngineMedia], EngineMedia]) -> EngineView:
     """With another first picture."""
     return replace(seen, images=(media(seen.images[0]), *seen.images[1:]))
 
 
-def moved(by: float) -> Callable[[SeenMedia], SeenMedia]:
+def moved(by: float) -> Callable[[EngineMedia], EngineMedia]:
     """One value of the patches."""
 
-    def move(media: SeenMedia) -> SeenMedia:
+    def move(media: EngineMedia) -> EngineMedia:
         patches_PC = media.patches_PC.clone()
         patches_PC[-1, 7] += by
         return replace(media, patches_PC=patches_PC)
@@ -96,17 +96,17 @@ def moved(by: float) -> Callable[[SeenMedia], SeenMedia]:
     return move
 
 
-def turned(media: SeenMedia) -> SeenMedia:
+def turned(media: EngineMedia) -> EngineMedia:
     time, high, wide = media.grid
     assert high != wide
     return replace(media, grid=(time, wide, high))
 
 
-def other_id(seen: Seen) -> Seen:
+def other_id(seen: EngineView) -> EngineView:
     return replace(seen, ids=(*seen.ids[:4], seen.ids[4] + 1, *seen.ids[5:]))
 
 
-SEEN: dict[str, tuple[Callable[[Seen], Seen], str | None]] = {
+SEEN: dict[str, tuple[Callable[[EngineView], EngineView], str | None]] = {
     "nothing": (lambda seen: seen, None),
     "rounding": (lambda seen: changed(seen, moved(1e-6)), None),
     "an id": (other_id, "1 of 1 prompts have other ids, the first here"),
@@ -186,12 +186,12 @@ def test_a_log_prob_that_is_no_number_is_a_difference(world):
         assert "1 of 3 log-probs differ" in found.faults[0]
         [(prompt, token)] = found.worst_tokens(1)
         assert (prompt.where, token.place) == ("folder/file:1", 1)
-        assert "They differ" in render_page(found, Words.of(world.folder))
+        assert "They differ" in render_agreement(found, TokenText.of(world.folder))
 
 
 def test_the_page_has_the_figures_and_the_pictures(world):
     found = said(world, [[-1.0], [-1.0, -2.00002], [-1.00004]])
-    page = render_page(found, Words.of(world.folder))
+    page = render_agreement(found, TokenText.of(world.folder))
     assert "<b>4.0e-05</b><span>worst difference of a log-prob" in page
     assert "<b>4</b><span>tokens" in page and "<b>3</b><span>prompts" in page
     worst = page[page.index("The tokens that differ most") :]
@@ -227,7 +227,7 @@ def test_where_ids_differ_is_said(world):
     prompt = compare("here", row, other_id(honest(row, world.tables)), world.tables)
     ids = row.ids_S.tolist()
     assert prompt.first_unlike == (4, ids[4], ids[4] + 1)
-    page = render_page(agreement([prompt]), Words.of(world.folder))
+    page = render_agreement(agreement([prompt]), TokenText.of(world.folder))
     assert f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4" in page
 
 
@@ -247,7 +247,9 @@ def replays(world, tmp_path) -> Path:
     return folder
 
 
-def write_replay(folder: Path, world: World, row: Row, seen: Seen, answer: Completion) -> None:
+def write_replay(
+    folder: Path, world: World, row: Row, seen: EngineView, answer: Completion
+) -> None:
     request = Prompts(EngineSettings("", world.folder)).request(row, SamplingSettings(1), [])
     file = folder / replay_of(request.fields["prompt"])
     images = [
@@ -300,7 +302,9 @@ def shifted(answer: Completion) -> Completion:
     return replace(answer, log_probs=(*first, last + 2e-4))
 
 
-WRONG: dict[str, tuple[Callable[[Seen], Seen], Callable[[Completion], Completion], str]] = {
+WRONG: dict[
+    str, tuple[Callable[[EngineView], EngineView], Callable[[Completion], Completion], str]
+] = {
     "a log-prob": (lambda seen: seen, shifted, "1 of {count} log-probs differ by more than 0.0001"),
     "an id": (other_id, lambda answer: answer, "1 of 5 prompts have other ids"),
     "a grid": (lambda seen: changed(seen, turned), lambda answer: answer, "1 of 5.*other grids"),

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from megatron_vlm.distributed.agreement import Stopped
-from megatron_vlm.distributed.rank0 import beside
+from megatron_vlm.distributed.rank0 import run_in_thread
 from megatron_vlm.errors import CheckpointError
 
 
@@ -22,7 +22,7 @@ def test_others_hear_of_it_until_it_is_done():
         assert enough.wait(30)
         return threading.current_thread().name
 
-    assert beside(work, meanwhile, 0.001) == "beside"
+    assert run_in_thread(work, meanwhile, 0.001) == "beside"
     assert len(heard) >= 3 and {*heard} == {threading.current_thread()}
 
 
@@ -32,7 +32,7 @@ def test_its_errors_are_raised(error):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        beside(work, lambda: None, 0.001)
+        run_in_thread(work, lambda: None, 0.001)
 
 
 def test_who_is_told_to_stop_does_not_wait_for_it():
@@ -42,5 +42,5 @@ def test_who_is_told_to_stop_does_not_wait_for_it():
         raise Stopped
 
     with pytest.raises(Stopped):
-        beside(never.wait, meanwhile, 0.001)
+        run_in_thread(never.wait, meanwhile, 0.001)
     never.set()

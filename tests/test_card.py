@@ -20,7 +20,7 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig, OptimConfig
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.model_card import Training, model_card, versions
+from megatron_vlm.hf.model_card import TrainingSummary, model_card, versions
 from tests.sets import write_set
 from tests.test_run_folder import Folder
 
@@ -34,10 +34,10 @@ def head_of(card: str) -> dict:
     return yaml.safe_load(head)
 
 
-def done(*paths: str, base: str = f"Qwen/Tiny@{COMMIT}", **more) -> Training:
+def done(*paths: str, base: str = f"Qwen/Tiny@{COMMIT}", **more) -> TrainingSummary:
     specs = tuple(SourceSpec(path) for path in paths)
     cfg = Config(model=ModelConfig(path=base), data=DataConfig(train=specs))
-    return Training(cfg, 1000, **more)
+    return TrainingSummary(cfg, 1000, **more)
 
 
 def test_what_a_card_says(tiny, tmp_path):

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb_
 
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.fused_ops import Chains, compiles, lacking_compiler
+from megatron_vlm.model.fused_ops import FusedOps, compiles, lacking_compiler
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
@@ -30,7 +30,7 @@ LACKING = lacking_compiler(CPU)
 compiling = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 
-def run_chains(chains: Chains, tokens: int, rows: int) -> list[Tensor]:
+def run_chains(chains: FusedOps, tokens: int, rows: int) -> list[Tensor]:
     """What the chains make of random tensors, and the gradients of all that they are given."""
     generator = torch.Generator().manual_seed(tokens)
 
@@ -63,10 +63,10 @@ def compare(backend: str) -> tuple[float, list[int]]:
     after each shape."""
     torch._dynamo.reset()  # the process has had other models
     counters.clear()
-    worst, graphs, chains = 0.0, [], Chains.compiled(backend)
+    worst, graphs, chains = 0.0, [], FusedOps.compiled(backend)
     for tokens, rows in ((7, 2), (33, 1), (1, 5), (5, 3), (1, 1), (2, 1), (64, 4), (19, 2)):
         for mine, eager in zip(
-            run_chains(chains, tokens, rows), run_chains(Chains(), tokens, rows), strict=True
+            run_chains(chains, tokens, rows), run_chains(FusedOps(), tokens, rows), strict=True
         ):
             assert mine.shape == eager.shape
             worst = max(worst, float((mine - eager).abs().max() / eager.abs().max()))
@@ -89,7 +89,7 @@ def test_the_towers_heads_are_those_of_transformers(dtype):
     turns = angles.cos().to(dtype), angles.sin().to(dtype)
     query, key, value = mixed.unflatten(1, (3, QUERIES, HEAD)).unbind(1)
     expected = *apply_rotary_pos_emb_vision(query, key, *turns), value
-    made = Chains().tower_heads(mixed, *turns, QUERIES)
+    made = FusedOps().tower_heads(mixed, *turns, QUERIES)
     assert all(a.dtype is dtype and torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
@@ -114,7 +114,7 @@ def call_fusion() -> tuple[int, list[str], float]:
         warnings.simplefilter("always", UserWarning)
         bias_swiglu(both, bias)
         made = bias_swiglu(both, bias)
-    eager = Chains().swiglu(both + bias)
+    eager = FusedOps().swiglu(both + bias)
     error = float((made - eager).abs().max() / eager.abs().max())
     return counters["stats"]["unique_graphs"], [str(each.message) for each in said], error
 
@@ -133,7 +133,7 @@ def broken(graph: Any, inputs: Any) -> Any:
 
 def fails() -> ConfigError:
     with pytest.raises(ConfigError) as raised:
-        Chains.compiled(broken).swiglu(torch.ones(2, 1, 4))
+        FusedOps.compiled(broken).swiglu(torch.ones(2, 1, 4))
     return raised.value
 
 

@@ -18,7 +18,7 @@ from megatron_vlm.data.tokens import chat_template
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row import IGNORE
-from megatron_vlm.data.tokens.sample import Dropped
+from megatron_vlm.data.tokens.sample import RecordDropped
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.qwen3_vl.dense import MARKS
@@ -203,7 +203,7 @@ def test_messages_that_are_shown_as_one_have_one_weight(reader):
 
 def test_nothing_to_learn_is_dropped(reader):
     record = {"messages": [say("user", "a"), say("assistant", "b")]}
-    with pytest.raises(Dropped, match="nothing to learn"):
+    with pytest.raises(RecordDropped, match="nothing to learn"):
         reader(train_on="record").encode(record, "x:1")
 
 

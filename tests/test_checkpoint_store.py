@@ -20,7 +20,7 @@ from megatron_vlm.checkpoint.retention import (
     find_latest,
     held_checkpoint,
     keep,
-    others,
+    other_lines,
     step_folder,
 )
 from megatron_vlm.errors import CheckpointError, ConfigError
@@ -246,12 +246,12 @@ def test_a_line_that_was_left_is_neither_gone_on_from_nor_removed(tmp_path):
     new = go_on(tmp_path, (15,), twelve, keep_last=3)  # other contents: another line
     assert find_latest(tmp_path) == step_folder(tmp_path, 15)
     left = ["step-00000015.aside1", "step-00000018"]
-    assert [path.name for path in others(tmp_path, new)] == left
+    assert [path.name for path in other_lines(tmp_path, new)] == left
     assert names(tmp_path) == ["step-00000012", "step-00000015", *left]
     new = go_on(tmp_path, (18, 21), new, keep_last=1)
     assert names(tmp_path) == ["step-00000015.aside1", "step-00000018.aside1", "step-00000021"]
-    assert others(tmp_path, new) == [tmp_path / name for name in names(tmp_path)[:2]]
-    assert others(tmp_path, None) == [tmp_path / name for name in names(tmp_path)]
+    assert other_lines(tmp_path, new) == [tmp_path / name for name in names(tmp_path)[:2]]
+    assert other_lines(tmp_path, None) == [tmp_path / name for name in names(tmp_path)]
 
 
 def test_what_others_wrote_is_never_removed(tmp_path, caplog):
@@ -294,7 +294,7 @@ def test_checkpoints_without_a_line_are_read(tmp_path):
     (old / MARK).unlink()
     assert find_latest(tmp_path) == old
     manifest = read_manifest(old)
-    assert manifest.serial == 0 and others(tmp_path, manifest) == []
+    assert manifest.serial == 0 and other_lines(tmp_path, manifest) == []
     go_on(tmp_path, (9, 10), manifest, keep_last=1)
     assert steps(tmp_path) == [8, 10]
 

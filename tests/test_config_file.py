@@ -12,7 +12,7 @@ from megatron_vlm.cli import main
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.commands.eval import locate
 from megatron_vlm.config import ConfigFile, from_yaml, load_config, to_yaml
-from megatron_vlm.config.arguments import configured, parse
+from megatron_vlm.config.arguments import configured, parse_arguments
 from megatron_vlm.config.config_file import MOST_BYTES
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import Config, DataConfig, ModelConfig
@@ -212,10 +212,12 @@ def test_only_a_small_regular_file_of_text_is_read(tmp_path):
 def test_other_processes_get_the_text_that_was_read(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text("---\n" + MINE)
-    args = parse(make_parser(), ["train", "data.seed=1", "--config", str(path), "train.seed=2"])
+    args = parse_arguments(
+        make_parser(), ["train", "data.seed=1", "--config", str(path), "train.seed=2"]
+    )
     file, arguments = configured(args)
     path.write_text("optim: {lr: 1}")  # for the next run
-    again, given = configured(parse(make_parser(), ["train", *arguments]))
+    again, given = configured(parse_arguments(make_parser(), ["train", *arguments]))
     assert again == file and given == arguments
     assert args.overrides == ["data.seed=1", "train.seed=2"]
 

@@ -14,7 +14,7 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import family_of, read_sizes
 from megatron_vlm.model.constraints import check_built, check_config
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.worker import MegatronWorker
 from tests.error_fields import raises
 
@@ -139,9 +139,9 @@ def test_packed_rows_and_left_padding_are_refused_by_the_model():
     model = SimpleNamespace(pre_process=True)
     ids = torch.zeros(2, 3, dtype=torch.long)
     with raises(ConfigError, key="packed_seq_params"):
-        Qwen3VLGPTModel.forward(model, ids, ids, packed_seq_params=object())
+        StageModel.forward(model, ids, ids, packed_seq_params=object())
     with raises(DataError, key="attention_mask[1]"):
         mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
-        Qwen3VLGPTModel.forward(model, ids, ids, attention_mask=mask)
+        StageModel.forward(model, ids, ids, attention_mask=mask)
     with raises(DataError, key="attention_mask.shape", found=(1, 2, 3)):
-        Qwen3VLGPTModel.forward(model, ids, ids, attention_mask=ids[None])
+        StageModel.forward(model, ids, ids, attention_mask=ids[None])

@@ -17,7 +17,7 @@ from transformers.video_utils import read_video_pyav
 
 from megatron_vlm.cli import main
 from megatron_vlm.commands.chat.command import Settings, find_model
-from megatron_vlm.commands.chat.conversation import Conversation
+from megatron_vlm.commands.chat.conversation import ChatSession
 from megatron_vlm.commands.chat.terminal import HELP, talk, typed
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import Part
@@ -48,7 +48,7 @@ def pictures(tmp_path: Path) -> list[str]:
 
 def hold(folder: str, pictures: list[str], talks: Any, **settings: Any) -> list[list[str]]:
     """The answers of several conversations with one model."""
-    conversation = Conversation(folder, Settings(NEW_TOKENS, **settings))
+    conversation = ChatSession(folder, Settings(NEW_TOKENS, **settings))
     found = []
     for turns in talks:
         conversation.reset()
@@ -113,7 +113,7 @@ def warm(folder: str, pictures: list[str]) -> list[Any]:
 def stop(folder: str) -> list[Any]:
     """An answer that Ctrl-C ends after some tokens, and the state after it."""
     handler = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background
-    conversation = Conversation(folder, Settings(40))
+    conversation = ChatSession(folder, Settings(40))
     whole = conversation.ask("How many?", [], lambda piece: None)
     conversation.reset()
 
@@ -142,7 +142,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(pool, tiny):
 
 def converse(folder: str, lines: list[str]) -> list[Any]:
     """What is written to stdout and stderr, and the messages at the end."""
-    conversation = Conversation(folder, Settings(3))
+    conversation = ChatSession(folder, Settings(3))
     out, errors = io.StringIO(), io.StringIO()
     waiting = iter(lines)
 
@@ -240,7 +240,7 @@ def test_reset_forgets_and_quit_ends(pool, tiny):
 def control(folder: str) -> str:
     """What the terminal gets of a model that answers with an escape character: the rows of the head
     for that and for its real first token are swapped."""
-    conversation = Conversation(folder, Settings(1))
+    conversation = ChatSession(folder, Settings(1))
     asked = {"messages": [{"role": "user", "content": "hello"}]}
     stage, row = conversation.worker.stage, conversation.rows.row(asked, prompt=True)
     first = generate(stage, [row], 1, ())[0][0]

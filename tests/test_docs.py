@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron_vlm.cli.parser import make_parser
 from megatron_vlm.config import ConfigFile, config_dir, from_yaml, load_config, to_yaml
-from megatron_vlm.config.arguments import parse
+from megatron_vlm.config.arguments import parse_arguments
 from tests import error_messages
 
 ROOT = Path(__file__).parent.parent
@@ -243,7 +243,7 @@ def check_train(words: list[str]) -> None:
 
 
 def check_megatron_vlm(words: list[str]) -> None:
-    args = parse(make_parser(), words)  # SystemExit where an option is unknown
+    args = parse_arguments(make_parser(), words)  # SystemExit where an option is unknown
     overrides = getattr(args, "overrides", [])
     if not hasattr(args, "where"):
         check_train(overrides)

@@ -20,8 +20,8 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.run.checkpointing import Progress
-from megatron_vlm.run.evaluation.evaluate import Examiner, read_candidates
-from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_of, last_answer
+from megatron_vlm.run.evaluation.evaluate import Evaluator, read_candidates
+from megatron_vlm.run.evaluation.held_out_sets import cut_row, first_samples, last_answer
 from megatron_vlm.training.worker import MegatronWorker
 from tests.reference import load_reference, row_logits
 from tests.runs import Case
@@ -135,7 +135,7 @@ def examine(
         eval=EvalConfig(batch_size=4, **options),
     )
     worker = MegatronWorker(cfg, training=False)
-    found = Examiner(worker, cfg).examine()
+    found = Evaluator(worker, cfg).examine()
     return [(done.name, done.scores, done.examples) for done in found]
 
 
@@ -197,10 +197,10 @@ def test_candidates_without_the_right_answer_are_refused(asked, pool):
 
 def test_a_part_of_a_set_is_spread_over_it(asked):
     data = open_set(asked["file"], asked["path"], None, train=False)
-    five = [int(index) for _, index in first_of(data, 5).order.epoch(0)]
+    five = [int(index) for _, index in first_samples(data, 5).order.epoch(0)]
     assert len(set(five)) == 5 and sorted(five) != list(range(5))
-    assert [int(index) for _, index in first_of(data, 5).order.epoch(0)] == five
-    assert [int(index) for _, index in first_of(data, 99).order.epoch(0)] == list(range(ROWS))
+    assert [int(index) for _, index in first_samples(data, 5).order.epoch(0)] == five
+    assert [int(index) for _, index in first_samples(data, 99).order.epoch(0)] == list(range(ROWS))
 
 
 def test_the_last_answer_is_found():

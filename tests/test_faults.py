@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_vlm.config import load_config
 from megatron_vlm.data.worker_processes import in_processes
-from megatron_vlm.distributed.agreement import Vote, fail_together, meet
+from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
@@ -204,7 +204,7 @@ def arrive() -> float:
     if os.environ["RANK"] == "1":
         time.sleep(1.5)
     start = time.monotonic()
-    meet("here")
+    store_barrier("here")
     return time.monotonic() - start
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from megatron_vlm.data.records.formats import parse_record
 from megatron_vlm.data.records.record import (
-    Chat,
-    Chunks,
+    ChatMessage,
+    Conversation,
+    EncodedRecord,
     Image,
     ImageChunk,
-    Turn,
     Video,
     VideoOptions,
 )
@@ -23,8 +23,8 @@ from megatron_vlm.errors import DataError
 from tests.error_fields import raises
 
 ASKED = (
-    Turn("user", (Image("a.png"), "What is it?")),
-    Turn("assistant", ("A cat.",)),
+    ChatMessage("user", (Image("a.png"), "What is it?")),
+    ChatMessage("assistant", ("A cat.",)),
 )
 
 SAME = {
@@ -118,7 +118,7 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_formats_give_the_same_chat(name):
-    assert parse_record(SAME[name], "x:1") == Chat("x:1", ASKED)
+    assert parse_record(SAME[name], "x:1") == Conversation("x:1", ASKED)
 
 
 def test_images_stand_where_their_marks_are():
@@ -152,11 +152,11 @@ def test_alpaca_with_history_and_system():
         "output": "3",
     }
     assert parse_record(raw, "x:1").turns == (
-        Turn("system", ("Be brief.",)),
-        Turn("user", ("Hi",)),
-        Turn("assistant", ("Hello",)),
-        Turn("user", ("Add\n1 and 2",)),
-        Turn("assistant", ("3",)),
+        ChatMessage("system", ("Be brief.",)),
+        ChatMessage("user", ("Hi",)),
+        ChatMessage("assistant", ("Hello",)),
+        ChatMessage("user", ("Add\n1 and 2",)),
+        ChatMessage("assistant", ("3",)),
     )
 
 
@@ -180,8 +180,8 @@ def test_tool_calls_are_brought_to_one_shape(call):
     }
     record = parse_record(raw, "x:1")
     expected = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
-    assert record.turns[1] == Turn("assistant", (), (expected,))
-    assert record.turns[2] == Turn("tool", (Image("a.png"),))
+    assert record.turns[1] == ChatMessage("assistant", (), (expected,))
+    assert record.turns[2] == ChatMessage("tool", (Image("a.png"),))
     assert record.turns[3].weight == 0
     assert record.tools == ({"type": "function", "function": {"name": "look"}},)
 
@@ -232,10 +232,10 @@ def test_llama_factorys_v1_with_everything():
         for arguments in ({"x": 1}, {})
     )
     assert record.turns == (
-        Turn("user", ("Look at ", Video("a.mp4")), weight=0),
-        Turn("assistant", ("Let me see.",), calls, 0.5, "I need eyes."),
-        Turn("tool", ("a cat",), weight=0),
-        Turn("assistant", ("A cat.",)),
+        ChatMessage("user", ("Look at ", Video("a.mp4")), weight=0),
+        ChatMessage("assistant", ("Let me see.",), calls, 0.5, "I need eyes."),
+        ChatMessage("tool", ("a cat",), weight=0),
+        ChatMessage("assistant", ("A cat.",)),
     )
 
 
@@ -269,7 +269,7 @@ def test_chunks():
     record = parse_record(raw, "x:1")
     chunk = ImageChunk(Image("data:image;base64,AAAA"), 4)
     mask = (False, False, False, False, False, False, True)
-    assert record == Chunks("x:1", ((1, 2), chunk, (3,)), mask)
+    assert record == EncodedRecord("x:1", ((1, 2), chunk, (3,)), mask)
     assert parse_record({"model_input": {"chunks": raw["chunks"]}}, "x:1").mask is None
 
 
@@ -706,7 +706,7 @@ def test_what_is_empty_and_metadata_are_no_keys():
 
 def test_system_beside_messages_is_the_first_of_them():
     record = parse_record({"system": "Be brief.", "messages": DIALOGUE}, "x:1")
-    assert record.turns[0] == Turn("system", ("Be brief.",))
+    assert record.turns[0] == ChatMessage("system", ("Be brief.",))
 
 
 TWICE = {
@@ -736,7 +736,7 @@ def test_two_keys_that_say_the_same_are_one():
 def test_the_keys_of_an_answer_to_a_call():
     answer = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"}
     raw = {"messages": [*DIALOGUE, answer]}
-    assert parse_record(raw, "x:1").turns[2] == Turn("tool", ("3",))
+    assert parse_record(raw, "x:1").turns[2] == ChatMessage("tool", ("3",))
 
 
 @pytest.mark.parametrize("name", WRONG)

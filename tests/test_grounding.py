@@ -23,15 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_vlm.commands.inspect.page import render_page
-from megatron_vlm.commands.inspect.statistics import collect
+from megatron_vlm.commands.inspect.page import render_inspection
+from megatron_vlm.commands.inspect.statistics import collect_statistics
 from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config import load_config
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.batches.dataset import open_data
 from megatron_vlm.data.records.formats import parse_record
-from megatron_vlm.data.records.record import Chat
+from megatron_vlm.data.records.record import Conversation
 from megatron_vlm.data.records.unknown_keys import UnknownKeysError
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.tokens.boxes_as_text import grounded
@@ -588,7 +588,7 @@ def test_whatever_objects_holds_it_is_a_chat_or_a_sentence(value, boxes):
         except DataError as error:
             assert str(error).startswith("x:1: ")
         else:
-            assert isinstance(chat, Chat) and chat.objects is None
+            assert isinstance(chat, Conversation) and chat.objects is None
 
 
 RECORDS = [
@@ -655,14 +655,14 @@ def look(tiny, tmp_path):
         given = (f"data.train={path}", f"model.path={tiny()}", "data.num_workers=0")
         cfg = load_config([*given, f"data.cache_dir={tmp_path / 'cache'}"])
         data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, read_sizes(tiny()))
-        return collect(cfg, data, range(len(records)), 1, True)
+        return collect_statistics(cfg, data, range(len(records)), 1, True)
 
     return make
 
 
 def drawn(inspection):
     """Of each figure of the page: its boxes and points with style and label, and its caption."""
-    figures = re.findall(r"<figure>(.*?)</figure>", render_page(inspection), re.DOTALL)
+    figures = re.findall(r"<figure>(.*?)</figure>", render_inspection(inspection), re.DOTALL)
     shape = re.compile(
         r'<u class="(\w+) c\d( right)?" style="(.*?)" title="(.*?)">(?:<b>(.*?)</b>)?'
     )
@@ -740,7 +740,7 @@ def test_pixels_in_the_text_are_told(look, tmp_path):
     (tmp_path / "a.png").write_bytes(blank(640, 480))
     found = look(record('{\n"bbox_2d": [135, 114, 1016, 672]\n}', "a.png"))
     told = f"{tmp_path}/look.jsonl:1: a box in the text has 1016, above 1000"
-    assert told in printed(found) and told in render_page(found)
+    assert told in printed(found) and told in render_inspection(found)
 
 
 def test_boxes_of_images_that_were_cut_off_are_not_drawn_elsewhere(reader):
@@ -774,7 +774,7 @@ def test_a_browser_draws_the_box_where_it_is(look, tmp_path):
     PIL.Image.new("RGB", (256, 256), (1, 2, 3)).save(tmp_path / "a.png")
     found = look(record("<bbox>", "a.png", bbox=[[0.25, 0.5, 0.75, 0.9]], bbox_type="norm1"))
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(render_page(found), encoding="utf-8")
+    page.write_text(render_inspection(found), encoding="utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += ["--force-device-scale-factor=1", "--force-color-profile=srgb"]
     command += ["--window-size=900,1500", f"--user-data-dir={tmp_path / 'profile'}"]

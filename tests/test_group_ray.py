@@ -163,7 +163,7 @@ def test_ray_may_be_shut_down_while_calls_are_under_way():
     """In a process of its own, which ends while its calls are under way."""
     code = """
 import ray
-from megatron_vlm.controller.ray_actors import Crew
+from megatron_vlm.controller.ray_actors import ActorPool
 
 @ray.remote
 class Slow:
@@ -172,7 +172,7 @@ class Slow:
         time.sleep(600)
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-crew = Crew([Slow.remote()], None)
+crew = ActorPool([Slow.remote()], None)
 futures = [crew.promise([crew.actors[0].call.remote()], list) for _ in range(3)]
 if SHUT_DOWN:
     ray.shutdown()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_vlm.cli import main
 from megatron_vlm.config import config_dir, known_keys, load_config
-from megatron_vlm.config.key_hints import _OTHER, _SAME, hint, meant, refused_option, sentence
+from megatron_vlm.config.key_hints import _OTHER, _SAME, hint, hint_sentence, meant, refused_option
 from megatron_vlm.config.schema import leaves
 from megatron_vlm.errors import ConfigError
 from tests.error_fields import raises
@@ -149,7 +149,7 @@ def test_answered_with_what_there_is(wrong):
 
 @pytest.mark.parametrize("wrong", NOTHING)
 def test_nothing_is_suggested_where_nothing_is_near(wrong):
-    assert meant(wrong) == [] and sentence(wrong) is None
+    assert meant(wrong) == [] and hint_sentence(wrong) is None
     assert NOTHING[wrong] in hint(wrong)
 
 

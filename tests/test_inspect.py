@@ -21,8 +21,8 @@ import pytest
 from rich.console import Console
 
 from megatron_vlm.commands.inspect.command import run_inspect
-from megatron_vlm.commands.inspect.page import bins, render_page, tag
-from megatron_vlm.commands.inspect.statistics import collect, figure
+from megatron_vlm.commands.inspect.page import bins, render_inspection, tag
+from megatron_vlm.commands.inspect.statistics import collect_statistics, column_figure
 from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config import load_config
 from megatron_vlm.data.batches.balance import Limits, group_cost, plan_batch
@@ -101,7 +101,7 @@ def look(overrides, tiny):
         cfg = load_config(overrides(*more, train=train))
         data = open_data(cfg.data.train, "data.train", cfg.data, cfg.model.path, read_sizes(tiny()))
         numbers = range(sum(map(len, data.indexes)))
-        return data, collect(cfg, data, numbers, ranks, pictures)
+        return data, collect_statistics(cfg, data, numbers, ranks, pictures)
 
     return make
 
@@ -112,7 +112,7 @@ def test_keys_that_are_passed_over_are_shown(look, folder):
     console = Console(file=io.StringIO(), width=80)
     _, inspection = look(train=folder / "more.jsonl")
     print_inspection(inspection, console)
-    for shown in (console.file.getvalue(), unescape(render_page(inspection))):
+    for shown in (console.file.getvalue(), unescape(render_inspection(inspection))):
         assert "the model does not see these keys of records" in shown and "'score' (2);" in shown
     _, quiet = look("data.unknown_keys=ignore", train=folder / "more.jsonl")
     assert quiet.passed == ""
@@ -125,7 +125,7 @@ def seen(look):
 
 @pytest.fixture(scope="module")
 def page(seen):
-    return render_page(seen[1])
+    return render_inspection(seen[1])
 
 
 def shown(inspection, name):
@@ -236,7 +236,7 @@ def test_statistics_are_those_of_the_samples(seen):
             *(statistics.mean(values), p95(values), max(values)),
         )
         assert column.summary == pytest.approx(by_hand, rel=1e-12)
-        row = f"{column.name}  " + "  ".join(map(figure, by_hand))
+        row = f"{column.name}  " + "  ".join(map(column_figure, by_hand))
         assert row in squeezed(printed(inspection))
 
 
@@ -384,7 +384,7 @@ def test_pictures_of_the_page_are_those_the_model_gets(page):
 def test_budgets_of_videos_are_named_and_followed(look):
     _, inspection = look("data.video_max_pixels=6000", pictures=True)
     assert ("data.video_max_pixels", "6000") in inspection.settings
-    page = render_page(replace(inspection, shown=(shown(inspection, "video"),)))
+    page = render_inspection(replace(inspection, shown=(shown(inspection, "video"),)))
     assert "data.video_max_pixels=6000" in page
     assert "[video 0, frame 2: 2x2 patches, 1 tokens]" in page
 
@@ -392,7 +392,7 @@ def test_budgets_of_videos_are_named_and_followed(look):
 def test_a_long_video_gets_pictures_of_its_beginning(look, monkeypatch):
     monkeypatch.setattr("megatron_vlm.data.tokens.sample_views.MOST_FRAMES", 2)
     _, inspection = look(pictures=True)
-    page = render_page(replace(inspection, shown=(shown(inspection, "video"),)))
+    page = render_inspection(replace(inspection, shown=(shown(inspection, "video"),)))
     assert page.count("<img") == 4 and page.count("<figcaption") == 2
     assert "[video 0, frame 2: 4x4 patches, 4 tokens]" in page
 
@@ -423,7 +423,7 @@ def test_the_page_says_what_the_terminal_says(page, seen):
         "[video 0, frame 2: 4x4 patches, 4 tokens]",
         "above data.max_tokens or data.max_images1",
         "Wrong records: 2",
-        *("".join(map(figure, column.summary)) for column in seen[1].columns),
+        *("".join(map(column_figure, column.summary)) for column in seen[1].columns),
         seen[1].batching.caption,
     ):
         assert piece in words
@@ -447,7 +447,7 @@ def test_weights_are_shown(look, folder):
     lines = squeezed(printed(inspection))
     assert "assistant  (x0.5){+half<|im_end|>+}\n" in lines
     assert "assistant  {+whole<|im_end|>+}\n" in lines
-    page = render_page(inspection)
+    page = render_inspection(inspection)
     assert re.findall(r'class="weight"[^>]*>(x[^<]*)</span>\s*<mark>half', page) == ["x0.5"]
     assert page.count('class="weight"') == 2  # the other is the legend's
 
@@ -480,9 +480,9 @@ def test_a_picture_that_cannot_be_decoded_is_named(look, folder):
     for pictures in (True, False):
         _, inspection = look(train=broken, pictures=pictures)
         problem = f"{broken}:1: image 0: cut.png: cannot be decoded"
-        assert (problem in Page(render_page(inspection)).words) == pictures
+        assert (problem in Page(render_inspection(inspection)).words) == pictures
         assert (problem in printed(inspection)) == pictures
-        assert "[image 0: 4x4 patches, 4 tokens]" in Page(render_page(inspection)).words
+        assert "[image 0: 4x4 patches, 4 tokens]" in Page(render_inspection(inspection)).words
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def test_a_browser_shows_highlights_and_pictures(width, scheme, mark, paper, see
     names = ("image", "solid", "script", "video")
     inspection = replace(seen[1], shown=tuple(shown(seen[1], name) for name in names))
     page, shot = tmp_path / "page.html", tmp_path / "shot.png"
-    page.write_text(render_page(inspection), encoding="utf-8")
+    page.write_text(render_inspection(inspection), encoding="utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command += ["--force-device-scale-factor=1", "--force-color-profile=srgb"]
     command += [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={width},2800"]

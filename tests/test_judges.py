@@ -21,7 +21,7 @@ import pytest
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.rl.environment import EnvStep
-from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
+from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
 from megatron_vlm.rl.rewards.serialize import PackingError, repacked
 from tests.endings import END_S, Marked
 from tests.error_fields import raises
@@ -29,7 +29,7 @@ from tests.test_train import outside_of_jobs
 
 PATIENCE_S = 30.0
 SHORT_S = 0.5  # a time limit
-Judging = Callable[..., Judges]
+Judging = Callable[..., RewardPool]
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def judging(tmp_path) -> Iterator[Judging]:
         processes: int = 1,
         timeout_s: float = 20.0,
         failed_reward: float | None = None,
-    ) -> Judges:
+    ) -> RewardPool:
         (tmp_path / "rewards.py").write_text(dedent(source))
         named = [None if name is None else str(tmp_path / name) for name in (reward, environment)]
-        made.append(Judges(JudgeSettings(*named, processes, timeout_s, failed_reward)))
+        made.append(RewardPool(JudgeSettings(*named, processes, timeout_s, failed_reward)))
         return made[-1]
 
     yield make
@@ -56,7 +56,7 @@ def judging(tmp_path) -> Iterator[Judging]:
 
 
 def answers(
-    judges: Judges, *said: str, record: Any = None, first: int = 0
+    judges: RewardPool, *said: str, record: Any = None, first: int = 0
 ) -> list[Future[EnvStep]]:
     """The answers are all given at once, each in an episode of its own."""
     for place in range(first, first + len(said)):
@@ -607,13 +607,13 @@ def test_names_that_are_refused(judging, tmp_path, kind, name):
 def test_one_of_both_is_given():
     for both in ((None, None), ("a.py:a", "b.py:b")):
         with raises(ConfigError, key="rl.reward", found=both[0]):
-            Judges(JudgeSettings(*both, 1, 1.0, None))
+            RewardPool(JudgeSettings(*both, 1, 1.0, None))
 
 
 def test_a_module_is_found_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "some_rewards.py").write_text("async def score(record, answer): return 2")
     monkeypatch.chdir(tmp_path)
-    judges = Judges(JudgeSettings("some_rewards:score", None, 1, 9.0, None))
+    judges = RewardPool(JudgeSettings("some_rewards:score", None, 1, 9.0, None))
     try:
         assert rewards(answers(judges, "x")) == [2.0]
     finally:
@@ -710,9 +710,9 @@ def test_closing_cancels_what_waits(judging):
 
 HOLDING = """
 import sys
-from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
+from megatron_vlm.rl.rewards.pool import RewardPool, JudgeSettings
 
-judges = Judges(JudgeSettings(sys.argv[1], None, 2, 600.0, None))
+judges = RewardPool(JudgeSettings(sys.argv[1], None, 2, 600.0, None))
 for number, answer in enumerate(["time.sleep(600)", "sum(range(10**13))"]):
     judges.begin(number, {}, "record")
     future = judges.step(number, answer)

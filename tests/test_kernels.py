@@ -12,7 +12,12 @@ from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.model.attention_kernels import AttentionShape, choose_kernel, fastest, first_of
+from megatron_vlm.model.attention_kernels import (
+    AttentionShape,
+    choose_kernel,
+    fastest,
+    prefer_kernel,
+)
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.reference import run_reference
@@ -54,11 +59,11 @@ def test_the_shape_is_that_of_training(tiny):
 
 def test_a_kernel_comes_first_and_only_within():
     before = _cur_sdpa_kernel_backends(with_priority=True)
-    with first_of("math"):
+    with prefer_kernel("math"):
         inside = _cur_sdpa_kernel_backends(with_priority=True)
         assert inside[0] is SDPBackend.MATH and SDPBackend.FLASH_ATTENTION in inside
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
-    with first_of("torch"):
+    with prefer_kernel("torch"):
         assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 

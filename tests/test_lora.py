@@ -14,9 +14,9 @@ from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.export_weights import gather_tensors
 from megatron_vlm.hf.weight_map import Origin
-from megatron_vlm.lora.layers import Adapters, ExpertAdapters, drawing
-from megatron_vlm.lora.peft_tensors import FileTensor
-from megatron_vlm.lora.targets import AdaptedLinear, Slot
+from megatron_vlm.lora.layers import Adapters, ExpertAdapters, dropout_rng
+from megatron_vlm.lora.peft_tensors import PeftTensor
+from megatron_vlm.lora.targets import AdaptedLinear, HFLinear
 from megatron_vlm.model.experts import times
 from tests.batches import ALL_TEXT, MIXED, TEXT_ON_ONE_RANK, make_rows
 from tests.peft_reference import Adapter, peft_model, run_peft, save, train_peft
@@ -325,7 +325,7 @@ def test_no_product_is_computed_for_the_gradient_of_a_frozen_weight(recompute, s
 def test_dropout_keeps_the_mean():
     """Each mask is a function of where it is drawn; over many of them nothing is lost."""
     base = TensorSpec("a.q_proj.weight", (6, 40), Part.decoder)
-    plan = AdaptedLinear("a", 0, 0, (Slot(base, True),), None, 1)
+    plan = AdaptedLinear("a", 0, 0, (HFLinear(base, True),), None, 1)
     settings = LoraConfig(rank=4, dropout=0.25)
     linear = torch.nn.Linear(40, 6)
     adapters = Adapters(linear.weight, plan, settings, None)
@@ -336,14 +336,14 @@ def test_dropout_keeps_the_mean():
     with torch.no_grad():
         whole = adapters.eval()(x)
         adapters.train()
-        with drawing(1, 2, 3):
+        with dropout_rng(1, 2, 3):
             first = adapters(x)
             state = torch.get_rng_state()
-        with drawing(1, 2, 3):
+        with dropout_rng(1, 2, 3):
             assert torch.equal(adapters(x), first)
         seen = []
         for number in range(40):
-            with drawing(1, 2, number):
+            with dropout_rng(1, 2, number):
                 seen.append(adapters(x))
         assert not torch.equal(seen[0], seen[1])
     mean = torch.cat(seen).mean(0)
@@ -371,14 +371,14 @@ def unscaled(adapters, rows, counts):
 
 def b_by_expert():
     """B read as if the columns of each expert were together, as the rows of A are."""
-    right = FileTensor.loaded
+    right = PeftTensor.loaded
 
     def wrong(self, stored):
         if len(self.ours.shape) == 3 and "lora_B" in self.name:
             return torch.stack(stored.chunk(self.ours.shape[0], dim=1))
         return right(self, stored)
 
-    return mock.patch.object(FileTensor, "loaded", wrong)
+    return mock.patch.object(PeftTensor, "loaded", wrong)
 
 
 def summed_over_all_replicas():

@@ -28,7 +28,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.lora.peft_folder import base_of, lora_of
 from megatron_vlm.lora.targets import adapted
 from megatron_vlm.lora.weights import adapted_weights, serving_remark
-from megatron_vlm.report.layout_table import short
+from megatron_vlm.report.layout_table import short_name
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.peft_reference import Adapter, peft_model
@@ -315,10 +315,10 @@ def test_a_run_its_adapter_and_the_merged_model_score_the_same(a_run, pool, tiny
 
 
 def ask(given: str) -> str:
-    from megatron_vlm.commands.chat.conversation import Conversation
+    from megatron_vlm.commands.chat.conversation import ChatSession
 
     base, adapter = find_model(given)
-    conversation = Conversation(base, Settings(max_new_tokens=4), adapter)
+    conversation = ChatSession(base, Settings(max_new_tokens=4), adapter)
     return conversation.ask("What colour?", [], lambda piece: None)
 
 
@@ -386,6 +386,6 @@ def test_a_dry_run_shows_what_is_trained_and_refuses_what_cannot_be(a_run, tiny,
     )
     trained = sum(16 * sum(weight.shape) for weight in chosen)
     out = capfd.readouterr().out
-    assert re.search(r"head +lora +trainable", out) and out.count(short(trained)) == 2, out
+    assert re.search(r"head +lora +trainable", out) and out.count(short_name(trained)) == 2, out
     assert main([*words, "lora.targets=[q_prj]"]) == 2
     assert "lora.targets=q_prj matches no linear layer" in capfd.readouterr().err

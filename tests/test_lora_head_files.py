@@ -19,7 +19,7 @@ from megatron_vlm.checkpoint.save_load import save
 from megatron_vlm.cli import main
 from megatron_vlm.family import read_sizes
 from megatron_vlm.lora.peft_folder import lora_of
-from megatron_vlm.report.layout_table import short
+from megatron_vlm.report.layout_table import short_name
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.peft_reference import Adapter, peft_model
@@ -254,7 +254,7 @@ def test_a_dry_run_counts_it(a_run, tiny, capfd):
     assert main(["train", *words, "--dry-run"]) == 0
     head = read_sizes(tiny(tied=True)).head
     out = capfd.readouterr().out
-    assert out.count(short(16 * sum(head.shape))) == 2, out
+    assert out.count(short_name(16 * sum(head.shape))) == 2, out
     frozen = ["lora.train=[language]", "checkpoint.export=merged"]
     assert main(["train", *words, *frozen, "--dry-run"]) == 2
     assert "lora.targets has lm_head of the part language" in capfd.readouterr().err

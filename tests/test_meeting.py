@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.job_store import SignedStore
 from megatron_vlm.distributed.rendezvous import MeetingError, join_world, of_this_attempt
 from megatron_vlm.errors import MegatronVLMError
 from tests.error_fields import raises
@@ -42,7 +42,7 @@ def test_ranks_of_an_attempt_share_what_is_new(store):
 
 
 def test_a_rank_that_died_before_it_was_told_is_not_waited_for(store):
-    Board(store).write("joined/1", "killed before rank 0 looked")
+    SignedStore(store).write("joined/1", "killed before rank 0 looked")
     last, first = attempt(store, 2)
     first.set("key", "here")
     assert last.get("key") == b"here"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vlm.controller.rank_worker import BrokenError, FailedElsewhereError, WorkerError
-from megatron_vlm.controller.results import from_bytes, to_bytes
+from megatron_vlm.controller.results import result_from_bytes, result_to_bytes
 from megatron_vlm.distributed.collectives import (
     all_gather_json,
     broadcast_bytes,
@@ -109,7 +109,7 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers_of_ranks_are_whole(name):
     answer = ANSWERS[name]
-    back = from_bytes(to_bytes(answer))
+    back = result_from_bytes(result_to_bytes(answer))
     assert type(back) is type(answer) and repr(back) == repr(answer)
 
 
@@ -129,7 +129,7 @@ class OwnError(CheckpointError):
     ],
 )
 def test_errors_keep_their_type_and_words(error, expected):
-    back = from_bytes(to_bytes(error("rank 1: no")))
+    back = result_from_bytes(result_to_bytes(error("rank 1: no")))
     assert type(back) is expected and "rank 1: no" in str(back)
 
 
@@ -142,10 +142,10 @@ SHOWN = [Path("a b"), {1: 2}, {3}, torch.float32, torch.zeros(2), [Path("a")], b
 def test_errors_keep_their_fields(found, allowed):
     """From rank to rank, and on to another process."""
     error = DataError("is wrong", place="x.jsonl:3", key="n", found=found, allowed=allowed)
-    ranks = from_bytes(to_bytes(error)).within("rank 1")
-    back = from_bytes(to_bytes(ranks))
+    ranks = result_from_bytes(result_to_bytes(error)).within("rank 1")
+    back = result_from_bytes(result_to_bytes(ranks))
     assert str(back) == f"rank 1: {error}" and type(back) is DataError
     assert (back.place, back.key, back.problem) == ("rank 1: x.jsonl:3", "n", "is wrong")
     if any(found is each for each in PLAIN):
         assert back.found == found and type(back.found) is type(found)
-    assert from_bytes(to_bytes(DataError("is missing", key="n"))).found is NOT_GIVEN
+    assert result_from_bytes(result_to_bytes(DataError("is missing", key="n"))).found is NOT_GIVEN

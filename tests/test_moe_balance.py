@@ -261,13 +261,13 @@ def choices_under_dropout(worker: MegatronWorker) -> list[Tensor]:
     for name, param in worker.chunks[0].named_parameters():
         if name.endswith(".B"):
             torch.nn.init.normal_(param)
-    found, right = [], routing.choose
+    found, right = [], routing.choose_experts
 
     def choose(*args: Any) -> Tensor:
         found.append(right(*args))
         return found[-1]
 
-    with mock.patch.object(routing, "choose", choose):
+    with mock.patch.object(routing, "choose_experts", choose):
         worker.forward_backward(make_rows(ALL_TEXT))
     return found
 

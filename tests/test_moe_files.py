@@ -23,7 +23,7 @@ from megatron_vlm.errors import CheckpointError, ConfigError
 from megatron_vlm.family import read_family, read_sizes
 from megatron_vlm.family.config_json import read_counts
 from megatron_vlm.family.spec import ExpertSizes, ModelSizes
-from megatron_vlm.hf.expert_layouts import Form
+from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
 from megatron_vlm.model.constraints import check_config
@@ -86,7 +86,7 @@ def test_other_experts_are_refused(fields, words, tiny, tmp_path):
         read_sizes(changed(tiny(**TINY), tmp_path / "a", **fields))
 
 
-@pytest.mark.parametrize("form", [Form.out_in, Form.in_out])
+@pytest.mark.parametrize("form", [ExpertStorage.out_in, ExpertStorage.in_out])
 def test_transformers_reads_both_forms_alike(form, tiny, tmp_path):
     """What the forms mean is transformers' to say."""
     path = tiny(**TINY)
@@ -113,7 +113,7 @@ def export_of(path: str, case: Case, out: str) -> tuple[list[torch.Tensor], dict
     return worker.forward(make_rows(ALL_TEXT)), reads
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("form", ExpertStorage)
 def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
     """Bit by bit, whatever form it has; and each rank reads its own experts alone."""
     source = stored_as(tiny(**TINY), tmp_path / "source", form)
@@ -127,11 +127,11 @@ def test_a_checkpoint_goes_out_as_it_came_in(form, pool, tiny, tmp_path):
     for log_probs, reads in found:
         for ours, theirs in zip(log_probs, found[0][0], strict=True):
             assert torch.equal(ours, theirs)
-        if form is Form.single:
+        if form is ExpertStorage.single:
             assert len(reads) == 3 * 2 * 3  # of 3 layers, two experts of four, each in three
         else:
             assert len(reads) == 6 and all(shapes[0][0] == 2 for shapes in reads.values())
-    if form is not Form.single:
+    if form is not ExpertStorage.single:
         with torch.no_grad():
             theirs = AutoModelForImageTextToText.from_pretrained(out).eval()
             want = row_log_probs(theirs, make_rows(ALL_TEXT)[0])
@@ -147,7 +147,7 @@ def train_and_merge(path: str, case: Case, out: str) -> None:
 
 
 @pytest.mark.parametrize("trained", [(), ("language",)])
-@pytest.mark.parametrize("form", [Form.in_out, Form.single])
+@pytest.mark.parametrize("form", [ExpertStorage.in_out, ExpertStorage.single])
 def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny, tmp_path):
     """In the form that it came in: experts as they were, or as they were trained on all ranks."""
     source, out = stored_as(tiny(**TINY), tmp_path / "source", form), tmp_path / "out"
@@ -164,7 +164,9 @@ def test_adapters_are_merged_into_a_model_with_experts(form, trained, pool, tiny
     assert {name for name in before if "_proj.weight" in name and "self_attn" in name} <= changed
 
 
-@pytest.mark.parametrize("form", [Form.single, pytest.param(Form.in_out, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", [ExpertStorage.single, pytest.param(ExpertStorage.in_out, marks=pytest.mark.slow)]
+)
 def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_path):
     """As into that of transformers 5, which tests/test_lora_files.py compares with PEFT's."""
     case = replace(layout(dp=2, ep=2), lora=dict(rank=2, targets=("mlp",), init="gaussian"))
@@ -183,20 +185,23 @@ def test_adapters_in_experts_are_merged_into_each_form(form, pool, tiny, tmp_pat
 def test_a_square_matrix_is_told_by_the_other(tiny, tmp_path):
     """At hidden = 2 x width gate_up is square: down tells, and transformers must agree."""
     path = tiny(**TINY, expert_intermediate=32)
-    assert check(path).experts.form is Form.out_in
-    turned = stored_as(path, tmp_path / "turned", Form.in_out)
+    assert check(path).experts.form is ExpertStorage.out_in
+    turned = stored_as(path, tmp_path / "turned", ExpertStorage.in_out)
     with raises(CheckpointError, place=turned) as caught:
         check(turned)
     assert caught.value.key.endswith(".mlp.experts.down_proj")
-    assert check(stored_as(path, tmp_path / "a", Form.single)).experts.form is Form.single
+    assert (
+        check(stored_as(path, tmp_path / "a", ExpertStorage.single)).experts.form
+        is ExpertStorage.single
+    )
     other = tiny(**TINY, expert_intermediate=64)  # down is square
-    assert check(other).experts.form is Form.out_in
+    assert check(other).experts.form is ExpertStorage.out_in
     with raises(CheckpointError, problem_has="down_proj (4, 64, 64)"):
-        check(stored_as(other, tmp_path / "b", Form.in_out))
+        check(stored_as(other, tmp_path / "b", ExpertStorage.in_out))
 
 
 def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
-    folder = Path(stored_as(tiny(**TINY), tmp_path / "a", Form.single))
+    folder = Path(stored_as(tiny(**TINY), tmp_path / "a", ExpertStorage.single))
     weights = load_file(folder / "model.safetensors")
     weights.pop(OF_LAYER.format(1, "2.up_proj.weight"))
     weights[OF_LAYER.format(1, "4.up_proj.weight")] = torch.zeros(2)
@@ -207,7 +212,7 @@ def test_experts_that_do_not_fit_are_listed(tiny, tmp_path):
     assert missing == "model.language_model.layers.1.mlp.experts.2.up_proj.weight (40, 64)"
     assert surplus.startswith("model.language_model.layers.1.mlp.experts.4.")
     # One layer turned, the others not.
-    folder = Path(stored_as(tiny(**TINY), tmp_path / "b", Form.out_in))
+    folder = Path(stored_as(tiny(**TINY), tmp_path / "b", ExpertStorage.out_in))
     weights = load_file(folder / "model.safetensors")
     name = OF_LAYER.format(1, "down_proj")
     weights[name] = weights[name].transpose(1, 2).contiguous()

@@ -266,7 +266,7 @@ def test_replicas_that_share_experts_are_examined_together(pool, tiny, tmp_path)
 def second_choices(replayed: bool) -> Iterator[None]:
     """Whoever asks a router a second time hears something else, as rounding can have it. Without a
     replay a recomputed layer asks."""
-    right_route, right_choose = experts.route, router.choose
+    right_route, right_choose = experts.route, router.choose_experts
     asked = set()
 
     def route(hidden, weight, top_k, kept, layer):
@@ -282,7 +282,7 @@ def second_choices(replayed: bool) -> Iterator[None]:
             noise = torch.rand(probs.shape, generator=torch.Generator().manual_seed(layer))
             return right_choose(probs + 0.05 * noise, top_k)
 
-        with mock.patch.object(router, "choose", choose):
+        with mock.patch.object(router, "choose_experts", choose):
             return right_route(hidden, weight, top_k, kept, layer)
 
     with mock.patch.object(experts, "route", route):

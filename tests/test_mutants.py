@@ -65,9 +65,9 @@ def no_sum_over_tp() -> Iterator[None]:
 @contextmanager
 def features_not_sent_on() -> Iterator[None]:
     """A stage short of layers forgets the features it could not add."""
-    from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+    from megatron_vlm.model.stage_model import StageModel
 
-    with mock.patch.object(Qwen3VLGPTModel, "_join_stages", lambda self, hidden, features: hidden):
+    with mock.patch.object(StageModel, "_join_stages", lambda self, hidden, features: hidden):
         yield
 
 
@@ -129,7 +129,7 @@ def no_touch() -> Iterator[None]:
     """A micro-batch without images leaves the tower's parameters out of the graph."""
     import megatron_vlm.model.stage_model as model
 
-    with mock.patch.object(model, "touch", lambda x, tower: x):
+    with mock.patch.object(model, "mark_ready_with_zero_grads", lambda x, tower: x):
         yield
 
 

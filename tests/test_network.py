@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.distributed.agreement import job_store, meet
+from megatron_vlm.distributed.agreement import job_store, store_barrier
 from megatron_vlm.distributed.device import pick_platform
-from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.job_store import SignedStore
 from megatron_vlm.distributed.launch.local_launcher import variables_of
 from megatron_vlm.distributed.process import LAUNCHER, SECRET
 from megatron_vlm.distributed.rendezvous import join_world
@@ -42,7 +42,7 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
         while not connection.poll(TIMEOUT_S / 8):
             watchdog.alive()
         if (order := connection.recv()) == "meet":
-            meet("there")
+            store_barrier("there")
         connection.send(order)
 
 
@@ -112,9 +112,9 @@ def test_a_stranger_cannot_end_the_job(job, nursery):
     assert [hear(rank, 10) for rank in ranks] == ["meet", "meet"]
 
 
-def board(secret: str, monkeypatch: pytest.MonkeyPatch) -> Board:
+def board(secret: str, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
     monkeypatch.setenv(SECRET, secret)
-    return Board(dist.HashStore())
+    return SignedStore(dist.HashStore())
 
 
 def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
@@ -122,7 +122,7 @@ def test_only_what_a_rank_wrote_to_this_key_is_read(monkeypatch):
     assert mine.read("key") is None
     mine.write("key", "text \N{SNOWMAN}")
     assert mine.read("key") == "text \N{SNOWMAN}"
-    seal, theirs = mine.store.get("key")[:64], Board(dist.HashStore())
+    seal, theirs = mine.store.get("key")[:64], SignedStore(dist.HashStore())
     mine.write("other", "text \N{SNOWMAN}")
     monkeypatch.setenv(SECRET, "two")
     theirs.write("key", "text \N{SNOWMAN}")

@@ -24,7 +24,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.added_tokens import find_new_tokens
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 from tests.batches import ALL_TEXT, MIXED, make_rows
 from tests.chats import say
 from tests.error_fields import raises
@@ -91,9 +91,9 @@ CASES = [(name, tied) for name in LAYOUTS for tied in (False, True)][:-1]
 def test_the_tokenizer_file_is_looked_through_once(tiny, monkeypatch):
     """That of a real checkpoint has 11 MB; the model's side looks, and the tokenizer follows."""
     opened = []
-    read = Outside.text
+    read = UntrustedFile.text
     monkeypatch.setattr(
-        Outside,
+        UntrustedFile,
         "text",
         lambda self, *most: opened.append(Path(self.name).name) or read(self, *most),
     )

@@ -28,13 +28,13 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.hf.companion_files import is_own
 from megatron_vlm.hf.digest import settings_digests
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.io.untrusted import MOST_DEPTH, Field, Outside, home_path, is_too_deep
+from megatron_vlm.io.untrusted import MOST_DEPTH, JsonField, UntrustedFile, home_path, is_too_deep
 from megatron_vlm.report.run import write_report
 from megatron_vlm.run.evaluation.evaluate import read_candidates
 from tests.error_fields import raises
 from tests.mutation import nested
 
-FILE = Outside("a.json", ConfigError, "mend it")
+FILE = UntrustedFile("a.json", ConfigError, "mend it")
 
 
 def loop(path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_home_folder_of_nobody_is_a_path_like_any_other():
         ConfigFile.read(path)
 
 
-def field(value: Any) -> Field:
-    return Field({"a": {"b": [value]}}, "", FILE)
+def field(value: Any) -> JsonField:
+    return JsonField({"a": {"b": [value]}}, "", FILE)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,6 @@ def test_an_address_that_is_none(tmp_path):
 
 def test_json_files_are_read_by_their_size(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"a": 1}]))
-    assert Outside(str(tmp_path / "a.json")).content(2**40) == b'[{"a": 1}]'
+    assert UntrustedFile(str(tmp_path / "a.json")).content(2**40) == b'[{"a": 1}]'
     with pytest.raises(DataError, match="has more than 9 bytes"):
-        Outside(str(tmp_path / "a.json")).content(9)
+        UntrustedFile(str(tmp_path / "a.json")).content(9)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from megatron_vlm.cli import main
-from megatron_vlm.commands.plan.page import picture
-from megatron_vlm.commands.plan.terminal import drawing
+from megatron_vlm.commands.plan.page import pipeline_picture
+from megatron_vlm.commands.plan.terminal import pipeline_text
 from megatron_vlm.config import load_config
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.flops import Work
+from megatron_vlm.planner.flops import OpCount
 from megatron_vlm.planner.hardware import Machine, gpu
 from megatron_vlm.planner.memory import USABLE
 from megatron_vlm.planner.pipeline_time import Stages
@@ -88,10 +88,10 @@ def test_predictions_move_as_they_should(eight):
 
 def test_seconds_of_work_by_hand():
     machine = Machine("by hand", matmul=10, attention=5, moved=2, link=4, network=1, layer_s=3)
-    assert machine.seconds(Work(matmul=20, attention=10, moved=4, reduced=8)) == 2 + 2 + 2 + 2
-    assert machine.seconds(Work(matmul=20, reduced=8, layers=2)) == 6 + 2  # kernels start late
+    assert machine.seconds(OpCount(matmul=20, attention=10, moved=4, reduced=8)) == 2 + 2 + 2 + 2
+    assert machine.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 6 + 2  # kernels start late
     one_by_one = replace(machine, starts_ahead=False)  # a CPU
-    assert one_by_one.seconds(Work(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
+    assert one_by_one.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
     assert machine.between(8) == 4 and machine.between(9) == 1
     assert gpu("L40S", 1e14).link < gpu("H100", 1e14).link
 
@@ -101,12 +101,12 @@ STAGES = Stages(np.ones((3, 2)), 2 * np.ones((3, 2)), np.zeros((3, 2)))
 
 def test_the_pipeline_as_text():
     """By hand: 12 units, of 1 for a forward and 2 for a backward."""
-    lines = drawing(STAGES, width=12).splitlines()
+    lines = pipeline_text(STAGES, width=12).splitlines()
     assert lines == ["stage 0  01..aa2bb.cc", "stage 1  .0aa1bb2cc.."]
 
 
 def test_the_pipeline_as_svg():
-    root = ElementTree.fromstring(picture(STAGES, "one step"))
+    root = ElementTree.fromstring(pipeline_picture(STAGES, "one step"))
     boxes = [group for group in root if group.tag == "g"]
     assert len(boxes) == 12
     rects = [box.find("rect") for box in boxes]

@@ -19,13 +19,13 @@ from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.planner.auto_split import decide
-from megatron_vlm.planner.flops import Work, micro_work
+from megatron_vlm.planner.flops import OpCount, micro_work
 from megatron_vlm.planner.hardware import Machine, gpu
 from megatron_vlm.planner.layer_split import even_split, most_layers, replicas_of
 from megatron_vlm.planner.memory import USABLE, stage_memory
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.pipeline_time import ReplicaCosts
-from megatron_vlm.planner.row_sizes import BatchSizes, Mix, assumed_mix
+from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, assumed_mix
 from megatron_vlm.planner.search import Cluster, Found, _after, search
 from tests.test_moe_files import released_sizes
 from tests.test_parity import layout
@@ -87,7 +87,7 @@ def test_an_all_to_all_by_hand():
     assert BY_HAND.exchange(80, 16) == 60
     fast = replace(BY_HAND, network=100.0)
     assert fast.exchange(80, 8) == 30 / 4  # the links take longer than the network
-    work = Work(matmul=20, reduced=8, exchanged=80)
+    work = OpCount(matmul=20, reduced=8, exchanged=80)
     assert BY_HAND.seconds(work) == 2 + 2
     assert BY_HAND.seconds(work, 2) == 2 + 2 + 10
 
@@ -117,7 +117,7 @@ def test_the_time_of_a_layer_has_the_all_to_all(tiny):
         for ep in (1, 8)
     )
     fewer = (  # and fewer experts, whose gradients are added up
-        BY_HAND.seconds(Work(moved=moved(cfg, sizes, ep=1) - moved(cfg, sizes, ep=4)))
+        BY_HAND.seconds(OpCount(moved=moved(cfg, sizes, ep=1) - moved(cfg, sizes, ep=4)))
     )
     four = ReplicaCosts.of(cfg, sizes, dims_with(dp=8, ep=4), [batch], BY_HAND, 2).layer_G2[0]
     sent = BY_HAND.exchange(work.layer.forward.exchanged, 4)
@@ -190,7 +190,7 @@ def test_auto_knows_experts(tiny):
     path = tiny(**SPEC, vision_depth=6, vision_hidden=64, vision_intermediate=256)
     cfg = layout(pp=2, dp=2, ep=2, layers_per_stage="auto").config(path)
     picture = BatchSizes(1, 80, 30, 256, 256, 256**2)
-    mix, platform = Mix((picture,), "made-up rows"), pick_platform("cpu")
+    mix, platform = RowSample((picture,), "made-up rows"), pick_platform("cpu")
     layers = decide(cfg, read_sizes(path), 4, platform, mix).layers
     assert sum(layers) == 4 and layers[0] < 2
 

@@ -19,7 +19,7 @@ from megatron_vlm.planner.memory import (
     in_flight,
     stage_memory,
 )
-from megatron_vlm.planner.parameters import Held, HeldValues, _shards, count
+from megatron_vlm.planner.parameters import ParamCounts, RankParam, _shards, count
 from megatron_vlm.planner.row_sizes import BatchSizes
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import RowSpec, make_rows
@@ -32,7 +32,7 @@ ROWS = (RowSpec(150, images=((16, 12), (6, 8))), RowSpec(90, images=((20, 10),))
 SPEC = {"hidden": 128, "heads": 8, "layers": 3}
 
 
-def built(path: str, case: Case) -> tuple[int, HeldValues, int]:
+def built(path: str, case: Case) -> tuple[int, ParamCounts, int]:
     """The stage of this rank, what it holds, and the bytes that autograd keeps of a forward of its
     first chunk."""
     worker = MegatronWorker(case.config(path))
@@ -41,7 +41,7 @@ def built(path: str, case: Case) -> tuple[int, HeldValues, int]:
     wrapped = worker.stage.wrapped
     buffers = [each for c in wrapped for each in (*c.buffers, *c.expert_parallel_buffers)]
     assert worker.optimizer is not None
-    counts = HeldValues(
+    counts = ParamCounts(
         sum(param.numel() for param in params),
         sum(param.numel() for param in trained),
         sum(buffer.grad_data.numel() for buffer in buffers),
@@ -214,7 +214,7 @@ def test_what_the_heads_adapter_keeps_goes_with_its_rank(tiny):
 def test_a_buffer_is_cut_into_buckets_and_each_bucket_into_shares():
     """100 comes first, 60 begins at 128 and ends at 188. A bucket that ends there is padded to 256
     and cut in two; 300 alone to 384. In one bucket 300 begins at 192, and all is padded to 512."""
-    params = [Held(300, True), Held(60, True), Held(100, True)]
+    params = [RankParam(300, True), RankParam(60, True), RankParam(100, True)]
     assert _shards(params, 2, bucket_size=150) == (256 + 384, 100 + 192)
     assert _shards([replace(params[0], shared=True), *params[1:]], 2, None) == (640, 292)
     assert _shards(params, 2, None) == (512, 492 - 256)

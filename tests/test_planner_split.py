@@ -14,10 +14,10 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.planner.auto_split import decide, settled
+from megatron_vlm.planner.auto_split import decide, settle_layers
 from megatron_vlm.planner.hardware import CPU
 from megatron_vlm.planner.layer_split import (
-    choose,
+    choose_layer_split,
     even_split,
     most_layers,
     replicas_of,
@@ -25,7 +25,7 @@ from megatron_vlm.planner.layer_split import (
 )
 from megatron_vlm.planner.memory import estimate
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, idle_share, timeline
-from megatron_vlm.planner.row_sizes import BatchSizes, Mix, mix_of
+from megatron_vlm.planner.row_sizes import BatchSizes, RowSample, mix_of
 from tests.error_fields import raises
 from tests.runs import Case
 from tests.sets import write_set
@@ -64,14 +64,14 @@ def test_it_is_never_slower_than_the_even_split_and_nearly_the_best_there_is(see
         for _ in range(2)
     ]
     even = even_split(pp, layers)
-    found = choose(steps, (layers,) * pp, even)
+    found = choose_layer_split(steps, (layers,) * pp, even)
     assert sum(found) == layers and all(found[1:])
     seconds = step_seconds(steps, found)
     assert seconds <= step_seconds(steps, even)
     # The best of all splits, but for what moving one layer at a time cannot reach.
     assert seconds <= 1.03 * min(step_seconds(steps, split) for split in splits(pp, layers))
     most = tuple(generator.randint(layers // pp + 1, layers) for _ in range(pp))
-    bounded = choose(steps, most, even)
+    bounded = choose_layer_split(steps, most, even)
     assert sum(bounded) == layers
     assert all(count <= limit for count, limit in zip(bounded, most, strict=True))
 
@@ -81,7 +81,7 @@ def test_the_even_split_is_the_least_that_is_found(monkeypatch):
     monkeypatch.setattr("megatron_vlm.planner.layer_split._ROUNDS", 0)
     for seed in range(40):
         steps, even = [[replica(random.Random(seed), 5)]], even_split(4, 8)
-        found = choose(steps, (8,) * 4, even)
+        found = choose_layer_split(steps, (8,) * 4, even)
         assert step_seconds(steps, found) <= step_seconds(steps, even)
 
 
@@ -89,10 +89,13 @@ def test_a_heavy_tower_takes_layers_from_its_stage(tiny):
     """By hand: a layer takes 1, the tower 4, and 8 layers make 12: 6 each with [2, 6]."""
     ones = np.ones((8, 2))
     heavy = ReplicaCosts(ones, 4 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
-    assert choose([[heavy]], (8, 8), (4, 4)) == (2, 6)
-    assert choose([[heavy]], (8, 5), (4, 4)) == (3, 5)  # the second has no memory for six
+    assert choose_layer_split([[heavy]], (8, 8), (4, 4)) == (2, 6)
+    assert choose_layer_split([[heavy]], (8, 5), (4, 4)) == (
+        3,
+        5,
+    )  # the second has no memory for six
     light = ReplicaCosts(ones, 0 * ones, 0 * ones, np.zeros(8), np.zeros(8), 1.0)
-    assert choose([[light]], (8, 8), (4, 4)) == (4, 4)
+    assert choose_layer_split([[light]], (8, 8), (4, 4)) == (4, 4)
 
 
 def test_the_time_between_stages_counts():
@@ -145,12 +148,12 @@ def test_it_is_decided_by_the_rows(tiny):
     sizes, platform = read_sizes(path), pick_platform("cpu")
 
     def of(*rows: BatchSizes) -> tuple[int, ...]:
-        return decide(cfg, sizes, 2, platform, Mix(rows, "made-up rows")).layers
+        return decide(cfg, sizes, 2, platform, RowSample(rows, "made-up rows")).layers
 
     text, picture = BatchSizes(1, 300, 30, 0, 0), BatchSizes(1, 80, 30, 256, 256, 256**2)
     few = of(picture, picture, text)
     assert few[0] < 3 <= of(text)[0]
-    steps = Mix((picture, picture, text), "").steps(cfg.train, sizes, 1)
+    steps = RowSample((picture, picture, text), "").steps(cfg.train, sizes, 1)
     replicas = replicas_of(cfg, sizes, decided_dims((3, 3)), steps, CPU, 4)
     assert few == min(splits(2, 6), key=lambda split: step_seconds(replicas, split))
 
@@ -159,10 +162,10 @@ def test_a_worker_without_a_run_assumes_rows(tiny):
     path = tiny(**HEAVY)
     sizes, platform = read_sizes(path), pick_platform("cpu")
     cfg = layout(pp=2, layers_per_stage="auto").config(path)
-    layers = settled(cfg, sizes, 2, platform).parallel.layers_per_stage
+    layers = settle_layers(cfg, sizes, 2, platform).parallel.layers_per_stage
     assert sum(layers) == 6 and layers[0] < 3
     plain = layout(pp=2).config(path)
-    assert settled(plain, sizes, 2, platform) is plain
+    assert settle_layers(plain, sizes, 2, platform) is plain
 
 
 def test_other_words_are_refused():

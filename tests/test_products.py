@@ -20,8 +20,8 @@ FASTER = (
 )
 MULTIPLY = """
 import torch
-from megatron_vlm.family.cpu_matmul import take_faster_products
-take_faster_products(384, False)
+from megatron_vlm.family.cpu_matmul import enable_onednn
+enable_onednn(384, False)
 torch.randn(400, 384) @ torch.randn(384, 512)
 """
 
@@ -40,7 +40,7 @@ def amd(monkeypatch) -> None:
     monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     # They have no AMX, by which oneDNN would round the factors; this machine may have it.
-    monkeypatch.setattr(cpu_matmul, "products_are_fp32", lambda: True)
+    monkeypatch.setattr(cpu_matmul, "has_fp32_products", lambda: True)
 
 
 def test_the_vendor_is_read():
@@ -50,39 +50,39 @@ def test_the_vendor_is_read():
 
 def test_another_vendor_keeps_mkl(amd, monkeypatch):
     monkeypatch.setattr(cpu_matmul, "_vendor", lambda: "GenuineIntel")
-    cpu_matmul.take_faster_products(384, False)
+    cpu_matmul.enable_onednn(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_narrower_vectors_keep_mkl(amd, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    cpu_matmul.take_faster_products(384, False)
+    cpu_matmul.enable_onednn(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(("width", "experts"), [(255, False), (256, True)])
 def test_models_that_would_lose_keep_mkl(amd, width, experts):
-    cpu_matmul.take_faster_products(256, False)
+    cpu_matmul.enable_onednn(256, False)
     assert torch.get_float32_matmul_precision() == "medium"
-    cpu_matmul.take_faster_products(width, experts)
+    cpu_matmul.enable_onednn(width, experts)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_what_would_round_is_put_back(amd, monkeypatch):
-    monkeypatch.setattr(cpu_matmul, "products_are_fp32", lambda: False)
-    cpu_matmul.take_faster_products(384, False)
+    monkeypatch.setattr(cpu_matmul, "has_fp32_products", lambda: False)
+    cpu_matmul.enable_onednn(384, False)
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_product_that_rounds_is_noticed():
-    assert cpu_matmul.products_are_fp32()
+    assert cpu_matmul.has_fp32_products()
     with torch.autocast("cpu", torch.bfloat16):
-        assert not cpu_matmul.products_are_fp32()
+        assert not cpu_matmul.has_fp32_products()
 
 
 def test_products_stay_fp32_here():
     """Whatever this processor is: against float64, by the size of the sums."""
-    cpu_matmul.take_faster_products(384, False)
+    cpu_matmul.enable_onednn(384, False)
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in ((1, 384, 1152), (37, 384, 1152), (400, 1152, 384), (64, 4096, 64)):
         a = torch.randn(rows, inner, generator=generator)

@@ -20,12 +20,12 @@ from megatron_vlm.data.tokens.row import IGNORE, Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
-from megatron_vlm.rl.completion_requests import EngineDesk, RoundDesk
+from megatron_vlm.rl.completion_requests import EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
-from megatron_vlm.rl.episode_runner import Table, seed_of
-from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
+from megatron_vlm.rl.episode_runner import EpisodeRunner, seed_of
+from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
 from megatron_vlm.rl.rollouts import next_prompts
-from megatron_vlm.rl.train_batch import from_bytes, lesson_of, to_bytes
+from megatron_vlm.rl.train_batch import lesson_of, train_batch_from_bytes, train_batch_to_bytes
 from megatron_vlm.training.completions import Completion
 from tests.chats import picture, say, text
 from tests.error_fields import raises
@@ -72,7 +72,7 @@ def config(folder: Path, model: str, **rl) -> Config:
     return Config(model=ModelConfig(model), data=data, train=train, rl=RlConfig(**given))
 
 
-def table_of(cfg: Config) -> Table:
+def table_of(cfg: Config) -> EpisodeRunner:
     data = open_data(
         cfg.data.train,
         "data.train",
@@ -83,17 +83,19 @@ def table_of(cfg: Config) -> Table:
     )
     assert isinstance(data, DataSet)
     rl = cfg.rl
-    return Table(cfg, data, Judges(JudgeSettings(rl.reward, rl.environment, 1, 20.0, None)))
+    return EpisodeRunner(
+        cfg, data, RewardPool(JudgeSettings(rl.reward, rl.environment, 1, 20.0, None))
+    )
 
 
-def completion(table: Table, seed: int, ended: str = "stop") -> Completion:
+def completion(table: EpisodeRunner, seed: int, ended: str = "stop") -> Completion:
     """An answer that depends on its seed, with log-probs that say where they belong."""
     ids = table.tokenizer(ANSWERS[seed % len(ANSWERS)]).input_ids
     ids += [table.dialogues[0].end_id] * (ended == "stop")
     return Completion(tuple(ids), tuple(-1.0 - place / 64 for place in range(len(ids))), ended)
 
 
-def play(table: Table, ended: str = "stop") -> list[Group]:
+def play(table: EpisodeRunner, ended: str = "stop") -> list[Group]:
     """Answered by a sampler that says what its seeds say."""
 
     async def sample(prompt: Row, settings, seeds):
@@ -101,7 +103,7 @@ def play(table: Table, ended: str = "stop") -> list[Group]:
         return [completion(table, seed, ended) for seed in seeds]
 
     asked: list = []
-    desk = EngineDesk(SimpleNamespace(sample=sample), table.settings)
+    desk = EngineQueue(SimpleNamespace(sample=sample), table.settings)
     handles, _ = next_prompts(table.data, Position(), 3)
     groups = asyncio.run(table.play(desk, handles, step=5, first_group=0))
     # The first answers to a prompt are asked for at once, the others one by one.
@@ -153,7 +155,9 @@ def test_a_row_of_several_turns_is_that_of_the_conversation(folder, model, ended
     """Also where answers were cut off: what should have ended them is there, and not trained."""
     table = table_of(config(folder, model, environment=f"{TASKS}:Looks"))
     groups = play(table, ended)
-    lesson = from_bytes(to_bytes(lesson_of(groups, table.cfg, table.data.work, 1)))
+    lesson = train_batch_from_bytes(
+        train_batch_to_bytes(lesson_of(groups, table.cfg, table.data.work, 1))
+    )
     table.judges.close()
     episodes = [each for group in groups for each in group.episodes]
     for episode, each in zip(episodes, lesson.rows, strict=True):
@@ -207,8 +211,8 @@ def test_pictures_travel_once(folder, model):
     table.judges.close()
     pixels = [each.row.pixel_values_PC for each in lesson.rows]
     bytes_once = sum(p.nbytes for p in {id(p): p for p in pixels if p is not None}.values())
-    assert bytes_once < len(to_bytes(lesson)) < 1.5 * bytes_once
-    again = from_bytes(to_bytes(lesson))
+    assert bytes_once < len(train_batch_to_bytes(lesson)) < 1.5 * bytes_once
+    again = train_batch_from_bytes(train_batch_to_bytes(lesson))
     assert again.updates == lesson.updates
     for one, other in zip(again.rows, lesson.rows, strict=True):
         assert one.row.ids_S.equal(other.row.ids_S) and same_pictures(one.row, other.row)
@@ -219,7 +223,7 @@ def test_what_is_asked_together_does_not_depend_on_how_long_rewards_take():
     """Nobody is answered before all wait."""
 
     async def main():
-        desk, row = RoundDesk(), Row(torch.tensor([1]), torch.tensor([IGNORE]))
+        desk, row = LockstepQueue(), Row(torch.tensor([1]), torch.tensor([IGNORE]))
         desk.enter(3)
         asking = [asyncio.create_task(desk.ask(row, 7 - n, 3)) for n in range(2)]
         await asyncio.sleep(0.01)

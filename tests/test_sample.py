@@ -23,7 +23,7 @@ from megatron_vlm.data.media.images import (
     normalisation_table,
 )
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
-from megatron_vlm.data.tokens.sample import Dropped, Sample, Span, cut_sample
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, cut_sample
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import image, say, text
 from tests.error_fields import raises
@@ -121,7 +121,7 @@ def test_image_safe_keeps_the_first_turn_whole(reader):  # noqa: F811
 def test_too_many_images(reader):  # noqa: F811
     for truncation, error, words in (
         ("error", DataError, "x:1: data.max_images=2 is below its 3 images; raise the limit"),
-        ("drop", Dropped, "above data.max_tokens or data.max_images"),
+        ("drop", RecordDropped, "above data.max_tokens or data.max_images"),
     ):
         with pytest.raises(error) as found:
             reader(truncation=truncation, max_images=2).encode(record(3), "x:1")
@@ -133,7 +133,7 @@ def test_too_many_images(reader):  # noqa: F811
 def test_too_long(reader):  # noqa: F811
     with raises(DataError, place="x:1", key="data.max_tokens", found=20):
         reader(max_tokens=20).encode(record(2), "x:1")
-    with pytest.raises(Dropped, match="nothing left to learn after the cut"):
+    with pytest.raises(RecordDropped, match="nothing left to learn after the cut"):
         reader(max_tokens=8, truncation="image_safe").encode(record(2), "x:1")
 
 
@@ -170,7 +170,7 @@ def test_what_cannot_fit_is_never_tokenized(truncation, reader, monkeypatch):  #
         assert len(ours.encode(long, "x:1").ids_S) == 512
     else:
         words = r"x:1: data\.max_tokens=512 .* \d+ tokens or more; raise the limit"
-        error, words = (DataError, words) if truncation == "error" else (Dropped, "above")
+        error, words = (DataError, words) if truncation == "error" else (RecordDropped, "above")
         with pytest.raises(error, match=words):
             ours.encode(long, "x:1")
     assert max(seen, default=0) < 10**5
@@ -218,7 +218,7 @@ def test_random_records_are_cut_safely(turns, max_tokens, max_images, escaping):
     ours.encoder.cfg = replace(ours.encoder.cfg, **limits)
     try:
         sample = ours.encode({"messages": messages}, "x:1")
-    except Dropped:
+    except RecordDropped:
         assert not whole.trained_S[1:max_tokens].any() or whole.image_grids
         return
     assert len(sample.ids_S) <= max_tokens and sample.num_supervised

@@ -28,10 +28,10 @@ from megatron_vlm.data.media.video import VideoPlan, VideoSettings, video_patche
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.row_maker import RowMaker
 from megatron_vlm.engines import Adapter, Checkpoint, EngineSettings, SamplerError, VllmSampler
-from megatron_vlm.engines.prompts import Prompts, seen, seen_videos
+from megatron_vlm.engines.prompts import Prompts, seen_by_trainer, seen_videos
 from megatron_vlm.engines.server.frames import WireError, head, read_frame
 from megatron_vlm.errors import CheckpointError, ConfigError, DataError, MegatronVLMError
-from megatron_vlm.hf.expert_layouts import Form
+from megatron_vlm.hf.expert_layouts import ExpertStorage
 from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
@@ -122,12 +122,12 @@ def _named(path: str, case: Case, out: str) -> list[tuple[str, Tensor]]:
 
 
 EXPERTS = {"layers": 3, "experts": 4, "intermediate": 80}
-LAYOUTS: dict[str, tuple[Case, dict[str, Any], Form | None]] = {
+LAYOUTS: dict[str, tuple[Case, dict[str, Any], ExpertStorage | None]] = {
     "tp2-pp2": (layout(tp=2, pp=2), {}, None),
     "pp2-dp2-tied-bf16": (layout(pp=2, dp=2), {"tied": True, "dtype": "bfloat16"}, None),
-    "pp2-ep2": (layout(pp=2, dp=2, ep=2), EXPERTS, Form.out_in),
-    "ep2-released": (layout(dp=2, ep=2), EXPERTS, Form.in_out),
-    "ep2-single": (layout(dp=2, ep=2), EXPERTS, Form.single),
+    "pp2-ep2": (layout(pp=2, dp=2, ep=2), EXPERTS, ExpertStorage.out_in),
+    "ep2-released": (layout(dp=2, ep=2), EXPERTS, ExpertStorage.in_out),
+    "ep2-single": (layout(dp=2, ep=2), EXPERTS, ExpertStorage.single),
 }
 
 
@@ -582,7 +582,7 @@ def test_pictures_are_those_of_the_trainers_patches(tiny):
     made = RowMaker(tiny()).row(record, prompt=True)
     settings = ImageSettings.from_checkpoint(tiny())
     found = Prompts(EngineSettings("python", tiny())).request(made, SHORT, [0])
-    sizes, pictures = found.fields["pictures"], seen(made, settings)
+    sizes, pictures = found.fields["pictures"], seen_by_trainer(made, settings)
     assert [each.shape for each in pictures] == [(*size, 3) for size in sizes]
     assert [each.tobytes() for each in pictures] == found.pixels
     again = [image_patches(picture_of(each), settings) for each in pictures]

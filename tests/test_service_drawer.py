@@ -40,12 +40,12 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.rank_models import ModelForm
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords, _spread
 from megatron_vlm.serve.vllm_admission import Admission
-from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, Drawer
-from megatron_vlm.serve.vllm_weights import FORM, Wanted
+from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, EngineSampling
+from megatron_vlm.serve.vllm_weights import FORM, SampleWeights
 from tests.pool import free_port
 from tests.ports import descendants
 from tests.service_client import (
@@ -93,7 +93,7 @@ class Desk:
     run: Path
     folder: str
     journal: Journal
-    drawer: Drawer
+    drawer: EngineSampling
     engines: Engines
     session: str
     numbers: Any = field(default_factory=count)
@@ -169,7 +169,7 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
     reader = RowReader(load_config([f"model.path={folder}"]), folder, read_sizes(folder))
     stops = StopWords((), {}.get)
     bounds = SampleBounds(4, 64, "the engine", LEAST_TEMPERATURE)
-    readings = Readings(journal, reader, stops, bounds, 1)
+    readings = RequestPrefetcher(journal, reader, stops, bounds, 1)
     engines = Engines()
     opened.callback(engines.close)
     options = options_of(run) | more
@@ -177,7 +177,7 @@ def open_desk(folder: str, run: Path, opened: ExitStack, adapters: int = 2, **mo
         python_of(run), folder, max_len=64, lora_rank=8, adapters=adapters, options=options
     )
     engines.start(settings, (), lambda: None)
-    drawer = Drawer(engines, journal, readings, adapters)
+    drawer = EngineSampling(engines, journal, readings, adapters)
     drawer.start()
     opened.callback(drawer.close)
     return Desk(run, folder, journal, drawer, engines, journal.create_session("", {}, None))
@@ -430,7 +430,7 @@ class Clock:
         return self.now
 
 
-BASE, X = Wanted(), Wanted(whole=Path("x"))
+BASE, X = SampleWeights(), SampleWeights(whole=Path("x"))
 
 
 def come_in(admission: Admission, swap_s: float = 0.0) -> list[Call]:
@@ -470,7 +470,7 @@ def test_there_is_room_for_so_many():
 
 def test_so_many_adapters_are_under_way():
     """And nobody comes in before the next one, whose turn it is, has room."""
-    snapshots = [Wanted(adapter=Path(name)) for name in "abc"]
+    snapshots = [SampleWeights(adapter=Path(name)) for name in "abc"]
     admission = Admission(2, 1, Clock())
     for number in range(6):
         admission.wait(call(number), snapshots[number // 2])

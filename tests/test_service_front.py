@@ -29,12 +29,12 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.serve.http.api_keys import ApiKeys, add_key
 from megatron_vlm.serve.http.app import make_app
 from megatron_vlm.serve.http.bodies import place_of
-from megatron_vlm.serve.http.context import ServerFacts, Waiters
+from megatron_vlm.serve.http.context import ResultWaiters, ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.http.schemas import AdamParams
 from megatron_vlm.serve.journal.accept import Bounds
-from megatron_vlm.serve.journal.cleanup import Keep
+from megatron_vlm.serve.journal.cleanup import RetentionPolicy
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Outcome
 from megatron_vlm.serve.protocol.protobuf import message
@@ -231,7 +231,7 @@ def test_promises_that_nobody_knows(service):
 
 
 def test_results_that_are_no_longer_kept(tmp_path):
-    keep = Keep(fetched=-1)
+    keep = RetentionPolicy(fetched=-1)
     with served(tmp_path, keep=keep) as service:
         model, sampler = service.model(), a_sampler(service)
         step = service.post("optim_step", a_step(model, 1))
@@ -269,7 +269,7 @@ def test_a_sample_may_be_cancelled(tmp_path):
 
 
 def test_checkpoints_are_listed_loaded_given_an_end_downloaded_and_deleted(tmp_path):
-    with served(tmp_path, keep=Keep(released=-1)) as service:
+    with served(tmp_path, keep=RetentionPolicy(released=-1)) as service:
         model = service.model()
         named = {"model_id": model, "user_metadata": {"a": "b"}}
         paths = []
@@ -499,7 +499,7 @@ def test_a_server_that_stops_lets_go_of_who_waits(tmp_path):
 
 def test_who_asks_while_it_stops_does_not_wait(tmp_path):
     with opened(tmp_path) as journal:
-        waiters = Waiters(journal)
+        waiters = ResultWaiters(journal)
         waiters.close()
         started = time.monotonic()
         assert asyncio.run(waiters.until("x", lambda: None, 30)) is None

@@ -18,7 +18,7 @@ import pytest
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.serve.journal.accept import Bounds
 from megatron_vlm.serve.journal.calls import MOST_ATTEMPTS
-from megatron_vlm.serve.journal.cleanup import Keep
+from megatron_vlm.serve.journal.cleanup import RetentionPolicy
 from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
@@ -26,13 +26,13 @@ from megatron_vlm.serve.journal.journal_records import (
     Changes,
     Conflict,
     Failure,
-    Full,
     ModelChange,
     NewCall,
     NewCheckpoint,
     NewModel,
     NewSampler,
     Outcome,
+    QuotaExceeded,
     Saved,
     tinker_path,
 )
@@ -40,7 +40,7 @@ from tests.error_fields import raises
 from tests.stand_in_calls import opened
 
 DONE = Outcome(b"{}")
-AT_ONCE = Keep(fetched=-1, unfetched=-1, rows=-1, finished=-1, released=-1)
+AT_ONCE = RetentionPolicy(fetched=-1, unfetched=-1, rows=-1, finished=-1, released=-1)
 
 
 def a_model(journal, number=0, source=None, key="k"):
@@ -330,18 +330,18 @@ def test_a_key_has_bounds_but_never_waits_for_itself(tmp_path):
         session, model = a_model(journal)
         other = NewModel(f"{session}:train:9", session, "base", 0)
         full = journal.accept(NewCall("create_model", session, 9, "k", b"{}", model=other))
-        assert isinstance(full, Full) and "limit models is 1" in full.text
+        assert isinstance(full, QuotaExceeded) and "limit models is 1" in full.text
         for seq in (2, 3, 4):
             assert isinstance(journal.accept(a_step(model, seq)), Accepted)
         full = journal.accept(a_step(model, 5))
-        assert isinstance(full, Full) and "limit open_calls is 3" in full.text
+        assert isinstance(full, QuotaExceeded) and "limit open_calls is 3" in full.text
         assert isinstance(journal.accept(a_step(model, 4)), Accepted)  # a retry takes no room
         # The others wait for the first: there is always room for it.
         assert isinstance(journal.accept(a_step(model, 1)), Accepted)
         assert [seq for _, seq in do_all(journal)] == [1, 2, 3, 4]
         journal.accept(a_step(model, 6, b"x" * 60))
         full = journal.accept(a_step(model, 7, b"x" * 60))
-        assert isinstance(full, Full) and "limit open_bytes is 100" in full.text
+        assert isinstance(full, QuotaExceeded) and "limit open_bytes is 100" in full.text
         assert isinstance(journal.accept(a_sample("s", 0)), Accepted)
 
 
@@ -365,7 +365,11 @@ def test_models_of_silent_clients_are_not_counted(tmp_path):
         finished, _ = a_model(journal)
         here = journal.create_session("k", {}, None)
         full = made(journal, here, 0)
-        assert isinstance(full, Full) and not full.passing and "limit models is 2" in full.text
+        assert (
+            isinstance(full, QuotaExceeded)
+            and not full.passing
+            and "limit models is 2" in full.text
+        )
         journal.finish_session(finished, "success")
         promise = made(journal, here, 0)
         ready = ModelChange(f"{here}:train:0", state="ready")
@@ -378,7 +382,7 @@ def test_models_of_silent_clients_are_not_counted(tmp_path):
         assert journal.live_models() == {f"{here}:train:0", f"{silent}:train:0"}
         journal.finish(waiting, DONE)
         assert f"{silent}:train:0" in journal.live_models()  # it has just asked for something
-        assert isinstance(made(journal, here, 1), Full)
+        assert isinstance(made(journal, here, 1), QuotaExceeded)
 
 
 def test_checkpoints_are_named_replaced_and_let_go_of_when_nothing_needs_them(tmp_path):
@@ -462,7 +466,7 @@ def test_names_are_one_part_of_a_path(name):
 
 
 def test_results_stay_until_some_time_after_they_were_fetched(tmp_path):
-    with opened(tmp_path, keep=Keep(fetched=0.05, unfetched=100, rows=100)) as journal:
+    with opened(tmp_path, keep=RetentionPolicy(fetched=0.05, unfetched=100, rows=100)) as journal:
         _, model = a_model(journal)
         one = journal.accept(a_step(model, 1)).request_id
         two = journal.accept(a_sample("s", 1)).request_id
@@ -494,7 +498,7 @@ def test_old_samples_leave_no_rows(tmp_path):
 
 
 def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path):
-    with opened(tmp_path, keep=Keep(finished=-1)) as journal:
+    with opened(tmp_path, keep=RetentionPolicy(finished=-1)) as journal:
         session, model = a_model(journal)
         _, other = a_model(journal)
         gap = journal.accept(a_step(model, 2)).request_id
@@ -509,7 +513,7 @@ def test_calls_that_wait_for_what_was_never_sent_end_with_their_session(tmp_path
 
 
 def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
-    with opened(tmp_path, keep=Keep(finished=-1, released=-1)) as journal:
+    with opened(tmp_path, keep=RetentionPolicy(finished=-1, released=-1)) as journal:
         session, model = a_model(journal)
         _, other = a_model(journal)
         state, named = folder(journal, "states/1"), folder(journal, "weights/1")
@@ -530,7 +534,7 @@ def test_models_end_with_their_session_and_their_checkpoints_stay(tmp_path):
 
 
 def test_sessions_that_were_not_heard_of_end(tmp_path):
-    with opened(tmp_path, keep=Keep(silent=0.2, released=-1)) as journal:
+    with opened(tmp_path, keep=RetentionPolicy(silent=0.2, released=-1)) as journal:
         quiet, heard = (journal.create_session("k", {"a": 1}, "name") for _ in range(2))
         for session in (quiet, heard):
             at = folder(journal, f"eph/{session}")
@@ -550,7 +554,7 @@ def test_sessions_that_were_not_heard_of_end(tmp_path):
 
 
 def test_a_newer_snapshot_takes_the_place_of_older_ones(tmp_path):
-    with opened(tmp_path, keep=Keep(superseded=100, released=-1)) as journal:
+    with opened(tmp_path, keep=RetentionPolicy(superseded=100, released=-1)) as journal:
         session, model = a_model(journal)
         at = {name: folder(journal, f"weights/{name}") for name in ("old", "asked", "new", "named")}
 

@@ -23,7 +23,7 @@ from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Failure, NewCall
 from megatron_vlm.serve.memory_check import check_fits
 from megatron_vlm.serve.protocol.payloads import RequestError
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords
 from tests.error_fields import raises
@@ -45,9 +45,9 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     found.close()
 
 
-def readings(journal: Journal, reader: RowReader, most: int) -> Readings:
+def readings(journal: Journal, reader: RowReader, most: int) -> RequestPrefetcher:
     stops = StopWords((0,), lambda text: None)
-    return Readings(journal, reader, stops, SampleBounds(4, reader.longest), 1, most)
+    return RequestPrefetcher(journal, reader, stops, SampleBounds(4, reader.longest), 1, most)
 
 
 def asample(seq: int, shown: Sequence[Picture]) -> NewCall:

@@ -10,7 +10,7 @@ from megatron_vlm.config.schema import ServeConfig
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Changes, ModelChange, NewCall
-from megatron_vlm.serve.model_cache import Residents
+from megatron_vlm.serve.model_cache import ModelCache
 from megatron_vlm.serve.rank_models import ModelForm
 from megatron_vlm.serve.training_calls import ModelCalls
 from tests.stand_in_calls import opened
@@ -42,11 +42,11 @@ class Ranks:
         pass
 
 
-def residents_of(journal: Journal, ranks: Ranks) -> Residents:
-    return Residents(ServeConfig(), ranks, journal, lambda resident, call: None)  # type: ignore[arg-type]
+def residents_of(journal: Journal, ranks: Ranks) -> ModelCache:
+    return ModelCache(ServeConfig(), ranks, journal, lambda resident, call: None)  # type: ignore[arg-type]
 
 
-def in_memory(journal: Journal, residents: Residents) -> tuple[str, str]:
+def in_memory(journal: Journal, residents: ModelCache) -> tuple[str, str]:
     """A session, and a model of it that has done a step."""
     session, model = a_model(journal)
     call = journal.accept(a_step(model, 1)).request_id
@@ -101,12 +101,12 @@ def test_folders_that_no_row_names_are_removed(tmp_path):
         with pytest.raises(CheckpointError):
             residents.keep(residents.models[model])
         assert len(states(journal)) == 4  # a save that fails leaves nothing
-        residents.remove_strangers()
+        residents.delete_orphan_folders()
         assert states(journal) == {kept}
         # One that a row lets go of is left until its time has come: a download may be under way.
         ranks.full = False
         residents.keep(residents.models[model])
-        residents.remove_strangers()
+        residents.delete_orphan_folders()
         assert states(journal) == {kept, journal.model(model).folder}
 
 

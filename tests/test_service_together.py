@@ -15,7 +15,7 @@ import pytest
 from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import DataError
-from megatron_vlm.serve.call_batching import FULL, Grouping
+from megatron_vlm.serve.call_batching import FULL, CallBatcher
 from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
 from megatron_vlm.serve.loop import finished_by
 from tests.pool import free_port
@@ -59,11 +59,11 @@ def rows(count: int, tokens: int = 10) -> Read:
     return Read((tokens,) * count)
 
 
-def grouping(reads: dict[str, Read | None], pp: int = 2, dp: int = 1, **more: Any) -> Grouping:
+def grouping(reads: dict[str, Read | None], pp: int = 2, dp: int = 1, **more: Any) -> CallBatcher:
     cfg = Config(parallel=ParallelConfig(pp=pp, **more), train=TrainConfig(micro_batch_size=2))
     dims = ParallelDims.create(cfg.parallel, pp * dp, 8)
     there = lambda model: model != "away"  # noqa: E731
-    return Grouping(cfg, dims, ReadCalls(reads), lambda call: call.owner, there)  # type: ignore[arg-type]
+    return CallBatcher(cfg, dims, ReadCalls(reads), lambda call: call.owner, there)  # type: ignore[arg-type]
 
 
 def names(found: list[Call]) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from megatron_vlm.serve.fair_queue import FORGOTTEN_S, MANY, Turns
+from megatron_vlm.serve.fair_queue import FORGOTTEN_S, MANY, FairQueue
 from megatron_vlm.serve.journal.journal_records import Call
 
 _numbers = count(1)
@@ -34,7 +34,7 @@ class Ranks:
     models: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(lambda: self.now)
+        self.turns = FairQueue(lambda: self.now)
 
     def turn(self, calls: Sequence[Call]) -> Call:
         chosen = self.turns.next(calls, owner_of)
@@ -153,7 +153,7 @@ def test_with_seven_others_a_call_waits_for_one_of_each_at_most():
 
 def test_of_a_model_the_first_call_is_next():
     calls = [call("a", "x"), call("a", "x"), call("a", "y")]
-    assert Turns(lambda: 0.0).next(calls, owner_of) is calls[0]
+    assert FairQueue(lambda: 0.0).next(calls, owner_of) is calls[0]
 
 
 def test_work_for_several_keys_counts_for_each():
@@ -165,7 +165,7 @@ def test_work_for_several_keys_counts_for_each():
     assert ranks.turn([a, b, c]) is c
 
 
-def size(turns: Turns) -> int:
+def size(turns: FairQueue) -> int:
     return len(turns.had) + len(turns.seen) + len(turns.floor)
 
 
@@ -202,7 +202,7 @@ def test_who_asks_and_is_not_served_is_not_forgotten():
 def test_who_has_to_be_brought_into_memory_waits_for_a_while(keys):
     """Two models of which one fits: they are swapped rarely, and have the same share."""
     there, swaps, had = "", 0, Counter[str]()
-    turns = Turns(lambda: 0.0)
+    turns = FairQueue(lambda: 0.0)
     calls = [call(key, owner) for key, owner in zip(keys, "xy", strict=True)]
     for _ in range(1000):
         delays = {owner: 0.0 if owner == there else 4.0 for owner in "xy"}

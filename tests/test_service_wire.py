@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_vlm.serve.protocol.answers import write_forward_backward, write_samples
-from megatron_vlm.serve.protocol.compression import MOST_FRAMES, MOST_WINDOW, unpacked
+from megatron_vlm.serve.protocol.compression import MOST_FRAMES, MOST_WINDOW, decompress
 from megatron_vlm.serve.protocol.payloads import Picture, RequestError, Sampled, Samples, Text, TopK
 from megatron_vlm.serve.protocol.prompt_targets import read_prompt_targets
 from megatron_vlm.serve.protocol.protobuf import MOST_FIELDS, message, parsed
@@ -579,7 +579,7 @@ def test_mutated_requests_are_read_or_refused(seed, packed):
     if packed:
         body = mutate_bytes(zstandard.compress(body), chance)
         try:
-            body = unpacked(body, 2**20)
+            body = decompress(body, 2**20)
         except RequestError:
             return
     attempt(mutate_bytes(body, chance))
@@ -590,7 +590,7 @@ def test_mutated_requests_are_read_or_refused(seed, packed):
 def test_any_bytes_are_refused(body):
     attempt(body)
     with contextlib.suppress(RequestError):
-        assert len(unpacked(body, 1000)) <= 1000
+        assert len(decompress(body, 1000)) <= 1000
 
 
 def test_cut_requests_are_read_or_refused():
@@ -910,11 +910,11 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_bodies(name):
     body, content = PACKED[name]
-    assert unpacked(body, len(content)) == content
+    assert decompress(body, len(content)) == content
     if content:
         limit = f"limit of {len(content) - 1}"
         with raises(RequestError, place="the packed body", problem_has=limit):
-            unpacked(body, len(content) - 1)
+            decompress(body, len(content) - 1)
 
 
 REFUSED_PACKED = {
@@ -940,14 +940,14 @@ REFUSED_PACKED = {
 def test_refused_packed_bodies(name):
     body, fields = REFUSED_PACKED[name]
     with raises(RequestError, place="the packed body", **fields):
-        unpacked(body, 2**24)
+        decompress(body, 2**24)
 
 
 BOMB = """
 import sys, time
 from pathlib import Path
 from megatron_vlm.serve.protocol import answers, requests
-from megatron_vlm.serve.protocol.compression import unpacked
+from megatron_vlm.serve.protocol.compression import decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 def peak():  # in KiB
@@ -956,7 +956,7 @@ def peak():  # in KiB
 body = sys.stdin.buffer.read()
 before, begun = peak(), time.monotonic()
 try:
-    unpacked(body, 2**24)
+    decompress(body, 2**24)
 except RequestError:
     print((peak() - before) // 1024, time.monotonic() - begun)
 assert not {"torch", "fastapi", "megatron", "transformers"} & set(sys.modules)

@@ -12,12 +12,12 @@ from megatron_vlm.checkpoint.rank_state import get_step
 from megatron_vlm.config.schema import Config, LogConfig, OptimConfig, TrainConfig
 from megatron_vlm.data.batches.loader import BatchFigures
 from megatron_vlm.data.tokens.row import IGNORE
-from megatron_vlm.distributed.agreement import Vote, agree
-from megatron_vlm.distributed.watchdog import Sign, describe, find_stuck
+from megatron_vlm.distributed.agreement import Vote, all_reduce_max
+from megatron_vlm.distributed.watchdog import RankStatus, describe, find_stuck
 from megatron_vlm.errors import ConfigError, TrainError
 from megatron_vlm.report.metrics_lines import StepLine
 from megatron_vlm.run.log import RunLog, duration, step_line
-from megatron_vlm.run.throughput import Guard
+from megatron_vlm.run.throughput import NonFiniteGuard
 from megatron_vlm.training.lr_schedule import announced, lr_at, warmup_of
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 from tests.batches import MIXED, make_rows
@@ -147,7 +147,7 @@ def test_a_step_without_a_trained_token_moves_nothing(name, pool, tiny):
 
 
 def test_the_guard_counts_and_stops():
-    guard = Guard(Config(train=TrainConfig(max_nonfinite=2)))
+    guard = NonFiniteGuard(Config(train=TrainConfig(max_nonfinite=2)))
     fine, wrong, empty = (StepMetrics(1.0, 5), StepMetrics(math.nan, 5), StepMetrics(0.0, 0))
     assert guard.check(0, fine, 1.0) is None
     assert "(1 so far)" in guard.check(1, wrong, 1.0)
@@ -160,11 +160,11 @@ def test_the_guard_counts_and_stops():
         guard.check(6, wrong, 1.0)
     assert "loss nan" in caught.value.problem and "3 in a row" in caught.value.problem
     with raises(TrainError, place="step 0"):
-        Guard(Config(train=TrainConfig(on_nonfinite="stop"))).check(0, wrong, 1.0)
+        NonFiniteGuard(Config(train=TrainConfig(on_nonfinite="stop"))).check(0, wrong, 1.0)
 
 
 def sign(rank, phases, phase="data", age=0.0, still=0.0, alive=0):
-    return Sign(rank, (phases, alive), 7, phase, age, still)
+    return RankStatus(rank, (phases, alive), 7, phase, age, still)
 
 
 def test_the_watchdog_blames_the_right_rank():
@@ -184,7 +184,7 @@ def test_the_watchdog_blames_the_right_rank():
 
 def _agreed(worker: MegatronWorker) -> int:
     rank = torch.distributed.get_rank()
-    return agree(Vote.STOP if rank == 1 else Vote.OK, worker.platform.device)
+    return all_reduce_max(Vote.STOP if rank == 1 else Vote.OK, worker.platform.device)
 
 
 def test_one_rank_stops_all(pool, tiny):

@@ -27,7 +27,7 @@ from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.family.qwen3_vl import tower_attention
 from megatron_vlm.family.qwen3_vl.tower_attention import PackedAttention
 from megatron_vlm.model.attention import SDPACoreAttention
-from megatron_vlm.model.fused_ops import Chains
+from megatron_vlm.model.fused_ops import FusedOps
 
 
 def timed(step: Callable[[], Any], count: int) -> float:
@@ -78,7 +78,7 @@ def recompute(worker: MegatronWorker, kind: str) -> Iterator[None]:
 @contextmanager
 def not_compiled(worker: MegatronWorker) -> Iterator[None]:
     """As model.compile=false would have built it."""
-    modules, plain = list(worker.chunks[0].modules()), Chains()
+    modules, plain = list(worker.chunks[0].modules()), FusedOps()
     layers = [module for module in modules if hasattr(module, "chains")]
     mlps = [module for module in modules if hasattr(module, "activation_func")]
     blocks = [module for module in modules if isinstance(module, PackedAttention)]

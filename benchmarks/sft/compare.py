@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_vlm.family.cpu_matmul import take_faster_products
+from megatron_vlm.family.cpu_matmul import enable_onednn
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -33,7 +33,7 @@ THEIRS, OURS = ROOT / ".venv-trl" / "bin" / "python", Path(sys.executable)
 def same_products() -> str:
     """The setting of torch by which the library that multiplies for us does so for others: see
     megatron_vlm/family/cpu_matmul.py."""
-    take_faster_products(SPEC.hidden, has_experts=False)
+    enable_onednn(SPEC.hidden, has_experts=False)
     return torch.get_float32_matmul_precision()
 
 

@@ -22,9 +22,9 @@ from megatron_vlm.hf.export_folder import ExportMark, check_replaceable
 from megatron_vlm.hf.export_weights import write_folder
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.load_weights import check_tensors
-from megatron_vlm.hf.model_card import Training
+from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, exported, name_table
-from megatron_vlm.io.untrusted import Field
+from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.lora.export_adapter import TrainedAdapter, write
 from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
 
@@ -82,14 +82,14 @@ def _tensors(
     return ((name, reader.whole(name)) for name in shapes)
 
 
-def training_of(folder: Path) -> Training | None:
+def training_of(folder: Path) -> TrainingSummary | None:
     """What a checkpoint says of its training; None of one that was not saved by a run."""
     progress = outside_file(folder / "state.json").json()["progress"]
     if progress.get("step") is None:
         return None
     tokens, scored = progress.get("tokens"), progress.get("scored_step")
     scores = progress.get("scores")  # those of older versions lack all three
-    return Training(
+    return TrainingSummary(
         read_saved(folder),
         progress["step"].whole(),
         None if tokens is None else tokens.whole(),
@@ -98,7 +98,7 @@ def training_of(folder: Path) -> Training | None:
     )
 
 
-def _figures(scores: Field) -> dict[str, float]:
+def _figures(scores: JsonField) -> dict[str, float]:
     """Those that are finite: JSON has NaN where a score could not be had."""
     found = {key: field.value for key, field in scores.object().items()}
     return {key: value for key, value in found.items() if type(value) in (int, float)}
@@ -114,7 +114,7 @@ def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
 # Beside which weights the adapters of a checkpoint were trained.
 
 
-def check_base(folder: Path, state: Field, digest: str, path: str) -> None:
+def check_base(folder: Path, state: JsonField, digest: str, path: str) -> None:
     """Refuse adapters beside other weights; `state` is the checkpoint's state.json, and `digest`
     that of the weights in `path`."""
     saved = state.get("lora")

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_vlm.errors import CheckpointError, DataError
 from megatron_vlm.io.atomic import MARK, blake2b, digest_of, sync
-from megatron_vlm.io.untrusted import Field, Outside, reason, require_file
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile, reason, require_file
 
 COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
 
@@ -76,13 +76,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / COMPLETE
     if not os.path.lexists(path):
         raise CheckpointError("cannot be read: the checkpoint was never completed", place=str(path))
-    file = Outside(str(path), CheckpointError, "use another checkpoint")
+    file = UntrustedFile(str(path), CheckpointError, "use another checkpoint")
     text = file.content()
     changed = CheckpointError(
         "has changed since it was written", place=str(path), remedy="use another checkpoint"
     )
     try:
-        manifest = _parse(Field(file.parsed(text), "", file))
+        manifest = _parse(JsonField(file.parsed(text), "", file))
     except CheckpointError as error:
         raise changed from error
     if _render(manifest).encode() != text:
@@ -138,7 +138,7 @@ def foreign_files(folder: Path, manifest: Manifest) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 
 
-def _parse(raw: Field) -> Manifest:
+def _parse(raw: JsonField) -> Manifest:
     files = []
     for name, field in raw["files"].object().items():
         if name != Path(name).name or name in ("", ".."):

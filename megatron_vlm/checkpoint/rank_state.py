@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_vlm.checkpoint.tensor_pieces import Piece, TensorShape, blocks_of, cut
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.hf.weight_map import Entry, Origin
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -112,7 +112,7 @@ def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> 
             yield from cut(prefix, flat, start, width, blocks)
 
 
-def _writes(grid: Grid, entry: Entry, sharded: bool, turn: int) -> bool:
+def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
     """Whether this rank writes what it holds of an entry; copies are written by nobody."""
     if entry.origin is Origin.copy:
         return False

@@ -134,7 +134,7 @@ def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
     has_changed = True
     while has_changed:  # a run that trains removes some, and has newer ones then
         has_changed = False
-        for folder in whole_ones(run_folder):
+        for folder in complete_checkpoints(run_folder):
             with ExitStack() as mine:
                 if not mine.enter_context(held(folder)):
                     has_changed = True
@@ -143,14 +143,14 @@ def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
                     verify(folder)
                 except CheckpointError as error:
                     has_changed = has_changed or not folder.exists()  # it could not be held
-                    pass_over(folder, error)
+                    skip_damaged(folder, error)
                     continue
                 reading.enter_context(mine.pop_all())
                 return folder
     return None
 
 
-def whole_ones(run_folder: Path, after: int = -1) -> list[Path]:
+def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
     """The checkpoints whose files all have the right size, the one written last first; `verify`
     reads them. Only serials `after` this one count."""
     run_folder, found = Path(run_folder), []
@@ -161,7 +161,7 @@ def whole_ones(run_folder: Path, after: int = -1) -> list[Path]:
             manifest = read_manifest(folder)
             check_sizes(folder, manifest.files)
         except CheckpointError as error:
-            pass_over(folder, error)
+            skip_damaged(folder, error)
         else:
             if manifest.serial <= after:
                 continue
@@ -174,12 +174,12 @@ def last_serial(run_folder: Path) -> int:
     return max((manifest.serial for _, manifest in _manifests(run_folder)), default=0)
 
 
-def pass_over(folder: Path, error: Exception) -> None:
+def skip_damaged(folder: Path, error: Exception) -> None:
     """Log that a checkpoint is not used, and why."""
     _log.warning("skipped %s: %s", folder, error)
 
 
-def others(run_folder: Path, head: Manifest | None) -> list[Path]:
+def other_lines(run_folder: Path, head: Manifest | None) -> list[Path]:
     """The checkpoints here that `head` was not trained on from; all of them without a head."""
     mine = set() if head is None else {*head.line, head.id}
     found = dict(_manifests(run_folder))

@@ -45,7 +45,7 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import broadcast_json, gather_json
 from megatron_vlm.errors import CheckpointError, show_value
 from megatron_vlm.io.atomic import begin, discard, partial_of
-from megatron_vlm.io.untrusted import Field
+from megatron_vlm.io.untrusted import JsonField
 from megatron_vlm.training.optimizer import set_lr
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -190,8 +190,8 @@ def load(
 ) -> dict[str, Any]:
     """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
 
-    It stays where it is meanwhile, whatever run it belongs to, and all ranks read rank 0's.
-    Every file is verified first, unless `find_latest` has done it. What is frozen now has no
+    It stays where it is meanwhile, whatever run it belongs to, and all ranks read rank 0's. Every
+    file is verified first, unless `find_latest_on_all_ranks` has done it. What is frozen now has no
     moments, nor has a worker made without training: those in the checkpoint are ignored. Without
     `moments` the weights alone are read, and the optimizer begins anew.
     """
@@ -255,7 +255,7 @@ def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> Non
         )
 
 
-def _check_lora(worker: MegatronWorker, folder: Path, state: Field) -> None:
+def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
     """Adapters mean nothing beside other weights, nor with another factor."""
     saved = state.get("lora")
     if saved is None or not worker.cfg.lora.rank:
@@ -272,19 +272,21 @@ def _check_lora(worker: MegatronWorker, folder: Path, state: Field) -> None:
         )
 
 
-def find_latest(run_folder: Path, device: torch.device, after: int = -1) -> Path | None:
+def find_latest_on_all_ranks(
+    run_folder: Path, device: torch.device, after: int = -1
+) -> Path | None:
     """The checkpoint that was written last of those whose every file is as it was written; each
     rank reads its share of them. Only serials `after` this one count, rank 0's. A collective."""
     found: list[str] = []
     with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
-            found = [str(folder) for folder in retention.whole_ones(run_folder, after)]
+            found = [str(folder) for folder in retention.complete_checkpoints(run_folder, after)]
     for folder in map(Path, broadcast_json(found, 0, None, device)):
         try:
             _verify(folder, device)
         except CheckpointError as error:
             if dist.get_rank() == 0:
-                retention.pass_over(folder, error)
+                retention.skip_damaged(folder, error)
         else:
             return folder
     return None

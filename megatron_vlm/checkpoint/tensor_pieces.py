@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.weight_map import Entry
-from megatron_vlm.io.untrusted import Outside, require_file
+from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 TensorShape = tuple[int, ...]
 Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
@@ -243,9 +243,9 @@ class PieceReader:
         return self.files[rank]
 
 
-def outside_file(path: Path) -> Outside:
+def outside_file(path: Path) -> UntrustedFile:
     """A file of a checkpoint."""
-    return Outside(str(path), CheckpointError, "use another checkpoint")
+    return UntrustedFile(str(path), CheckpointError, "use another checkpoint")
 
 
 def read_index(folder: Path) -> dict[str, Any]:

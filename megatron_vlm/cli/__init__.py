@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     from megatron_vlm.cli.parser import make_parser
-    from megatron_vlm.config.arguments import parse
+    from megatron_vlm.config.arguments import parse_arguments
 
-    args = parse(make_parser(), words)
+    args = parse_arguments(make_parser(), words)
     return args.run(args) or 0

@@ -28,7 +28,7 @@ from megatron_vlm.io.printable import visible
 from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_entries
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.model.constraints import check_config
-from megatron_vlm.planner.auto_split import asks, decide, with_layers
+from megatron_vlm.planner.auto_split import decide, needs_auto_split, with_layers
 from megatron_vlm.planner.memory import USABLE, StageMemory, estimate
 from megatron_vlm.planner.row_sizes import BatchSizes, mix_of
 from megatron_vlm.report.layout_table import layout_table, stage_reports
@@ -52,7 +52,7 @@ def dry_run(cfg: Config) -> int:
         console.print(remark, soft_wrap=True)
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
-    if asks(cfg):
+    if needs_auto_split(cfg):
         found = decide(cfg, source.sizes, world, platform, mix_of(cfg, source.sizes))
         cfg = with_layers(cfg, found.layers)
         console.print(found.text, soft_wrap=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_vlm.checkpoint.retention import find_checkpoint, held_checkpoint
 from megatron_vlm.config import ConfigFile, load_config, read_saved
-from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.arguments import add_overrides, configured, parse_arguments
 from megatron_vlm.config.checks import require
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.fork_server import start_server
@@ -87,7 +87,7 @@ def run_eval(arguments: Sequence[str]) -> int:
     """Evaluate, on one rank."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
-    args = parse(parser, arguments)
+    args = parse_arguments(parser, arguments)
     file, _ = configured(args)
     cfg, checkpoint = locate(args.where, args.overrides, file)
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
@@ -103,14 +103,14 @@ def _evaluate(
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.save_load import load
-    from megatron_vlm.run.evaluation.evaluate import Examiner, write_predictions
+    from megatron_vlm.run.evaluation.evaluate import Evaluator, write_predictions
     from megatron_vlm.training.worker import MegatronWorker
 
     worker = MegatronWorker(cfg, training=False, watchdog=watchdog)
     if checkpoint is not None:
         watchdog.at(0, "loading the checkpoint", files=True)
         load(worker, checkpoint)
-    examiner = Examiner(worker, cfg)
+    examiner = Evaluator(worker, cfg)
     if dist.get_rank() == 0:
         for held_out in examiner.sets:
             for line in held_out.remarks.lines:

@@ -26,8 +26,8 @@ _MODULES = {
 _TALK_S = 20.0
 _START_S = 60.0  # that two processes may take to import torch
 _TALK = (
-    "import sys; from megatron_vlm.commands.machine_facts import talk; "
-    "talk(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
+    "import sys; from megatron_vlm.commands.machine_facts import talk_over_gloo; "
+    "talk_over_gloo(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
 )
 
 
@@ -130,7 +130,7 @@ def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
     return problems[0] if problems else None
 
 
-def talk(store: str, rank: int, timeout_s: float) -> None:
+def talk_over_gloo(store: str, rank: int, timeout_s: float) -> None:
     """One of the two processes."""
     import torch
     import torch.distributed as dist

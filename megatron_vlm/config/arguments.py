@@ -18,7 +18,7 @@ def add_overrides(
     add_config_option(parser)
 
 
-def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command. Overrides may come before, between and after the options; an
     option that does not exist is answered with what to write instead."""
     args, rest = parser.parse_known_args(words)

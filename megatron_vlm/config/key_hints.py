@@ -164,7 +164,7 @@ def hint(wrong: str) -> str:
     """Return the remedy for "WRONG is not a configuration key"."""
     if found := meant(wrong):
         return f"did you mean {' or '.join(map(repr, found))}?"
-    if said := sentence(wrong):
+    if said := hint_sentence(wrong):
         return said
     group, _, name = wrong.partition(".")
     groups = [key for key, kind in key_types().items() if is_dataclass(kind)]
@@ -199,7 +199,7 @@ def _are_near(group: str, other: str) -> bool:
     return bool(difflib.get_close_matches(group, [other], n=1, cutoff=0.6))
 
 
-def sentence(wrong: str) -> str | None:
+def hint_sentence(wrong: str) -> str | None:
     """What there is instead of something that other trainers have; None where nothing is known."""
     wrong = wrong.replace("-", "_")
     names = [*_spellings(wrong), wrong.partition(".")[0]]
@@ -215,7 +215,7 @@ def refused_option(option: str, value: str | None) -> ConfigError:
         remedy = f"{name}=NAME chooses a recipe, {name}.KEY=VALUE sets a value"
     elif len(found := meant(name)) == 1:
         remedy = f"write {found[0]}={value or 'VALUE'}"
-    elif not found and not sentence(name):
+    elif not found and not hint_sentence(name):
         problem = "is not an option"
     shown = NOT_GIVEN if value is None else value
     return ConfigError(problem, key=option, found=shown, remedy=remedy)

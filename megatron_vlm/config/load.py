@@ -22,7 +22,7 @@ from megatron_vlm.config.key_hints import hint
 from megatron_vlm.config.schema import Config, Export, Layers, get, key_types
 from megatron_vlm.config.yaml_nodes import MOST_DEPTH
 from megatron_vlm.errors import NOT_GIVEN, ConfigError, show_choices, show_value
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 _PRIMARY = "train"  # configs/train.yaml
 _MOST_SAVED = 2**20  # bytes of a config.yaml
@@ -78,7 +78,7 @@ def read_saved(
     folder: Path, overrides: Sequence[str] = (), file: ConfigFile | None = None
 ) -> Config:
     """The config.yaml of a run or of one of its checkpoints, with changes as in `from_yaml`."""
-    saved = Outside(
+    saved = UntrustedFile(
         str(folder / "config.yaml"), ConfigError, "give a run or a checkpoint of this version"
     )
     text = saved.text(_MOST_SAVED)

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_vlm.controller.rank_worker import of_rank
+from megatron_vlm.controller.rank_worker import with_rank
 from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, dealt_parts
-from megatron_vlm.controller.torchrun import LocalRanks
+from megatron_vlm.controller.torchrun import LocalTransport
 from megatron_vlm.controller.worker_group import WorkerGroup
 from megatron_vlm.data.tensors.rows import rows_of
 from megatron_vlm.errors import MegatronVLMError
@@ -69,7 +69,7 @@ class GroupDecoder:
         self.decoder = Decoder(worker.stage, batch_rows, on_token=worker.hear)
 
     def _work_with(self, group: WorkerGroup) -> None:
-        assert isinstance(group.ranks, LocalRanks), "the others' processes are elsewhere"
+        assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
         self.ranks, self.member = group.ranks, group.ranks.member
 
     def move(self, group: WorkerGroup) -> None:
@@ -98,7 +98,7 @@ class GroupDecoder:
             try:
                 return [each.plain() for each in self._advance(part, mine, leave, rounds)]
             except Exception as error:
-                raise of_rank(error, self.member.worker.grid.rank) from error
+                raise with_rank(error, self.member.worker.grid.rank) from error
 
         found = self.ranks.answers(work)
         return [SampleProgress.of(each) for of_replica in found for each in of_replica]

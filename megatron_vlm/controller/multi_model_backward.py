@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_vlm.controller.rank_worker import Member, backward_of, of_rank
+from megatron_vlm.controller.rank_worker import RankWorker, backward_of, with_rank
 from megatron_vlm.controller.split_batch import BatchLike, ReplicaBatch, even_parts
-from megatron_vlm.controller.torchrun import LocalRanks
+from megatron_vlm.controller.torchrun import LocalTransport
 from megatron_vlm.controller.worker_group import WorkerGroup
 from megatron_vlm.training.backward import LossCall, StepMetrics
 from megatron_vlm.training.losses import Objective
@@ -43,21 +43,21 @@ def backward_together(asked: Sequence[SummedLoss]) -> list[StepMetrics]:
 
 
 def _run(
-    members: Sequence[Member], parts: Sequence[ReplicaBatch], asked: Sequence[SummedLoss]
+    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], asked: Sequence[SummedLoss]
 ) -> list[StepMetrics]:
     """On this rank."""
     try:
         return backward_of(members, parts, [each.call for each in asked])
     except Exception as error:
-        raise of_rank(error, members[0].worker.grid.rank) from error
+        raise with_rank(error, members[0].worker.grid.rank) from error
 
 
-def _local(group: WorkerGroup) -> LocalRanks:
-    assert isinstance(group.ranks, LocalRanks), "the others' processes are elsewhere"
+def _local(group: WorkerGroup) -> LocalTransport:
+    assert isinstance(group.ranks, LocalTransport), "the others' processes are elsewhere"
     return group.ranks
 
 
-def _mine(asked: SummedLoss, ranks: LocalRanks) -> ReplicaBatch:
+def _mine(asked: SummedLoss, ranks: LocalTransport) -> ReplicaBatch:
     names = Objective.create(asked.loss, asked.options).value_names
     return ranks.mine_of(even_parts(asked.batch, ranks.dims.dp, names))
 

@@ -32,7 +32,7 @@ class BrokenError(WorkerError):
     """An unexpected error: other ranks may be inside a collective that this one has left."""
 
 
-class Member:
+class RankWorker:
     """A worker with the calls of WorkerGroup, each with the part of this rank's replica."""
 
     def __init__(self, worker: MegatronWorker):
@@ -44,7 +44,7 @@ class Member:
         try:
             return getattr(self, method)(*args)
         except Exception as error:
-            raise of_rank(error, dist.get_rank()) from error
+            raise with_rank(error, dist.get_rank()) from error
 
     def forward(self, part: ReplicaBatch, temperature: float) -> list[Tensor]:
         return self.worker.forward(self._prepare(part), temperature)
@@ -138,7 +138,7 @@ class Member:
 
 
 def backward_of(
-    members: Sequence[Member], parts: Sequence[ReplicaBatch], asked: Sequence[LossCall]
+    members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], asked: Sequence[LossCall]
 ) -> list[StepMetrics]:
     """forward_backward of different models on this rank, in one pass through the pipeline."""
     every = zip(members, parts, asked, strict=True)
@@ -152,7 +152,7 @@ class FailedElsewhereError(DataError):
     """This rank failed because another did."""
 
 
-def of_rank(error: Exception, rank: int) -> Exception:
+def with_rank(error: Exception, rank: int) -> Exception:
     """The same error, naming its rank. Ours keep their type; others become BrokenError."""
     if isinstance(error, MegatronVLMError):
         return error.within(f"rank {rank}")

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError  # type: ignore
 from ray.util.placement_group import remove_placement_group  # type: ignore
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.controller.rank_worker import Member, WorkerError, first_failure, of_rank
+from megatron_vlm.controller.rank_worker import RankWorker, WorkerError, first_failure, with_rank
 from megatron_vlm.controller.split_batch import ReplicaBatch
 from megatron_vlm.controller.worker_group import Join, Parts, T, WorkerGroup
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
@@ -47,17 +47,17 @@ def start_ray_group(
     actors: list[Any] = [
         make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
     ]
-    crew = Crew(actors, place)
+    crew = ActorPool(actors, place)
     store = crew.gather([actors[0].open_store.remote()])[0]
     crew.gather([actor.use_store.remote(store) for actor in actors])
-    return WorkerGroup(RayRanks(crew, cfg, training))
+    return WorkerGroup(RayTransport(crew, cfg, training))
 
 
 def share_ray_group(group: WorkerGroup, cfg: Config, training: bool = True) -> WorkerGroup:
     """A second group in the processes of the first, such as the reference model of a policy. Both
     must have one layout, and closing one ends both."""
-    assert isinstance(group.ranks, RayRanks)
-    return WorkerGroup(RayRanks(group.ranks.crew, cfg, training))
+    assert isinstance(group.ranks, RayTransport)
+    return WorkerGroup(RayTransport(group.ranks.crew, cfg, training))
 
 
 class WorkerActor(RankActor):
@@ -65,7 +65,7 @@ class WorkerActor(RankActor):
 
     def __init__(self, rank: int, world: int):
         super().__init__(rank, world)
-        self.members: list[Member] = []
+        self.members: list[RankWorker] = []
 
     def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
         """Make a worker; its number in this process, and the layout."""
@@ -73,8 +73,8 @@ class WorkerActor(RankActor):
             with Watchdog.over(self.rank, cfg.launch.timeout_minutes) as watchdog:
                 worker = MegatronWorker(cfg, training, watchdog)
         except Exception as error:
-            raise of_rank(error, self.rank) from error
-        self.members.append(Member(worker))
+            raise with_rank(error, self.rank) from error
+        self.members.append(RankWorker(worker))
         return len(self.members) - 1, worker.dims
 
     def call_on_part(
@@ -100,7 +100,7 @@ class WorkerActor(RankActor):
         return result if self.rank == dims.leader_of(dims.replica_of(self.rank)) else None
 
 
-class Crew:
+class ActorPool:
     """The actors of one set of processes."""
 
     def __init__(self, actors: Sequence[Any], place: Any):
@@ -149,7 +149,7 @@ class Crew:
         if not errors:
             return [found[result] for result in results]
         error = first_failure(errors)
-        if going or any(isinstance(item, DeadError) for item in errors):
+        if going or any(isinstance(item, ActorDiedError) for item in errors):
             self.close(error)
             raise _ended(self.ended) from error
         raise error
@@ -165,10 +165,10 @@ class Crew:
             remove_placement_group(self.place)
 
 
-class RayRanks:
+class RayTransport:
     """A worker in each process of a crew."""
 
-    def __init__(self, crew: Crew, cfg: Config, training: bool):
+    def __init__(self, crew: ActorPool, cfg: Config, training: bool):
         self.crew = crew
         found = crew.gather([actor.start.remote(cfg, training) for actor in crew.actors])
         self.number, self.dims = found[0]
@@ -219,7 +219,7 @@ def _ended(why: Exception | str | None) -> WorkerError:
     return WorkerError(**fields).within("the group has ended")
 
 
-class DeadError(WorkerError):
+class ActorDiedError(WorkerError):
     """The process of a rank has died."""
 
 
@@ -230,4 +230,4 @@ def _outcome(result: Future[Any], rank: int) -> Any:
     except RayTaskError as error:
         return error.cause if isinstance(error.cause, Exception) else error
     except RayActorError as error:
-        return DeadError(f"its process has died: {error}", place=f"rank {rank}")
+        return ActorDiedError(f"its process has died: {error}", place=f"rank {rank}")

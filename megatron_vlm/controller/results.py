@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_vlm import errors
 from megatron_vlm.controller.rank_worker import FailedElsewhereError, WorkerError
 from megatron_vlm.data.tensors.tensor_bytes import pack, unpack
-from megatron_vlm.distributed.error_json import from_json, to_json
+from megatron_vlm.distributed.error_json import error_from_json, error_to_json
 from megatron_vlm.distributed.rendezvous import MeetingError
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.completions import Completion
@@ -31,21 +31,23 @@ _ERRORS: dict[str, type[MegatronVLMError]] = {
 }
 
 
-def to_bytes(answer: Any) -> bytes:
+def result_to_bytes(answer: Any) -> bytes:
     """A result of a Member's method, or an error."""
     meta: dict[str, Any]
     rows: list[Tensor] = []
     if isinstance(answer, Exception):
         known = next((kind for kind in type(answer).__mro__ if kind.__name__ in _ERRORS), None)
         name = WorkerError.__name__ if known is None else known.__name__
-        meta = {"kind": "error", "name": name, "fields": to_json(answer)}
+        meta = {"kind": "error", "name": name, "fields": error_to_json(answer)}
     elif isinstance(answer, StepMetrics):
         figures = [answer.loss, answer.num_tokens, answer.means]
         meta = {"kind": "metrics", "figures": figures, "has_rows": answer.log_probs is not None}
         rows = answer.log_probs or []
     elif isinstance(answer, list) and answer and isinstance(answer[0], StepMetrics):
         meta = {"kind": "several"}
-        rows = [torch.frombuffer(bytearray(to_bytes(each)), dtype=torch.uint8) for each in answer]
+        rows = [
+            torch.frombuffer(bytearray(result_to_bytes(each)), dtype=torch.uint8) for each in answer
+        ]
     elif isinstance(answer, list) and any(isinstance(row, Tensor) for row in answer):
         meta, rows = {"kind": "rows"}, answer
     elif isinstance(answer, list) and answer and _are_samples(answer[0]):
@@ -59,17 +61,17 @@ def to_bytes(answer: Any) -> bytes:
     return pack({"rows": (True, rows)}, meta)
 
 
-def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` was given."""
+def result_from_bytes(data: bytes) -> Any:
+    """What `result_to_bytes` was given."""
     fields, meta = unpack(data)
     rows, kind = list(fields["rows"][1]), meta["kind"]
     if kind == "error":
-        return _ERRORS[meta["name"]](**from_json(meta["fields"]))
+        return _ERRORS[meta["name"]](**error_from_json(meta["fields"]))
     if kind == "metrics":
         loss, num_tokens, means = meta["figures"]
         return StepMetrics(loss, num_tokens, rows if meta["has_rows"] else None, means)
     if kind == "several":
-        return [from_bytes(row.numpy().tobytes()) for row in rows]
+        return [result_from_bytes(row.numpy().tobytes()) for row in rows]
     if kind == "rows":
         return rows
     if kind == "samples":

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_vlm.controller.rank_worker import BrokenError, Member, first_failure
-from megatron_vlm.controller.results import from_bytes, to_bytes
+from megatron_vlm.controller.rank_worker import BrokenError, RankWorker, first_failure
+from megatron_vlm.controller.results import result_from_bytes, result_to_bytes
 from megatron_vlm.controller.split_batch import ReplicaBatch
 from megatron_vlm.controller.worker_group import Join, Parts, T, WorkerGroup
 from megatron_vlm.distributed.collectives import all_gather_bytes
@@ -21,14 +21,14 @@ from megatron_vlm.training.worker import MegatronWorker
 
 def local_group(worker: MegatronWorker) -> WorkerGroup:
     """The group of which this rank's worker is a part. A process may have several."""
-    return WorkerGroup(LocalRanks(worker))
+    return WorkerGroup(LocalTransport(worker))
 
 
-class LocalRanks:
+class LocalTransport:
     """This rank's Member. A call is done when it returns: its future is never pending."""
 
     def __init__(self, worker: MegatronWorker):
-        self.member = Member(worker)
+        self.member = RankWorker(worker)
         self.grid, self.dims = worker.grid, worker.dims
 
     def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
@@ -58,10 +58,10 @@ class LocalRanks:
             raise
         except Exception as error:
             failure = error
-        answer = to_bytes(failure if failure else mine if self.grid.leads else None)
+        answer = result_to_bytes(failure if failure else mine if self.grid.leads else None)
         # From all ranks, not only the replica's: an error must reach every one of them.
         device = self.member.worker.platform.device
-        found = [from_bytes(each) for each in all_gather_bytes(answer, None, device)]
+        found = [result_from_bytes(each) for each in all_gather_bytes(answer, None, device)]
         if errors := [each for each in found if isinstance(each, Exception)]:
             raise first_failure(errors) from failure
         leaders = map(self.dims.leader_of, range(self.dims.dp))

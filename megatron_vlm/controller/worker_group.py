@@ -22,7 +22,7 @@ Join = Callable[[list[Any]], T]  # from the replicas' results, in order
 Parts = Sequence[ReplicaBatch] | None
 
 
-class Ranks(Protocol):
+class Transport(Protocol):
     """How a call reaches every rank; see torchrun.py and ray_actors.py."""
 
     dims: ParallelDims
@@ -41,7 +41,7 @@ class WorkerGroup:
     made, whether or not a result was waited for.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: Transport):
         self.ranks = ranks
         self.dims = ranks.dims
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config, get, leaves
 from megatron_vlm.distributed.collectives import all_gather_bytes, all_gather_json
-from megatron_vlm.distributed.error_json import ShownValue, from_json, to_json
-from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.error_json import ShownValue, error_from_json, error_to_json
+from megatron_vlm.distributed.job_store import SignedStore
 from megatron_vlm.distributed.process import PREEMPTED, STOP_SIGNALS, say
 from megatron_vlm.errors import ConfigError, LostError, MegatronVLMError
 
@@ -60,13 +60,13 @@ class Signals:
             signal.signal(number, handler)
 
 
-def job_store() -> Board | None:
+def job_store() -> SignedStore | None:
     """The store through which the ranks found each other; None where there is only one rank."""
     store: Any = dist.distributed_c10d._get_default_store()
-    return Board(store) if dist.get_world_size() > 1 else None
+    return SignedStore(store) if dist.get_world_size() > 1 else None
 
 
-def meet(name: str) -> None:
+def store_barrier(name: str) -> None:
     """Wait for every rank, however long it takes: indexing a data set may outlast the time-out of
     any collective. The watchdog sees who is silent. A job may use each `name` once."""
     board, delay, key = job_store(), 0.01, f"meet/{name}"
@@ -83,7 +83,7 @@ def meet(name: str) -> None:
         board.write(key, "all are here")
 
 
-def agree(mine: int, device: torch.device) -> int:
+def all_reduce_max(mine: int, device: torch.device) -> int:
     """The highest number that any rank gives. A collective."""
     number = torch.full((1,), mine, dtype=torch.int32, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -112,11 +112,11 @@ def fail_together(
     except catches as error:
         failure = error
     failed = Vote.LOST if isinstance(failure, LostError) else Vote.FAILED
-    decision = agree(vote if failure is None else failed, device)
+    decision = all_reduce_max(vote if failure is None else failed, device)
     fields: dict[str, Any] = {"problem": message or ""}
     if decision >= Vote.FAILED and message is None:
-        every = all_gather_json(None if failure is None else to_json(failure), None, device)
-        fields = from_json(next(each for each in every if each is not None))
+        every = all_gather_json(None if failure is None else error_to_json(failure), None, device)
+        fields = error_from_json(next(each for each in every if each is not None))
     if failure is not None:
         raise failure
     if decision >= Vote.FAILED:

@@ -12,9 +12,9 @@ class ShownValue(str):
         return str(self)  # a message shows it again as it is
 
 
-def to_json(error: BaseException) -> dict[str, Any]:
-    """The fields, for `from_json`; of an error of another kind, its text. What JSON cannot hold is
-    sent as a message shows it."""
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """The fields, for `error_from_json`; of an error of another kind, its text. What JSON cannot
+    hold is sent as a message shows it."""
     if not isinstance(error, MegatronVLMError):
         return {"problem": str(error)}
     fields = error.fields()
@@ -28,7 +28,7 @@ def to_json(error: BaseException) -> dict[str, Any]:
     return fields
 
 
-def from_json(fields: dict[str, Any]) -> dict[str, Any]:
+def error_from_json(fields: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of an error that has the same message."""
     arguments = dict(fields)
     if "shown" in arguments:

@@ -7,13 +7,13 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vlm.distributed.agreement import job_store
-from megatron_vlm.distributed.grid import Grid
-from megatron_vlm.distributed.job_store import Board
+from megatron_vlm.distributed.grid import RankGroups
+from megatron_vlm.distributed.job_store import SignedStore
 
 PATIENCE_S = 10.0  # until the slowest rank has raised its error, too
 
 
-def failed_alike(task: str, grid: Grid) -> bool:
+def failed_alike(task: str, grid: RankGroups) -> bool:
     """Whether every rank has raised an error in this task, after as many collectives as the others
     of each of its groups: then nobody waits in one for anybody. Called by the ranks that have.
     False after some seconds where another rank has not. Each `task` has a name of its own."""
@@ -36,7 +36,7 @@ def failed_alike(task: str, grid: Grid) -> bool:
 Counts = list[tuple[str, list[int], int]]  # of each group its name, its ranks, and the collectives
 
 
-def _collectives(grid: Grid) -> Counts:
+def _collectives(grid: RankGroups) -> Counts:
     """How many this rank has entered."""
     axes = {"tp": grid.tp, "dp": grid.dp, "replica": grid.replica, "ep": grid.ep, "edp": grid.edp}
     groups: dict[str, Any] = {n: axis.group for n, axis in axes.items() if axis.size > 1}
@@ -55,7 +55,7 @@ def _at_one_place(counts: list[Counts], ranks: int) -> bool:
     return len(counts) == ranks and all(len(entered) == 1 for entered in found.values())
 
 
-def _awaited(board: Board, key: str, ends: float) -> str | None:
+def _awaited(board: SignedStore, key: str, ends: float) -> str | None:
     while (text := board.read(key)) is None and time.monotonic() < ends:
         time.sleep(0.02)
     return text

@@ -15,7 +15,7 @@ CutGroup = Literal["tp", "ep"]  # over which a parameter can be cut
 
 
 @dataclass(frozen=True)
-class Axis:
+class GroupAxis:
     """This process among those that it shares one kind of work with."""
 
     rank: int
@@ -24,20 +24,20 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankGroups:
     """The layout and this process's place in it; `Grid.create` builds the process groups."""
 
     dims: ParallelDims
     rank: int  # of the whole job
-    tp: Axis
-    pp: Axis  # its rank is the pipeline stage
-    dp: Axis  # its rank is the data parallel replica
-    replica: Axis  # the TP x PP ranks of one replica; the first of them loads its data
-    ep: Axis  # the replicas that share out the experts of this stage
-    edp: Axis  # those that hold the same experts
+    tp: GroupAxis
+    pp: GroupAxis  # its rank is the pipeline stage
+    dp: GroupAxis  # its rank is the data parallel replica
+    replica: GroupAxis  # the TP x PP ranks of one replica; the first of them loads its data
+    ep: GroupAxis  # the replicas that share out the experts of this stage
+    edp: GroupAxis  # those that hold the same experts
 
     @staticmethod
-    def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "Grid":
+    def create(dims: ParallelDims, seed: int, timeout_minutes: float) -> "RankGroups":
         """Megatron's process groups over an initialised torch.distributed world. Groups that this
         process already has, from another worker, must have the same layout."""
         if parallel_state.model_parallel_is_initialized():
@@ -52,7 +52,7 @@ class Grid:
                 distributed_timeout_minutes=timeout_minutes,
             )
             model_parallel_cuda_manual_seed(seed)
-        grid = Grid(
+        grid = RankGroups(
             dims,
             dist.get_rank(),
             _axis(parallel_state.get_tensor_model_parallel_group()),
@@ -88,11 +88,11 @@ class Grid:
         axis = self.axis_of(cut)
         return (0, 1) if axis is None else (axis.rank, axis.size)
 
-    def axis_of(self, cut: CutGroup | None) -> Axis | None:
+    def axis_of(self, cut: CutGroup | None) -> GroupAxis | None:
         """The processes that a parameter is cut over; None for a whole one."""
         return {None: None, "tp": self.tp, "ep": self.ep}[cut]
 
-    def copies_of(self, cut: CutGroup | None) -> Axis:
+    def copies_of(self, cut: CutGroup | None) -> GroupAxis:
         """The replicas that hold the same part of a parameter."""
         return self.edp if cut == "ep" else self.dp
 
@@ -121,8 +121,8 @@ class Grid:
         return dist.get_process_group_ranks(self.replica.group)[0]
 
 
-def _axis(group: dist.ProcessGroup) -> Axis:
-    return Axis(dist.get_rank(group), dist.get_world_size(group), group)
+def _axis(group: dist.ProcessGroup) -> GroupAxis:
+    return GroupAxis(dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def _check_same_groups(dims: ParallelDims) -> None:

@@ -72,7 +72,7 @@ def part_of_job(store: Any) -> Any:
     return dist.PrefixStore(f"megatron-vlm-{_digest(b'keys')[:16]}", store)
 
 
-class Board:
+class SignedStore:
     """What ranks tell each other through the store, each text under a seal. Others can remove it or
     overwrite it, but nothing that they write is read."""
 

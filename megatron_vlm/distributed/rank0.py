@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_vlm.distributed.agreement import Signals, Vote, agree
+from megatron_vlm.distributed.agreement import Signals, Vote, all_reduce_max
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.watchdog import Watchdog
 
 EVERY_S = 2.0  # that the others hear of rank 0 where it only waits
 
 
-class Lead:
+class CommandChannel:
     """On every rank. All meet before each order, so that whoever was told to stop stops all of
     them, and none that waits is taken for stuck."""
 
@@ -35,7 +35,7 @@ class Lead:
         self.last = time.monotonic()
         self.watchdog.alive()
         vote = Vote.OK if self.signals.received is None else Vote.STOP
-        return agree(vote, self.device) == Vote.STOP
+        return all_reduce_max(vote, self.device) == Vote.STOP
 
     def tell(self, order: Mapping[str, Any], contents: Sequence[bytes] = ()) -> None:
         """On rank 0, after all have met."""
@@ -69,7 +69,9 @@ def result_of(work: "Future[T]", meanwhile: Callable[[], None], every_s: float =
             meanwhile()
 
 
-def beside(work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = POLL_S) -> T:
+def run_in_thread(
+    work: Callable[[], T], meanwhile: Callable[[], None], every_s: float = POLL_S
+) -> T:
     """What `work` returns, done in a thread. What `meanwhile` raises is raised at once, and the
     work is left to itself: the process is about to end."""
     done: Future[T] = Future()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.job_store import (
     LOOPBACK,
-    Board,
+    SignedStore,
     listen_at,
     part_of_job,
     stay_on_this_machine,
@@ -142,7 +142,7 @@ def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     gloo). torchrun's own count of restarts does not tell attempts apart, as each machine counts for
     itself. So rank 0 names the attempt, and tells the ranks that are there now.
     """
-    board, until = Board(store), time.monotonic() + store.timeout.total_seconds()
+    board, until = SignedStore(store), time.monotonic() + store.timeout.total_seconds()
     if rank == 0:
         attempt = uuid.uuid4().hex
         for other in range(1, world):
@@ -157,7 +157,7 @@ def of_this_attempt(store: Any, rank: int, world: int) -> Any:
     return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
-def _tell(board: Board, other: int, attempt: str, until: float, world: int) -> None:
+def _tell(board: SignedStore, other: int, attempt: str, until: float, world: int) -> None:
     """Repeat it until it is acknowledged: the first to join may have been a process of the attempt
     before."""
     while (theirs := board.read(f"told/{attempt}/{other}")) is None:
@@ -171,7 +171,7 @@ def _tell(board: Board, other: int, attempt: str, until: float, world: int) -> N
         raise _disagree(0, world, other, int(theirs))
 
 
-def _hear(board: Board, key: str, until: float) -> str:
+def _hear(board: SignedStore, key: str, until: float) -> str:
     """What rank 0 writes there. Many ranks wait for it, so the store tells them when it is there;
     what somebody else wrote meanwhile is waited out."""
     while True:

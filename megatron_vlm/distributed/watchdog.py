@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.distributed.process import LAUNCHER, STUCK, say
-from megatron_vlm.distributed.watchdog_process import Sentinel
+from megatron_vlm.distributed.watchdog_process import WatchdogProcess
 
 if TYPE_CHECKING:
-    from megatron_vlm.distributed.job_store import Board
+    from megatron_vlm.distributed.job_store import SignedStore
 
 _NAME = "watchdog"  # of its threads
 _SAY_S = 2.0  # for a message: whoever should read our output may have stopped doing so
@@ -35,7 +35,7 @@ _NOTHING: list[Any] = [0, [0, 0], 0, "start", 0.0]  # a rank that has not report
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankStatus:
     """What a rank last reported."""
 
     rank: int
@@ -62,11 +62,11 @@ class Watchdog:
         self.done = threading.Event()
         self.answered: float | None = None  # when the store last did; None before the ranks met
         self.seen: dict[int, tuple[list[Any], float]] = {}
-        self.signs: list[Sign] = []
-        self.sentinel: Sentinel | None = None
+        self.signs: list[RankStatus] = []
+        self.sentinel: WatchdogProcess | None = None
         self.thread: threading.Thread | None = None
         if timeout_s is not None:
-            self.sentinel = Sentinel(rank, self.every_s, timeout_s + 2 * self.every_s)
+            self.sentinel = WatchdogProcess(rank, self.every_s, timeout_s + 2 * self.every_s)
             self.thread = threading.Thread(target=self._watch, daemon=True, name=_NAME)
             self.thread.start()
 
@@ -80,7 +80,7 @@ class Watchdog:
         finally:
             watchdog.stop()
 
-    def join(self, board: "Board | None", world: int) -> None:
+    def join(self, board: "SignedStore | None", world: int) -> None:
         """The ranks have met: from now on, watch the others too. Alone, a rank has no board."""
         if self.timeout_s is not None and board is not None:
             self.answered = self.clock
@@ -152,11 +152,11 @@ class Watchdog:
         if self.answered is not None and (unheard := self.clock - self.answered) > timeout_s:
             return describe_lost(unheard, timeout_s, self.where)
         still, reached = self.clock - self.since, (self.phases, self.signs_of_life)
-        mine = Sign(self.rank, reached, self.step, self.phase, 0.0, still)
+        mine = RankStatus(self.rank, reached, self.step, self.phase, 0.0, still)
         culprit = find_stuck(self.signs or [mine], timeout_s)
         return None if culprit is None else describe(culprit, timeout_s)
 
-    def _exchange(self, board: "Board", world: int) -> None:
+    def _exchange(self, board: "SignedStore", world: int) -> None:
         """Apart from `_watch`: if the link to the store is cut, a call to it never returns."""
         beat = 0
         while not self.done.wait(self.every_s):
@@ -170,14 +170,14 @@ class Watchdog:
                 return
             self.answered = self.clock
 
-    def _read(self, board: "Board", rank: int) -> Sign:
+    def _read(self, board: "SignedStore", rank: int) -> RankStatus:
         text = board.read(f"watchdog/{rank}")
         said = _NOTHING if text is None else json.loads(text)
         # Only what is newer: somebody may have put back what the rank said before.
         if rank not in self.seen or said[0] > self.seen[rank][0][0]:
             self.seen[rank] = (said, self.clock)
         _, reached, step, phase, still = self.seen[rank][0]
-        return Sign(rank, tuple(reached), step, phase, self.clock - self.seen[rank][1], still)
+        return RankStatus(rank, tuple(reached), step, phase, self.clock - self.seen[rank][1], still)
 
 
 def _clock_of_this_thread() -> int | None:
@@ -222,7 +222,7 @@ def end(text: str) -> None:
     os._exit(STUCK)
 
 
-def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
+def find_stuck(signs: list[RankStatus], timeout_s: float) -> RankStatus | None:
     """The rank to blame, if any: one that is silent, or, if none has moved for the time-out, the
     one that is furthest behind."""
     silent = [sign for sign in signs if sign.age > timeout_s]
@@ -233,7 +233,7 @@ def find_stuck(signs: list[Sign], timeout_s: float) -> Sign | None:
     return None
 
 
-def describe(sign: Sign, timeout_s: float) -> str:
+def describe(sign: RankStatus, timeout_s: float) -> str:
     """One sentence for the user."""
     what = "has not been heard from" if sign.age > timeout_s else "has been stuck"
     where = f"step {sign.step}: {sign.phase}"

@@ -17,7 +17,7 @@ import sys
 from typing import IO
 
 
-class Sentinel:
+class WatchdogProcess:
     """A rank's end of it."""
 
     def __init__(self, rank: int, every_s: float, timeout_s: float):

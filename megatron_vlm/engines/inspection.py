@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SeenMedia:
+class EngineMedia:
     """A picture or a video: its grid, and its normalised patches in the type that the model gets
     them in."""
 
@@ -22,24 +22,24 @@ class SeenMedia:
 
 
 @dataclass(frozen=True)
-class Seen:
+class EngineView:
     """A whole prompt, and the version of the engine."""
 
     ids: tuple[int, ...]
-    images: tuple[SeenMedia, ...]
-    videos: tuple[SeenMedia, ...]
+    images: tuple[EngineMedia, ...]
+    videos: tuple[EngineMedia, ...]
     version: str
 
 
-def seen_of(answer: Mapping[str, Any]) -> Seen:
+def seen_of(answer: Mapping[str, Any]) -> EngineView:
     """Of the answer of `inspect` in server/serve.py."""
     start, found = 0, []
     for about in (*answer["image"], *answer["video"]):
         shape, dtype = about["shape"], getattr(torch, about["dtype"])
         end = start + 4 * math.prod(shape)
         values = torch.frombuffer(bytearray(answer["body"][start:end]), dtype=torch.float32)
-        found.append(SeenMedia(tuple(about["grid"]), values.view(shape).to(dtype)))
+        found.append(EngineMedia(tuple(about["grid"]), values.view(shape).to(dtype)))
         start = end
     images = len(answer["image"])
     version = f"vLLM {answer['vllm']}"
-    return Seen(tuple(answer["ids"]), tuple(found[:images]), tuple(found[images:]), version)
+    return EngineView(tuple(answer["ids"]), tuple(found[:images]), tuple(found[images:]), version)

@@ -56,7 +56,7 @@ class Prompts:
         runs = queue.runs_of(prompt.ids_S, "the prompt")
         queue.check_used_up("the prompt")
         folded = self.folding.fold(ids, runs, prompt.video_grid_I3)
-        pictures, videos = seen(prompt, self.images), seen_videos(prompt, self.images)
+        pictures, videos = seen_by_trainer(prompt, self.images), seen_videos(prompt, self.images)
         pairs = zip(videos, folded.tenths, strict=True)
         fields = {
             "prompt": folded.ids,
@@ -105,7 +105,7 @@ class Prompts:
             )
 
 
-def seen(row: Row, settings: ImageSettings) -> list[np.ndarray]:
+def seen_by_trainer(row: Row, settings: ImageSettings) -> list[np.ndarray]:
     """The pictures of a row [height, width, 3] as the trainer sees them, resized: its patches put
     back."""
     return [frames[0, 0] for frames in _put_back(row.pixel_values_PC, row.image_grid_I3, settings)]

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Gate:
+class UpdateLock:
     """Whoever wants to be alone waits until all who are inside have left; meanwhile nobody else
     comes in."""
 

@@ -8,13 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.inspection import Seen, seen_of
+from megatron_vlm.engines.inspection import EngineView, seen_of
 from megatron_vlm.engines.prompts import Prompts
 from megatron_vlm.engines.sampler import Adapter, Checkpoint, SamplerError, Weights
 from megatron_vlm.engines.supervisor import EngineReplica
-from megatron_vlm.engines.update_lock import Gate
+from megatron_vlm.engines.update_lock import UpdateLock
 from megatron_vlm.engines.vllm_process import Engine, EngineDiedError, EngineSettings
-from megatron_vlm.engines.weight_stream import BUFFER_BYTES, Kept, SharedBuffer, complete, stream
+from megatron_vlm.engines.weight_stream import (
+    BUFFER_BYTES,
+    SharedBuffer,
+    WeightCache,
+    complete_weights,
+    stream,
+)
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
@@ -22,12 +28,12 @@ ASKED = 3  # times that a request is asked whose engines die of it, or with it
 
 
 @dataclass(frozen=True)
-class Newest:
+class EngineState:
     """What an engine that is started again is given. Without `base` it has the weights that it
     began with."""
 
     version: int = 0
-    base: Checkpoint | Kept | None = None
+    base: Checkpoint | WeightCache | None = None
     adapter: Adapter | None = None
 
 
@@ -46,9 +52,9 @@ class VllmSampler:
         source = HFCheckpoint(settings.folder)
         source.read_headers()
         self.names = frozenset(source.tensors)
-        self.buffer, self.kept = SharedBuffer(BUFFER_BYTES), Kept(keep)
-        self.newest = Newest()
-        self.gate = Gate()
+        self.buffer, self.kept = SharedBuffer(BUFFER_BYTES), WeightCache(keep)
+        self.newest = EngineState()
+        self.gate = UpdateLock()
         self.suspects = asyncio.Lock()  # of a request that is asked for the last time
         self.renewing = asyncio.Lock()  # whoever gives weights: the buffer is one
         self.replicas = [EngineReplica(each, self._start, self._renew) for each in replicas]
@@ -105,7 +111,7 @@ class VllmSampler:
             for each in answer["samples"]
         ]
 
-    async def inspect(self, prompt: Row) -> Seen:
+    async def inspect(self, prompt: Row) -> EngineView:
         """What vLLM itself makes of the prompt. For engines that were started with the option
         mm_processor_cache_gb=0."""
         request = self.prompts.request(prompt, SamplingSettings(1), [])
@@ -169,12 +175,12 @@ class VllmSampler:
 
     async def _update(self, weights: Weights, version: int) -> None:
         if isinstance(weights, Checkpoint):
-            newest = Newest(version, weights)
+            newest = EngineState(version, weights)
         elif isinstance(weights, Adapter):
             newest = replace(self.newest, version=version, adapter=weights)
         else:
-            newest = Newest(version, self.kept)
-            weights = self.kept.through(complete(weights, self.names))
+            newest = EngineState(version, self.kept)
+            weights = self.kept.through(complete_weights(weights, self.names))
         live = self._live()
         try:
             died = await self._give(weights, [engine for _, engine in live], version)
@@ -208,7 +214,7 @@ class VllmSampler:
         """Give the newest weights to an engine that was started again, and put it to work."""
         async with self.renewing:
             newest = self.newest
-            base = newest.base.read() if isinstance(newest.base, Kept) else newest.base
+            base = newest.base.read() if isinstance(newest.base, WeightCache) else newest.base
             given: list[Weights | None] = [base, newest.adapter]
             for weights in (each for each in given if each is not None):
                 for died in (await self._give(weights, [engine], newest.version)).values():

@@ -46,7 +46,7 @@ class SharedBuffer:
         os.close(self.file)
 
 
-def complete(
+def complete_weights(
     named: Iterable[tuple[str, Tensor]], names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The same, which must be the tensors of a checkpoint with these names: an engine would keep
@@ -131,7 +131,7 @@ class Feed:
 _DATA = "weights"
 
 
-class Kept:
+class WeightCache:
     """The tensors of the last update that went through, in a folder of its own. It takes the disk
     that they take, twice while new ones come, and the memory of one."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.untrusted import Outside, what_is_at
+from megatron_vlm.io.untrusted import UntrustedFile, what_is_at
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -83,7 +83,9 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
             remedy="load its tokenizer in transformers and save it with save_pretrained, which "
             "writes one",
         )
-    outside = Outside(str(file), ConfigError, "data.add_tokens needs the checkpoint's own file")
+    outside = UntrustedFile(
+        str(file), ConfigError, "data.add_tokens needs the checkpoint's own file"
+    )
     text = outside.text(MOST_BYTES)
     with outside.border("cannot be read"):
         tokenizer = Tokenizer.from_str(text)

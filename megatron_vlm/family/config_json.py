@@ -1,7 +1,7 @@
 """What a config.json shows at once, without transformers, whose import takes many seconds.
 
-Only what is certainly wrong is refused here; the rest is left to `sizes_of`, which sees the fields
-as transformers fills them in.
+Only what is certainly wrong is refused here; the rest is left to `moe_sizes_of`, which sees the
+fields as transformers fills them in.
 """
 
 import os
@@ -14,7 +14,7 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.field_rules import KnownFields, ModelFields, other_model, refused
 from megatron_vlm.family.qwen3_vl.dense_fields import QWEN3_VL_FIELDS
 from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
-from megatron_vlm.io.untrusted import Field, Outside, what_is_at
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 _MOST_BYTES = 2**20
 _FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}
@@ -46,9 +46,9 @@ def read_counts(folder: str) -> Counts | None:
     return _counts(_part(config, "text_config"), _part(config, "vision_config"))
 
 
-def read_fields(folder: str | Path) -> Field:
+def read_fields(folder: str | Path) -> JsonField:
     """The config.json in a folder, which is an object."""
-    file = Outside(
+    file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, "give a folder of a Qwen3-VL checkpoint"
     )
     found = file.json(_MOST_BYTES)

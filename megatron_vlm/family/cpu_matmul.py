@@ -23,7 +23,7 @@ LARGE_BLOCKS = 768  # queries from which torch's kernel takes blocks of 256, not
 SIZE = 256  # of the product that tells; torch keeps those of a few thousand operations for MKL
 
 
-def take_faster_products(width: int, has_experts: bool) -> None:
+def enable_onednn(width: int, has_experts: bool) -> None:
     """Have oneDNN multiply where it is the faster one and keeps fp32. Processor and model decide,
     never a clock: a run that is resumed multiplies as before. Changes the whole process, whose last
     model counts."""
@@ -31,11 +31,11 @@ def take_faster_products(width: int, has_experts: bool) -> None:
         return
     gains = width >= LEAST_WIDTH and not has_experts
     torch.set_float32_matmul_precision("medium" if gains else "highest")
-    if not products_are_fp32():
+    if not has_fp32_products():
         torch.set_float32_matmul_precision("highest")
 
 
-def by_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def with_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """`attention(*inputs)`, the first of them the queries [..., tokens, size]. Where oneDNN
     multiplies, MKL does so within it if they are few, and in its backward."""
     is_large = inputs[0].shape[-2] >= LARGE_BLOCKS
@@ -75,7 +75,7 @@ def _with_mkl(call: Callable[..., Any], *args: Any) -> Any:
         torch.set_float32_matmul_precision(before)
 
 
-def products_are_fp32() -> bool:
+def has_fp32_products() -> bool:
     """Whether a product keeps all 24 bits of its factors."""
     odd = torch.full((SIZE, SIZE), 2.0**23 + 1)
     return torch.equal(odd @ torch.eye(SIZE), odd)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import SETTINGS
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint, read_header, weight_files
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 # Of each tensor so many blocks are read: 32B in fp32 are 128 GB, their blocks 18 MB. Training
 # changes values all over a tensor, so other weights differ in some block.
@@ -44,8 +44,8 @@ def settings_digests(folder: Path) -> dict[str, str]:
     }
 
 
-def _outside(file: Path) -> Outside:
-    return Outside(str(file), CheckpointError, "download the checkpoint again")
+def _outside(file: Path) -> UntrustedFile:
+    return UntrustedFile(str(file), CheckpointError, "download the checkpoint again")
 
 
 def _of_weights(file: Path) -> str:

@@ -21,7 +21,7 @@ Span = tuple[int, int] | None
 Shape = tuple[int, ...]
 
 
-class Form(Enum):
+class ExpertStorage(Enum):
     """The forms, by what a file has for a layer."""
 
     out_in = "two tensors [experts, out, in], as transformers 5 writes them"
@@ -30,10 +30,10 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class StoredExperts:
+class ExpertLayout:
     """The form of a checkpoint."""
 
-    form: Form
+    form: ExpertStorage
 
     def all_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """The tensors that stand for these, with their shapes."""
@@ -43,10 +43,10 @@ class StoredExperts:
     def stored(self, name: str, shape: Shape) -> dict[str, Shape]:
         """The tensors that stand for one of ours, in the order of `split`, with their shapes.
         Those of other parts of the model stand for themselves."""
-        if OF_EXPERTS not in name or self.form is Form.out_in:
+        if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
             return {name: shape}
         count, rows, columns = shape
-        if self.form is Form.in_out:
+        if self.form is ExpertStorage.in_out:
             return {name: (count, columns, rows)}
         parts = _parts(name)
         each = (rows // len(parts), columns)
@@ -54,9 +54,9 @@ class StoredExperts:
 
     def split(self, name: str, tensor: Tensor) -> list[Tensor]:
         """The values of the tensors of `stored`."""
-        if OF_EXPERTS not in name or self.form is Form.out_in:
+        if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
             return [tensor]
-        if self.form is Form.in_out:
+        if self.form is ExpertStorage.in_out:
             return [tensor.transpose(1, 2)]
         return [part for expert in tensor for part in expert.chunk(len(_parts(name)))]
 
@@ -65,11 +65,11 @@ class StoredExperts:
     ) -> Tensor:
         """Some experts of one of our tensors, by reading only what makes them up. Other tensors
         are read as they are."""
-        if OF_EXPERTS not in name or self.form is Form.out_in:
+        if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
             return read(name, spans)
         (span,) = spans
         assert span is not None, "a rank says which experts it holds"
-        if self.form is Form.in_out:
+        if self.form is ExpertStorage.in_out:
             return read(name, spans).transpose(1, 2)
         experts = [
             torch.cat([read(_single(name, expert, part), ()) for part in _parts(name)])
@@ -86,12 +86,12 @@ def _single(name: str, expert: int, part: str) -> str:
     return f"{name.partition(OF_EXPERTS)[0]}{OF_EXPERTS}{expert}.{part}.weight"
 
 
-def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> StoredExperts:
+def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> ExpertLayout:
     """The form of the tensors found in a checkpoint. Two of them differ in the shapes alone; where
     a matrix is square, the other one of its expert tells."""
     ours = {name: shape for name, shape in sizes.shapes.items() if OF_EXPERTS in name}
     if any(OF_EXPERTS in name and name.endswith(".weight") for name in found):
-        return StoredExperts(Form.single)
+        return ExpertLayout(ExpertStorage.single)
     turned: list[str] = []
     as_ours: list[str] = []
     square: list[str] = []
@@ -101,7 +101,7 @@ def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> Store
         elif found.get(name) == (shape[0], shape[2], shape[1]):
             turned.append(name)
     if not turned or as_ours:  # both: `check_tensors` lists those that differ
-        return StoredExperts(Form.out_in)
+        return ExpertLayout(ExpertStorage.out_in)
     if square:
         raise CheckpointError(
             f"is stored as [experts, in, out], but {square[0]} {ours[square[0]]} is square, and "
@@ -110,4 +110,4 @@ def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> Store
             key=turned[0],
             remedy="store both as [experts, out, in]",
         )
-    return StoredExperts(Form.in_out)
+    return ExpertLayout(ExpertStorage.in_out)

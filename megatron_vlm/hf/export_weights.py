@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.distributed.collectives import receive_json, send_json
-from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.companion_files import copy_files
 from megatron_vlm.hf.export_folder import ExportMark, check_replaceable, finish_mark, is_replaceable
 from megatron_vlm.hf.hf_checkpoint import FLOATS, INDEX, WEIGHTS, HFCheckpoint
-from megatron_vlm.hf.model_card import CARD, Training, model_card
+from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, Origin, exported
 from megatron_vlm.io.atomic import MARK, asides_of, begin, discard, put_in_place, sync
 
@@ -34,7 +34,7 @@ _MAX_SHARD_BYTES = 5 * 10**9
 def gather_tensors(
     held: Mapping[Entry, nn.Parameter],
     table: Sequence[Entry],
-    grid: Grid,
+    grid: RankGroups,
     value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
     of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
 ) -> Iterator[tuple[str, Tensor | None]]:
@@ -61,7 +61,7 @@ def stored_tensors(
     held: Mapping[Entry, nn.Parameter],
     source: HFCheckpoint,
     table: Sequence[Entry],
-    grid: Grid,
+    grid: RankGroups,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor as `export_hf` writes it, one at a time, on the first rank of all; nothing on
     the others. A collective: all ranks iterate, to the end."""
@@ -74,7 +74,7 @@ def stored_tensors(
 
 
 def _send_to_first(
-    tensors: list[Tensor], source: int, stages: Axis, device: torch.device
+    tensors: list[Tensor], source: int, stages: GroupAxis, device: torch.device
 ) -> list[Tensor]:
     """Move an entry's tensors from the stage that holds them to stage 0."""
     ranks, group = dist.get_process_group_ranks(stages.group), stages.group
@@ -97,11 +97,11 @@ def export_hf(
     held: Mapping[Entry, nn.Parameter],
     source: HFCheckpoint,
     table: Sequence[Entry],
-    grid: Grid,
+    grid: RankGroups,
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
-    done: Training | None = None,
+    done: TrainingSummary | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
     device = next(iter(held.values())).device
@@ -123,7 +123,7 @@ def write_folder(
     out: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     mark: ExportMark | None = None,
-    done: Training | None = None,
+    done: TrainingSummary | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index, the
     source's other files (config, tokenizer, image processor, chat template) as they are, and a

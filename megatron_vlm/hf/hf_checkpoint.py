@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family import family_of, read_config
 from megatron_vlm.family.added_tokens import find_new_tokens
-from megatron_vlm.hf.expert_layouts import Form, StoredExperts, find_form
+from megatron_vlm.hf.expert_layouts import ExpertLayout, ExpertStorage, find_form
 from megatron_vlm.io.hub import folder_of, pin
-from megatron_vlm.io.untrusted import Field, Outside, what_is_at
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ class HFCheckpoint:
         self._open_files: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}  # as they are stored
         self.is_untied = False  # see `untied`
-        self.experts = StoredExperts(Form.out_in)
+        self.experts = ExpertLayout(ExpertStorage.out_in)
 
     def read_headers(self) -> None:
         """Fill `tensors` from the headers of the weight files. A tensor that is in two of them
@@ -203,7 +203,7 @@ def read_header(file: Path) -> dict[str, Any]:
             )
         text = stream.read(length)
     outside = _outside(f"{file}: its header is damaged")
-    tensors = Field(outside.parsed(text), "", outside).object()
+    tensors = JsonField(outside.parsed(text), "", outside).object()
     tensors.pop("__metadata__", None)
     end = 0
     for tensor in tensors.values():
@@ -222,5 +222,5 @@ def read_header(file: Path) -> dict[str, Any]:
     return {name: tensor.value for name, tensor in tensors.items()}
 
 
-def _outside(file: Path | str) -> Outside:
-    return Outside(str(file), CheckpointError, "download it again")
+def _outside(file: Path | str) -> UntrustedFile:
+    return UntrustedFile(str(file), CheckpointError, "download it again")

@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import nn
 
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.weight_map import Entry, Origin
@@ -79,7 +79,7 @@ def held_params(
     return held
 
 
-def unshared(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entry, nn.Parameter]:
+def own_parameters(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entry, nn.Parameter]:
     """Of parameters that have their values in common with another model's, those that learn, which
     get memory of their own, and those that the other has not."""
     own = {entry: param for entry, param in held.items() if not entry.is_frozen(cfg)}
@@ -92,7 +92,7 @@ def unshared(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entry, nn.
 def load_hf(
     held: Mapping[Entry, nn.Parameter],
     source: HFCheckpoint,
-    grid: Grid,
+    grid: RankGroups,
     busy: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill this rank's parameters from the checkpoint; those that are ours alone stay as they are.

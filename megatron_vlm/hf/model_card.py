@@ -25,7 +25,7 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.io.printable import visible
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 CARD = "README.md"
 _HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
@@ -39,7 +39,7 @@ _NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSummary:
     """What was done to the base model: of a checkpoint's config.yaml and state.json."""
 
     cfg: Config
@@ -49,7 +49,9 @@ class Training:
     scored_step: int | None = None
 
 
-def model_card(source: HFCheckpoint, done: Training | None = None, is_adapter: bool = False) -> str:
+def model_card(
+    source: HFCheckpoint, done: TrainingSummary | None = None, is_adapter: bool = False
+) -> str:
     """The text of README.md, of a model or of an adapter alone."""
     base = done.cfg.model.path if done else source.name
     head = yaml.safe_dump(_head(source, base, done, is_adapter), allow_unicode=False, width=10**6)
@@ -57,7 +59,7 @@ def model_card(source: HFCheckpoint, done: Training | None = None, is_adapter: b
 
 
 def _head(
-    source: HFCheckpoint, base: str, done: Training | None, is_adapter: bool
+    source: HFCheckpoint, base: str, done: TrainingSummary | None, is_adapter: bool
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
@@ -78,7 +80,7 @@ def _license_of(card: Path) -> dict[str, str]:
     """What the card of the base model says of its licence."""
     if not card.is_file() or not is_own(card):
         return {}
-    file = Outside(str(card), CheckpointError, "remove it, or download it again")
+    file = UntrustedFile(str(card), CheckpointError, "remove it, or download it again")
     head = _HEAD.match(file.beginning(_READ).decode("utf-8-sig", "replace"))
     try:
         said = yaml.safe_load(head[1]) if head else None
@@ -92,7 +94,7 @@ def _license_of(card: Path) -> dict[str, str]:
     }
 
 
-def _body(base: str, done: Training | None) -> Iterator[str]:
+def _body(base: str, done: TrainingSummary | None) -> Iterator[str]:
     name = hub_name(base)
     shown = code(name.repo if name else Path(base).name)
     commit = f" at commit {code(name.commit)}" if name and name.commit else ""
@@ -118,7 +120,7 @@ def versions() -> dict[str, str]:
     return {"megatron_vlm": megatron_vlm.__version__, **beneath}
 
 
-def _data(done: Training) -> Iterator[str]:
+def _data(done: TrainingSummary) -> Iterator[str]:
     yield from ("", "## Data", "")
     for spec in done.cfg.data.train:
         weight = "" if spec.weight == 1 else f", weight {spec.weight:g}"
@@ -131,7 +133,7 @@ def _shown(spec: SourceSpec) -> str:
     return Path(spec.path).name
 
 
-def _scores(done: Training) -> Iterator[str]:
+def _scores(done: TrainingSummary) -> Iterator[str]:
     finite = {
         name: {key: value for key, value in scores.items() if math.isfinite(value)}
         for name, scores in done.scores.items()

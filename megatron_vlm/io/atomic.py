@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import CheckpointError, DataError
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 MARK = "megatron_vlm.json"
 NEW = ".new"  # ends the name of a file that is being written
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str) -> None:
 def read_mark(folder: Path) -> dict[str, Any] | None:
     """The mark of a folder; None where there is none that can be read."""
     try:
-        mark = Outside(str(folder / MARK)).json().value
+        mark = UntrustedFile(str(folder / MARK)).json().value
     except DataError:
         return None
     return mark if isinstance(mark, dict) and "run" in mark else None

@@ -30,7 +30,7 @@ _PANIC = "PanicException"  # of libraries in Rust; it is no Exception
 
 
 @dataclass(frozen=True)
-class Outside:
+class UntrustedFile:
     """A file from outside, or a place in one: what it is called, which error it ends in, and what
     users can do about it."""
 
@@ -84,9 +84,9 @@ class Outside:
         except UnicodeDecodeError as error:
             raise self.error(f"is not UTF-8 text, at byte {error.start}") from error
 
-    def json(self, most: int = MOST_BYTES) -> "Field":
+    def json(self, most: int = MOST_BYTES) -> "JsonField":
         """The JSON in the file."""
-        return Field(self.parsed(self.content(most)), "", self)
+        return JsonField(self.parsed(self.content(most)), "", self)
 
     def parsed(
         self, text: str | bytes, fault: str = "is not JSON", most_values: int = MOST_VALUES
@@ -115,12 +115,12 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Field:
+class JsonField:
     """A value in a JSON file, with the names that lead to it."""
 
     value: Any
     name: str
-    file: Outside
+    file: UntrustedFile
 
     def error(self, expected: str) -> MegatronVLMError:
         """Make the error of a value that is not what is expected."""
@@ -129,29 +129,31 @@ class Field:
             problem = f": its content is {reprlib.repr(self.value)}, not {expected}"
         return self.file.error(problem, key=self.name, found=self.value, allowed=expected)
 
-    def object(self) -> "dict[str, Field]":
+    def object(self) -> "dict[str, JsonField]":
         """The fields of an object."""
         if not isinstance(self.value, dict):
             raise self.error("an object")
         before = f"{self.name}." if self.name else ""
-        return {key: Field(value, before + key, self.file) for key, value in self.value.items()}
+        return {key: JsonField(value, before + key, self.file) for key, value in self.value.items()}
 
-    def get(self, key: str) -> "Field | None":
+    def get(self, key: str) -> "JsonField | None":
         """A field of an object; None where it is absent or null."""
         found = self.object().get(key)
         return None if found is None or found.value is None else found
 
-    def __getitem__(self, key: str) -> "Field":
+    def __getitem__(self, key: str) -> "JsonField":
         found = self.object().get(key)
         if found is None:
             raise self.file.error("is missing", key=f"{self.name}.{key}" if self.name else key)
         return found
 
-    def items(self) -> "list[Field]":
+    def items(self) -> "list[JsonField]":
         """The values of a list."""
         if not isinstance(self.value, list):
             raise self.error("a list")
-        return [Field(value, f"{self.name}[{i}]", self.file) for i, value in enumerate(self.value)]
+        return [
+            JsonField(value, f"{self.name}[{i}]", self.file) for i, value in enumerate(self.value)
+        ]
 
     def whole(self, least: int = 0, most: int = 2**63 - 1) -> int:
         """A whole number; true and 1.0 are none."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.distributed.agreement import fail_together
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import TensorSpec
 from megatron_vlm.hf.export_folder import ExportMark
@@ -25,7 +25,7 @@ from megatron_vlm.hf.export_weights import (
     write_tensors,
 )
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
-from megatron_vlm.hf.model_card import CARD, Training, model_card
+from megatron_vlm.hf.model_card import CARD, TrainingSummary, model_card
 from megatron_vlm.hf.weight_map import Entry, exported
 from megatron_vlm.io.hub import hub_name
 from megatron_vlm.lora.peft_folder import CONFIG, WEIGHTS, merged, saved_whole
@@ -61,12 +61,12 @@ def export_adapter(
     held: Mapping[Entry, nn.Parameter],
     trained: Sequence[Entry],
     table: Sequence[Entry],
-    grid: Grid,
+    grid: RankGroups,
     form: tuple[LoraConfig, Sequence[TensorSpec], HFCheckpoint],
     out: str | Path,
     kind: Exported,
     mark: ExportMark | None = None,
-    done: Training | None = None,
+    done: TrainingSummary | None = None,
 ) -> None:
     """Write what the ranks hold of `trained`; `form` is what a TrainedAdapter has besides. A
     collective."""
@@ -91,7 +91,7 @@ def write(
     out: str | Path,
     kind: Exported,
     mark: ExportMark | None = None,
-    done: Training | None = None,
+    done: TrainingSummary | None = None,
 ) -> None:
     """The folder, in one form or the other."""
     lora, source = adapter.lora, adapter.source

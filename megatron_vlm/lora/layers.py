@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.config.schema import LoraConfig
 from megatron_vlm.config.trainable import scale_of
-from megatron_vlm.lora.targets import AdaptedLinear, Slot, seed_from
+from megatron_vlm.lora.targets import AdaptedLinear, HFLinear, seed_from
 from megatron_vlm.model.experts import ExpertLinear, times
 
 
@@ -82,12 +82,12 @@ class Adapters(nn.ModuleDict):
         low_rank = self._of(slot)
         return F.linear(self._dropped(x, slot), low_rank.A) * self.scale, low_rank.B
 
-    def _of(self, slot: Slot) -> LowRank:
+    def _of(self, slot: HFLinear) -> LowRank:
         found = self[slot.leaf]
         assert isinstance(found, LowRank)
         return found
 
-    def _joined(self, added: dict[Slot, Tensor]) -> Tensor:
+    def _joined(self, added: dict[HFLinear, Tensor]) -> Tensor:
         """The slots' outputs as the layer has them: group by group, each with a part of every
         slot. A slot without an adapter adds nothing."""
         like = next(iter(added.values()))
@@ -101,7 +101,7 @@ class Adapters(nn.ModuleDict):
             -2
         )
 
-    def _dropped(self, x: Tensor, slot: Slot) -> Tensor:
+    def _dropped(self, x: Tensor, slot: HFLinear) -> Tensor:
         """Dropout, drawn for the whole input on every rank, so that ranks that share it, or have a
         part of it each, agree."""
         if not (self.training and self.dropout):
@@ -169,7 +169,7 @@ def _add_to_logits(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
 
 
 @contextmanager
-def drawing(*where: object) -> Iterator[None]:
+def dropout_rng(*where: object) -> Iterator[None]:
     """Within it, dropout is a function of `where`: of seed, step, replica and micro-batch.
 
     It is kept as the seed of torch's generator, which nothing draws from: recomputation, Megatron's

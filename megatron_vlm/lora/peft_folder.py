@@ -19,7 +19,7 @@ from megatron_vlm.hf.digest import weights_digest
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint, read_header
 from megatron_vlm.io.atomic import read_mark
 from megatron_vlm.io.hub import HubName, hub_name
-from megatron_vlm.io.untrusted import Field, Outside
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 from megatron_vlm.lora.peft_tensors import file_tensors, is_of_linear, of_parameters
 from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of
 
@@ -95,7 +95,7 @@ class AdapterFolder:
         for error in self._errors(expected, lora):
             raise error.within(self.place)
 
-    def _check_base(self, config: Field, source: HFCheckpoint) -> None:
+    def _check_base(self, config: JsonField, source: HFCheckpoint) -> None:
         said = config.get("base_model_name_or_path")
         names = [hub_name(each) for each in (said.string() if said else "", source.name)]
         repos = [name.repo for name in names if name is not None]
@@ -138,7 +138,7 @@ class AdapterFolder:
             )
 
     def _border(self) -> AbstractContextManager[None]:
-        outside = Outside(str(self.file), CheckpointError, "use another adapter")
+        outside = UntrustedFile(str(self.file), CheckpointError, "use another adapter")
         return outside.border("unreadable")
 
     def _errors(
@@ -185,9 +185,11 @@ class AdapterFolder:
         return found if form is None else form.loaded(found)
 
 
-def read_adapter_config(folder: Path) -> Field:
+def read_adapter_config(folder: Path) -> JsonField:
     """adapter_config.json of a LoRA adapter."""
-    file = Outside(str(folder / CONFIG), CheckpointError, "give a folder that PEFT or we wrote")
+    file = UntrustedFile(
+        str(folder / CONFIG), CheckpointError, "give a folder that PEFT or we wrote"
+    )
     config = file.json()
     if (kind := config["peft_type"].value) != "LORA":
         raise CheckpointError(
@@ -253,20 +255,20 @@ def _copied(weight: TensorSpec) -> str:
     return f"{PREFIX}{module_of(weight)}{_BASE}"
 
 
-def _unknown(config: Field) -> Iterator[CheckpointError]:
+def _unknown(config: JsonField) -> Iterator[CheckpointError]:
     for key, plain in _PLAIN.items():
         value = config.object().get(key)
         if value is not None and value.value not in plain:
             yield CheckpointError("is not supported", key=key, found=value.value, remedy=_MERGE)
 
 
-def _target_parameters(config: Field) -> list[str]:
+def _target_parameters(config: JsonField) -> list[str]:
     said = config.get("target_parameters")
     return [each.string() for each in said.items()] if said else []
 
 
 def _other_experts(
-    config: Field, weights: Sequence[TensorSpec], source: HFCheckpoint
+    config: JsonField, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> Iterator[CheckpointError]:
     """Their tensors have the same names whichever weight of a layer's experts they belong to."""
     named = _target_parameters(config)
@@ -281,7 +283,7 @@ def _other_experts(
         )
 
 
-def _differences(config: Field, lora: LoraConfig) -> Iterator[CheckpointError]:
+def _differences(config: JsonField, lora: LoraConfig) -> Iterator[CheckpointError]:
     rslora = config.get("use_rslora")
     pairs = {
         "r": (config["r"].whole(1), "rank", lora.rank),

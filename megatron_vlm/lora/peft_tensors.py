@@ -16,7 +16,7 @@ from megatron_vlm.lora.targets import OF_EXPERTS, PREFIX, is_of_experts, module_
 
 
 @dataclass(frozen=True)
-class FileTensor:
+class PeftTensor:
     """A or B, and what a file has for it."""
 
     ours: TensorSpec
@@ -40,14 +40,14 @@ class FileTensor:
         return stored.unflatten(0, (count, -1))
 
 
-def file_tensors(weights: Sequence[TensorSpec], rank: int) -> list[FileTensor]:
+def file_tensors(weights: Sequence[TensorSpec], rank: int) -> list[PeftTensor]:
     """A and B of each of these weights, all that have an adapter."""
     chosen = {weight.name for weight in weights}
     found = []
     for weight in weights:
         pair = tensors_of(weight, rank)
         if not is_of_experts(weight):
-            found += [FileTensor(each, each.name, each.shape) for each in pair]
+            found += [PeftTensor(each, each.name, each.shape) for each in pair]
             continue
         module, _, leaf = f"{PREFIX}{module_of(weight)}".rpartition(".")
         if leaf == "gate_up_proj" and weight.name.replace(leaf, "down_proj") in chosen:
@@ -55,7 +55,7 @@ def file_tensors(weights: Sequence[TensorSpec], rank: int) -> list[FileTensor]:
         count, height, width = weight.shape
         shapes = (count * rank, width), (height, rank * count)
         for each, kind, shape in zip(pair, "AB", shapes, strict=True):
-            found.append(FileTensor(each, f"{module}.lora_{kind}.weight", shape))
+            found.append(PeftTensor(each, f"{module}.lora_{kind}.weight", shape))
     return found
 
 

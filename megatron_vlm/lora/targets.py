@@ -21,7 +21,7 @@ _SHOWN = 8  # names in an error
 
 
 @dataclass(frozen=True)
-class Slot:
+class HFLinear:
     """One of Hugging Face's linear layers among those that make up one of ours; the experts' are
     one."""
 
@@ -42,7 +42,7 @@ class AdaptedLinear:
     name: str  # of the module
     stage: int
     chunk: int
-    slots: tuple[Slot, ...]
+    slots: tuple[HFLinear, ...]
     cut: int | None  # the axis of the weight that is cut over TP
     groups: int  # in which the rows of the slots alternate, over all TP ranks
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import SWITCHES, exports
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import ModelSizes, Part, TensorSpec
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
@@ -30,7 +30,7 @@ from megatron_vlm.lora.peft_folder import AdapterFolder
 from megatron_vlm.lora.targets import (
     PREFIX,
     AdaptedLinear,
-    Slot,
+    HFLinear,
     adapted,
     check_parts,
     is_of_experts,
@@ -87,7 +87,7 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
     chosen, found = {weight for weight in weights if weight.part is not Part.head}, []
     for entry in table:
         if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
-            slots = tuple(Slot(tensor, tensor in chosen) for tensor in entry.theirs)
+            slots = tuple(HFLinear(tensor, tensor in chosen) for tensor in entry.theirs)
             cut = None if entry.layout.cut is None else entry.layout.axis
             name = entry.ours.removesuffix(".weight")
             found.append(
@@ -96,7 +96,7 @@ def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> li
         if entry.ours == LAST_NORM:  # where the head is: a tied one has no entry of its own
             place = entry.stage, entry.chunk
             heads = [weight for weight in weights if weight.part is Part.head]
-            found += [AdaptedLinear(HEAD, *place, (Slot(head, True),), 0, 1) for head in heads]
+            found += [AdaptedLinear(HEAD, *place, (HFLinear(head, True),), 0, 1) for head in heads]
     return found
 
 
@@ -132,7 +132,7 @@ def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
 
 def fill(
     held: Mapping[Entry, nn.Parameter],
-    grid: Grid,
+    grid: RankGroups,
     value_of: Callable[[TensorSpec, str], Tensor | None],
 ) -> None:
     """Each rank's part of the values that there are, whole, for a tensor by its name in PEFT's

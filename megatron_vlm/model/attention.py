@@ -17,17 +17,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_vlm.family.cpu_matmul import by_mkl
-from megatron_vlm.model.attention_kernels import TORCH, first_of
-from megatron_vlm.model.fused_ops import Chains
+from megatron_vlm.family.cpu_matmul import with_mkl
+from megatron_vlm.model.attention_kernels import TORCH, prefer_kernel
+from megatron_vlm.model.fused_ops import FusedOps
 from megatron_vlm.model.kv_cache import KVCache
 
 
-class ChainedAttention(SelfAttention):
+class FusedSelfAttention(SelfAttention):
     """Megatron's self attention, with all that lies between its first linear and its core attention
     as one chain."""
 
-    def __init__(self, *args: Any, chains: Chains, **kwargs: Any):
+    def __init__(self, *args: Any, chains: FusedOps, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.chains = chains
 
@@ -77,8 +77,8 @@ class SDPACoreAttention(MegatronModule):
             scale=self.softmax_scale,
             enable_gqa=query_SBND.shape[2] != key_SBGD.shape[2],
         )
-        with first_of(self.kernel):
-            out_BNSD = by_mkl(
+        with prefer_kernel(self.kernel):
+            out_BNSD = with_mkl(
                 attend,
                 query_SBND.permute(1, 2, 0, 3),
                 key_SBGD.permute(1, 2, 0, 3),
@@ -105,7 +105,7 @@ class CachedAttention(MegatronModule):
         self.backend = backend(
             config=config, layer_number=layer_number, softmax_scale=softmax_scale, **kwargs
         )
-        self.cache: KVCache | None = None  # `attending_to` sets it
+        self.cache: KVCache | None = None  # `using_cache` sets it
 
     def forward(
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *args: Any, **kwargs: Any
@@ -125,7 +125,7 @@ class CachedAttention(MegatronModule):
         attend = partial(
             F.scaled_dot_product_attention, attn_mask=mask_B11T, scale=self.softmax_scale
         )
-        out_BGRD = by_mkl(
+        out_BGRD = with_mkl(
             attend,
             query_BND.unflatten(1, (key_BTGD.shape[2], -1)),
             key_BTGD.transpose(1, 2),
@@ -135,7 +135,7 @@ class CachedAttention(MegatronModule):
 
 
 @contextmanager
-def attending_to(cache: KVCache | None, layers: Iterable[Any]) -> Iterator[None]:
+def using_cache(cache: KVCache | None, layers: Iterable[Any]) -> Iterator[None]:
     """Within it, these decoder layers keep and read this cache."""
     attentions = [] if cache is None else [layer.self_attention.core_attention for layer in layers]
     for attention in attentions:

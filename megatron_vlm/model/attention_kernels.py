@@ -57,7 +57,7 @@ class AttentionShape:
         return AttentionShape(rows, heads, kv_heads, tokens, text.head_dim, layers, dtype)
 
 
-def first_of(kernel: str) -> AbstractContextManager[None]:
+def prefer_kernel(kernel: str) -> AbstractContextManager[None]:
     """Within it attention takes this kernel, where it can."""
     if kernel == TORCH:
         return nullcontext()

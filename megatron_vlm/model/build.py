@@ -12,16 +12,16 @@ from transformers import PretrainedConfig
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.family.spec import Family, ModelSizes, TextSizes
 from megatron_vlm.model.attention_kernels import TORCH, AttentionShape, choose_kernel
 from megatron_vlm.model.constraints import check_built
 from megatron_vlm.model.experts import ExpertMLP
 from megatron_vlm.model.fp32_weight_grads import accumulates_fp32
-from megatron_vlm.model.fused_ops import Chains, compiles
+from megatron_vlm.model.fused_ops import FusedOps, compiles
 from megatron_vlm.model.layer_specs import block_spec
 from megatron_vlm.model.rope import InterleavedMRoPE
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
@@ -111,10 +111,10 @@ def build_chunks(
     family: Family,
     hf_config: PretrainedConfig,
     sizes: ModelSizes,
-    grid: Grid,
+    grid: RankGroups,
     platform: Platform,
-    others: Sequence[Qwen3VLGPTModel] | None = None,
-) -> list[Qwen3VLGPTModel]:
+    others: Sequence[StageModel] | None = None,
+) -> list[StageModel]:
     """The chunks of the model that this rank's stage holds: weights unset, on the device in their
     dtype; or those of `others`, chunks of the same stage, in common with them."""
     dims, stage = grid.dims, grid.pp.rank
@@ -122,7 +122,7 @@ def build_chunks(
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)
     if others is not None:
         config.use_cpu_initialization = True  # takes no memory before something is written there
-    chains = Chains.compiled() if compiled else Chains()
+    chains = FusedOps.compiled() if compiled else FusedOps()
     backend, kernel = cfg.model.backend, TORCH
     if backend == "torch":
         shape = AttentionShape.of(cfg, sizes.text, dims, config.params_dtype)
@@ -137,7 +137,7 @@ def build_chunks(
         if grid.first and chunk == 0:
             again = cfg.model.recompute_vision
             tower = family.tower(hf_config, platform.device, again, chains.tower_heads)
-        model = Qwen3VLGPTModel(
+        model = StageModel(
             config,
             sizes,
             padded_vocab=dims.padded_vocab(sizes.text.vocab),

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.model.fused_ops import Chains
+from megatron_vlm.model.fused_ops import FusedOps
 from megatron_vlm.model.router import Counts, Routing, route
 
 
@@ -49,7 +49,7 @@ class ExpertMLP(MegatronModule):
         config: TransformerConfig,
         group: dist.ProcessGroup,
         device: torch.device,
-        chains: Chains,
+        chains: FusedOps,
     ):
         super().__init__(config=config)
         self.group, self.swiglu = group, chains.swiglu

@@ -11,7 +11,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_vlm.distributed.agreement import agree
+from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.errors import ConfigError
 
@@ -39,7 +39,7 @@ def accumulates_fp32(asked: bool | None, dtype: torch.dtype, platform: Platform)
             found=True,
             remedy="set it to null",
         )
-    if platform.is_cuda and agree(int(failure is not None), platform.device):
+    if platform.is_cuda and all_reduce_max(int(failure is not None), platform.device):
         return False
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron_vlm.distributed.agreement import agree
+from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.device import Platform
 from megatron_vlm.distributed.process import say
 from megatron_vlm.errors import ConfigError
@@ -88,7 +88,7 @@ CHAINS = (norm, swiglu, heads, tower_heads)
 
 
 @dataclass(frozen=True)
-class Chains:
+class FusedOps:
     """The chains as the layers call them."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
@@ -97,9 +97,9 @@ class Chains:
     tower_heads: TowerHeads = tower_heads
 
     @staticmethod
-    def compiled(backend: str = "inductor") -> "Chains":
+    def compiled(backend: str = "inductor") -> "FusedOps":
         """Compiled by torch at their first call, once for any number of tokens."""
-        return Chains(*(_compiled(chain, backend) for chain in CHAINS))
+        return FusedOps(*(_compiled(chain, backend) for chain in CHAINS))
 
 
 def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ def _flat(given: Any) -> Any:
 class Norm(nn.Module):
     """RMSNorm, its weight unset."""
 
-    def __init__(self, chains: Chains, hidden_size: int, eps: float, **_: Any):
+    def __init__(self, chains: FusedOps, hidden_size: int, eps: float, **_: Any):
         super().__init__()
         self.chains, self.eps = chains, eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
@@ -165,7 +165,7 @@ def compiles(asked: bool | None, platform: Platform) -> bool:
         return bool(asked)
     if lacking:
         say(f"model.compile is off: {lacking}; layers run slower, with the same results")
-    return not agree(int(lacking is not None), platform.device)
+    return not all_reduce_max(int(lacking is not None), platform.device)
 
 
 def lacking_compiler(platform: Platform) -> str | None:

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.attention import CachedAttention, ChainedAttention, SDPACoreAttention
-from megatron_vlm.model.fused_ops import Chains, Norm
+from megatron_vlm.model.attention import CachedAttention, FusedSelfAttention, SDPACoreAttention
+from megatron_vlm.model.fused_ops import FusedOps, Norm
 from megatron_vlm.model.router import Routing
 
 
@@ -46,11 +46,11 @@ class DeepStackLayer(TransformerLayer):
         return hidden_SBH + context[0], context[1:] if len(context) > 1 else None
 
 
-def _norm(chains: Chains) -> ModuleSpec:
+def _norm(chains: FusedOps) -> ModuleSpec:
     return ModuleSpec(module=Norm, params={"chains": chains})
 
 
-def torch_layer_spec(chains: Chains, kernel: str) -> ModuleSpec:
+def torch_layer_spec(chains: FusedOps, kernel: str) -> ModuleSpec:
     """Megatron's parallel linears around torch's attention and chains of small operations."""
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -69,7 +69,7 @@ def torch_layer_spec(chains: Chains, kernel: str) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=_norm(chains),
             self_attention=ModuleSpec(
-                module=ChainedAttention,
+                module=FusedSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal, "chains": chains},
                 submodules=attention,
             ),
@@ -103,7 +103,7 @@ def te_layer_spec() -> ModuleSpec:
 
 
 def block_spec(
-    backend: str, chains: Chains, kernel: str, has_experts: Sequence[bool], expert_mlp: Any
+    backend: str, chains: FusedOps, kernel: str, has_experts: Sequence[bool], expert_mlp: Any
 ) -> TransformerBlockSubmodules:
     """The decoder layers of one stage, each with or without experts, and the norm that follows the
     last of all. Transformer Engine has its own in place of `chains` around the experts, and of the

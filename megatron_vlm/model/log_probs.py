@@ -22,7 +22,7 @@ from torch import Tensor
 # On each rank: 256 MiB in fp32.
 LOGITS_AT_ONCE = 2**26
 
-Also = Literal["entropy", "hits"]
+ExtraOutput = Literal["entropy", "hits"]
 Factors = tuple[Tensor, Tensor]  # an input [N, I] and a weight [V, I]: logits are input @ weight.T
 
 
@@ -31,7 +31,7 @@ def predict(
     targets_M: Tensor,
     vocab: int,
     tp_group: dist.ProcessGroup,
-    also: Also | None = None,
+    also: ExtraOutput | None = None,
     of_M: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
@@ -43,7 +43,7 @@ def predict(
     assert also is None or of_M is None
     assert temperature == 1 or not torch.is_grad_enabled()
     first, valid = part_of(products, vocab, tp_group)
-    columns = Columns(targets_M - first, of_M)
+    columns = VocabShard(targets_M - first, of_M)
     given = [factor for factors in products for factor in factors]
     found: Tensor = _Predict.apply(columns, valid, tp_group, also, temperature, *given)
     return found
@@ -67,7 +67,7 @@ def logits_of(products: Sequence[Factors], start: int, end: int) -> Tensor:
     return logits_Nv
 
 
-class Columns:
+class VocabShard:
     """Where the targets are in this rank's part of the vocabulary, if they are there."""
 
     def __init__(self, column_M: Tensor, of_M: Tensor | None):
@@ -116,7 +116,7 @@ class _Softmax:
     """What is known of each place's distribution after some slices: the largest logit, its column,
     the targets' logits, and the sums of e^(logit - largest) and of that times its exponent."""
 
-    def __init__(self, columns: Columns, places: int, also: Also | None):
+    def __init__(self, columns: VocabShard, places: int, also: ExtraOutput | None):
         self.columns, self.also = columns, also
         zeros_N = torch.zeros(places, dtype=torch.float, device=columns.column_M.device)
         self.highest_N = torch.full_like(zeros_N, torch.finfo(torch.float).min)
@@ -181,10 +181,10 @@ class _Predict(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        columns: Columns,
+        columns: VocabShard,
         valid: int,
         group: dist.ProcessGroup,
-        also: Also | None,
+        also: ExtraOutput | None,
         temperature: float,
         *given: Tensor,
     ) -> Tensor:

@@ -112,7 +112,7 @@ def route(
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
     is_replay = layer in routing.chosen
     if not is_replay:
-        chosen_NK = choose(probs_NE.detach(), top_k)
+        chosen_NK = choose_experts(probs_NE.detach(), top_k)
         if (given_NK := routing.given.get(layer)) is not None:
             chosen_NK = torch.where(given_NK < 0, chosen_NK, given_NK)
         routing.chosen[layer] = chosen_NK
@@ -124,6 +124,6 @@ def route(
     return chosen_NK, weights_NK.to(hidden_NH.dtype)
 
 
-def choose(probs_NE: Tensor, top_k: int) -> Tensor:
+def choose_experts(probs_NE: Tensor, top_k: int) -> Tensor:
     """The likeliest experts of each token [N, K]."""
     return probs_NE.topk(top_k, dim=-1).indices

@@ -17,16 +17,16 @@ from megatron_vlm.data.tokens.mrope_positions import check_placeholders
 from megatron_vlm.data.tokens.row import IGNORE
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.attention import attending_to
+from megatron_vlm.model.attention import using_cache
 from megatron_vlm.model.kv_cache import KVCache
-from megatron_vlm.model.log_probs import Also, predict
+from megatron_vlm.model.log_probs import ExtraOutput, predict
 from megatron_vlm.model.rope import InterleavedMRoPE
 from megatron_vlm.model.router import Routing
 from megatron_vlm.model.top_log_probs import likeliest_tokens
-from megatron_vlm.model.vision import VisualPlan, encode, touch
+from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_grads
 
 
-class Qwen3VLGPTModel(GPTModel):
+class StageModel(GPTModel):
     """One pipeline stage, or one of its chunks. The vision tower is in the first chunk of stage 0.
 
     To the next one travels cat([hidden, DeepStack features not yet added]) along the sequence, so
@@ -124,7 +124,7 @@ class Qwen3VLGPTModel(GPTModel):
             assert self.stage_input is not None
             hidden_SBH, features_KSBH = _split_stages(self.stage_input, input_ids.shape[1])
             self.decoder.set_input_tensor(hidden_SBH)
-        with attending_to(cache, self.decoder.layers):
+        with using_cache(cache, self.decoder.layers):
             output = super().forward(
                 input_ids,
                 position_ids,
@@ -183,7 +183,7 @@ class Qwen3VLGPTModel(GPTModel):
         """Encode images and videos in one pass and put their features in their tokens' places."""
         given = [each for each in pixels if each is not None]
         if not given:
-            return touch(hidden_SBH, self.vision_model), None
+            return mark_ready_with_zero_grads(hidden_SBH, self.vision_model), None
         visual = encode(
             self.vision_model,
             self.sizes.vision,
@@ -215,7 +215,7 @@ class Qwen3VLGPTModel(GPTModel):
         hidden_SBH: Tensor,
         labels: Tensor | None,
         loss_mask: Tensor | None = None,
-        also: Also | None = None,
+        also: ExtraOutput | None = None,
         of_M: Tensor | None = None,
         likeliest: tuple[int, float] | None = None,
         temperature: float = 1.0,

@@ -130,7 +130,7 @@ class _Touch(torch.autograd.Function):
         return (grads[0], *(param.new_zeros(()).expand_as(param) for param in ctx.params))
 
 
-def touch(x: Tensor, tower: nn.Module) -> Tensor:
+def mark_ready_with_zero_grads(x: Tensor, tower: nn.Module) -> Tensor:
     """x, with the tower's trainable parameters in its graph."""
     params = [p for p in tower.parameters() if p.requires_grad]
     if not params or not torch.is_grad_enabled():
@@ -157,7 +157,7 @@ def encode(
         mine_PC = torch.cat([by_image[image] for image in plan.share.mine])
         local_vH = _run_tower(tower, mine_PC, inputs).permute(1, 0, 2).flatten(1)
     else:
-        local_vH = touch(patches_PC.new_zeros(0, levels * width), tower)
+        local_vH = mark_ready_with_zero_grads(patches_PC.new_zeros(0, levels * width), tower)
     features_VH = _GatherFeatures.apply(local_vH, plan.share, share_group)
     return features_VH.unflatten(1, (levels, width)).permute(1, 0, 2)
 

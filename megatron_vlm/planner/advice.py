@@ -7,14 +7,14 @@ from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import USUAL
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.memory import USABLE
-from megatron_vlm.planner.row_sizes import Mix
+from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster, search
 
 _MOST_GPUS = 512
 
 
 def advice(
-    cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster, leanest: Candidate
+    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster, leanest: Candidate
 ) -> tuple[str, str]:
     """Explain what the leanest layout needs, and which changes would fit: problem and remedy."""
     parts = max(leanest.memory, key=lambda stage: stage.total)
@@ -32,7 +32,7 @@ def advice(
     return problem, fits
 
 
-def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:
+def _remedies(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Iterator[str]:
     """More GPUs, frozen parts, shorter rows, larger GPUs: those of them that fit."""
     count = cluster.gpus
     while (count := 2 * count) <= _MOST_GPUS:
@@ -47,7 +47,7 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
     longest = max(row.tokens for row in mix.rows)
     for tokens in (longest // 2, longest // 4):
         rows_ = tuple(row for row in mix.rows if row.tokens <= tokens)
-        if rows_ and (need := _need(cfg, sizes, Mix(rows_, mix.origin), cluster)):
+        if rows_ and (need := _need(cfg, sizes, RowSample(rows_, mix.origin), cluster)):
             yield f"data.max_tokens={tokens} with data.truncation=drop ({need})"
             break
     for size in (24, 40, 48, 80, 96, 141, 192, 288):
@@ -57,7 +57,9 @@ def _remedies(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Ite
             break
 
 
-def _trained_less(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Iterator[str]:
+def _trained_less(
+    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> Iterator[str]:
     """Adapters alone, or fewer parts."""
     model = cfg.model
     if need := _need(replace(cfg, lora=USUAL), sizes, mix, cluster):
@@ -72,7 +74,7 @@ def _trained_less(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) ->
         yield f"only the mergers trained, with model.freeze_language=true, too ({need})"
 
 
-def _need(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> str | None:
+def _need(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> str | None:
     """What the fastest layout of this needs; None where none fits."""
     found = search(cfg, sizes, mix, cluster).fitting
     if not found:

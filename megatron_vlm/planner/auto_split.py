@@ -9,14 +9,14 @@ from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.model.build import compute_dtype
 from megatron_vlm.planner.hardware import CPU, Machine, gpu
 from megatron_vlm.planner.layer_split import (
-    choose,
+    choose_layer_split,
     even_split,
     most_layers,
     replicas_of,
     step_seconds,
 )
 from megatron_vlm.planner.memory import USABLE
-from megatron_vlm.planner.row_sizes import Mix, assumed_mix, heaviest_share
+from megatron_vlm.planner.row_sizes import RowSample, assumed_mix, heaviest_share
 
 _UNKNOWN_GPU = "H100"
 
@@ -29,7 +29,7 @@ class Decision:
     text: str
 
 
-def asks(cfg: Config) -> bool:
+def needs_auto_split(cfg: Config) -> bool:
     """Whether the planner has the layers to decide."""
     return cfg.parallel.layers_per_stage == "auto"
 
@@ -39,15 +39,17 @@ def with_layers(cfg: Config, layers: tuple[int, ...]) -> Config:
     return replace(cfg, parallel=replace(cfg.parallel, layers_per_stage=list(layers)))
 
 
-def settled(cfg: Config, sizes: ModelSizes, world: int, platform: Platform) -> Config:
+def settle_layers(cfg: Config, sizes: ModelSizes, world: int, platform: Platform) -> Config:
     """For a worker without a run, which has no data to look at: auto means assumed rows."""
-    if not asks(cfg):
+    if not needs_auto_split(cfg):
         return cfg
     mix = assumed_mix(sizes, cfg.data.max_tokens)
     return with_layers(cfg, decide(cfg, sizes, world, platform, mix).layers)
 
 
-def decide(cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: Mix) -> Decision:
+def decide(
+    cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: RowSample
+) -> Decision:
     """The split with the fastest steps on rows like these. A pure function of its arguments and of
     the kind of device."""
     dims = ParallelDims.create(cfg.parallel, world, sizes.text.layers)
@@ -60,7 +62,7 @@ def decide(cfg: Config, sizes: ModelSizes, world: int, platform: Platform, mix: 
     if most is None:  # it will run out of memory however it is split
         most = (sizes.text.layers,) * dims.pp
     replicas = replicas_of(cfg, sizes, dims, steps, machine, itemsize)
-    layers = choose(replicas, most, even)
+    layers = choose_layer_split(replicas, most, even)
     gain = step_seconds(replicas, even) / step_seconds(replicas, layers)
     text = (
         f"parallel.layers_per_stage=auto is {list(layers)}, by rows ({mix.origin}): predicted "

@@ -11,7 +11,7 @@ from megatron_vlm.config.trainable import learns
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.memory import as_trained, block_values, kept_of_layer
-from megatron_vlm.planner.parameters import HeldValues
+from megatron_vlm.planner.parameters import ParamCounts
 from megatron_vlm.planner.row_sizes import BatchSizes
 
 # How often a value that is kept for the backward is written or read: in the forward together with
@@ -22,7 +22,7 @@ _FP32 = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class OpCount:
     """Of one rank."""
 
     matmul: float = 0.0  # operations of matrix products
@@ -32,11 +32,11 @@ class Work:
     exchanged: float = 0.0  # bytes that go to the experts of all ranks, this one's too, or back
     layers: float = 0.0  # of the decoder or blocks of the tower: how many start their kernels
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+    def __add__(self, other: "OpCount") -> "OpCount":
+        return OpCount(*(a + b for a, b in zip(self._values, other._values, strict=True)))
 
-    def __mul__(self, factor: float) -> "Work":
-        return Work(*(factor * value for value in self._values))
+    def __mul__(self, factor: float) -> "OpCount":
+        return OpCount(*(factor * value for value in self._values))
 
     @property
     def _values(self) -> tuple[float, ...]:
@@ -45,26 +45,26 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Pass:
+class StepCost:
     """Forward and backward."""
 
-    forward: Work = Work()
-    backward: Work = Work()
+    forward: OpCount = OpCount()
+    backward: OpCount = OpCount()
 
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.forward + other.forward, self.backward + other.backward)
+    def __add__(self, other: "StepCost") -> "StepCost":
+        return StepCost(self.forward + other.forward, self.backward + other.backward)
 
-    def __mul__(self, factor: float) -> "Pass":
-        return Pass(self.forward * factor, self.backward * factor)
+    def __mul__(self, factor: float) -> "StepCost":
+        return StepCost(self.forward * factor, self.backward * factor)
 
 
 @dataclass(frozen=True)
 class MicroWork:
     """One micro-batch, in the parts that a split of the layers puts together."""
 
-    layer: Pass
-    first: Pass  # what stage 0 has besides its layers: embedding, tower, scatter
-    last: Pass  # what the last stage has besides: the head
+    layer: StepCost
+    first: StepCost  # what stage 0 has besides its layers: embedding, tower, scatter
+    last: StepCost  # what the last stage has besides: the head
     hidden: int  # bytes of the hidden states, and of each set of DeepStack features
     features: int  # sets that leave the tower
 
@@ -93,7 +93,7 @@ def _products(cfg: Config, part: str) -> int:
 
 def _layer(
     cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
-) -> Pass:
+) -> StepCost:
     """One decoder layer: the mean one, where only some have experts."""
     text, tokens = sizes.text, batch.padded_tokens
     pairs = batch.rows * batch.tokens * (batch.tokens + 1) // 2
@@ -104,7 +104,7 @@ def _layer(
     if text.experts is not None:  # each token goes to its experts, and comes back
         copies = text.experts.top_k * len(text.experts.layers) / text.layers
         exchanged = 2 * copies * tokens * text.hidden * itemsize
-    forward = Work(
+    forward = OpCount(
         work.per_token * tokens / text.layers / tp,
         work.per_token_pair * pairs / text.layers / tp,
         _TOUCHED_FORWARD * kept,
@@ -112,8 +112,8 @@ def _layer(
         exchanged,
         1,
     )
-    again = {"none": Work(), "selective": Work(attention=forward.attention), "full": forward}
-    backward = Work(
+    again = {"none": OpCount(), "selective": OpCount(attention=forward.attention), "full": forward}
+    backward = OpCount(
         _products(cfg, "language") * forward.matmul,
         2 * forward.attention,
         _TOUCHED_BACKWARD * kept,
@@ -121,70 +121,70 @@ def _layer(
         exchanged,
         1,
     )
-    return Pass(forward, backward + again[cfg.model.recompute])
+    return StepCost(forward, backward + again[cfg.model.recompute])
 
 
 def _first(
     cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
-) -> Pass:
+) -> StepCost:
     """Embedding, tower, and features on their way into the sequence."""
     vision, tokens = sizes.vision, batch.padded_tokens
     embedded = tokens * sizes.text.hidden * itemsize
-    found = Pass(Work(moved=2 * embedded), Work(moved=2 * embedded))
+    found = StepCost(OpCount(moved=2 * embedded), OpCount(moved=2 * embedded))
     if not batch.patches:
         return found
     patches = batch.patches_of_rank(tp, cfg.model.share_images)
     share = patches / batch.patches
     kept = patches * vision.depth * block_values(sizes) * itemsize
-    tower = Work(
+    tower = OpCount(
         work.per_patch_of_tower * patches,
         work.per_patch_pair * batch.patch_pairs * share,
         _TOUCHED_FORWARD * kept,
         layers=vision.depth,
     )
-    mergers = Work(work.per_patch_of_mergers * patches)
-    scattered = Work(moved=2 * vision.levels * embedded)
+    mergers = OpCount(work.per_patch_of_mergers * patches)
+    scattered = OpCount(moved=2 * vision.levels * embedded)
     backward = scattered
     if not cfg.model.freeze_vision:
-        backward += Work(
+        backward += OpCount(
             _products(cfg, "vision") * tower.matmul, 2 * tower.attention, _TOUCHED_BACKWARD * kept
         )
-        backward += Work(layers=vision.depth)
-        backward += tower if cfg.model.recompute_vision else Work()
+        backward += OpCount(layers=vision.depth)
+        backward += tower if cfg.model.recompute_vision else OpCount()
     if not (cfg.model.freeze_vision and cfg.model.freeze_merger):
         backward += mergers * _products(cfg, "merger")
-    return found + Pass(tower + mergers + scattered, backward)
+    return found + StepCost(tower + mergers + scattered, backward)
 
 
 def _head(
     cfg: Config, sizes: ModelSizes, work: WorkModel, tp: int, batch: BatchSizes, itemsize: int
-) -> Pass:
+) -> StepCost:
     """The final norm, and the logits of supervised tokens."""
     text = sizes.text
     normed = batch.padded_tokens * text.hidden * itemsize
     logits = batch.supervised * text.vocab / tp
-    forward = Work(
+    forward = OpCount(
         work.per_supervised * batch.supervised / tp,
         # Logits written, made fp32, and read for the maximum and the sum.
         moved=2 * normed + logits * (2 * itemsize + 3 * _FP32),
     )
-    backward = Work(
+    backward = OpCount(
         _products(cfg, "language") * forward.matmul,
         moved=3 * normed + logits * (2 * itemsize + 2 * _FP32),
         reduced=ring(tp) * batch.supervised * text.hidden * itemsize,
     )
-    return Pass(forward, backward)
+    return StepCost(forward, backward)
 
 
-def accumulate(values: int, itemsize: int) -> Work:
+def accumulate(values: int, itemsize: int) -> OpCount:
     """The gradients of a backward are added to those of the step, in fp32."""
-    return Work(moved=values * (2 * itemsize + 2 * _FP32))
+    return OpCount(moved=values * (2 * itemsize + 2 * _FP32))
 
 
-def update(counts: HeldValues) -> Work:
+def update(counts: ParamCounts) -> OpCount:
     """Once a step: gradients are zeroed, divided and their norm taken; AdamW reads gradient,
     weight and moments, and writes the last three."""
-    return Work(moved=_FP32 * (4 * counts.gradients + 7 * counts.optimized))
+    return OpCount(moved=_FP32 * (4 * counts.gradients + 7 * counts.optimized))
 
 
 def ring(ranks: int) -> float:

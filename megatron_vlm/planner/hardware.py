@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_vlm.planner.flops import Work
+from megatron_vlm.planner.flops import OpCount
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Machine:
     devices: int = 8  # of a machine
     starts_ahead: bool = True  # kernels run while the host starts those that follow
 
-    def seconds(self, work: Work, ep: int = 1) -> float:
+    def seconds(self, work: OpCount, ep: int = 1) -> float:
         """How long a rank takes for this work; `ep` neighbours share out the experts."""
         computed = (
             work.matmul / self.matmul + work.attention / self.attention + work.moved / self.moved

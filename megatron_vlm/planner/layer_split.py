@@ -44,11 +44,13 @@ def replicas_of(
     return found
 
 
-def choose(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, even: Split) -> Split:
+def choose_layer_split(
+    replicas: Sequence[Sequence[ReplicaCosts]], most: Split, even: Split
+) -> Split:
     """The split with the fastest steps, of those with at most `most` layers on each stage. Never
     slower than the even one, where that fits."""
     fits = all(count <= limit for count, limit in zip(even, most, strict=True))
-    candidates = [level(replicas, most, sum(even)), *([even] if fits else [])]
+    candidates = [level_layers(replicas, most, sum(even)), *([even] if fits else [])]
     best, seconds = _fastest(replicas, candidates)
     for _ in range(_ROUNDS):  # one layer from one stage to another, as long as that gains
         tried, faster = _fastest(replicas, list(_neighbours(best, most)) or [best])
@@ -101,7 +103,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def level(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers: int) -> Split:
+def level_layers(replicas: Sequence[Sequence[ReplicaCosts]], most: Split, layers: int) -> Split:
     """The slowest stage as fast as can be, over all micro-batches: each layer goes where the time
     is then least."""
     everyone = [replica for step in replicas for replica in step]

@@ -22,7 +22,7 @@ _CUT_COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParam:
     """One parameter of a rank."""
 
     values: int
@@ -32,7 +32,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class HeldValues:
+class ParamCounts:
     """Values on one rank of a stage; of what DP shares out, on the rank that has most."""
 
     held: int
@@ -42,7 +42,7 @@ class HeldValues:
     of_experts: int = 0  # of the gradients, those that are summed over DP / EP ranks alone
 
 
-def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> HeldValues:
+def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> ParamCounts:
     """The values of each kind on a rank of a stage: of all its chunks."""
     # Only what the numbers depend on: a search meets the same chunks again and again.
     freeze, optimizer = [f"freeze_{part}" for part in SWITCHES], ["overlap_grad_reduce"]
@@ -52,7 +52,7 @@ def count(cfg: Config, sizes: ModelSizes, dims: ParallelDims, stage: int) -> Hel
     places = [dims.place_of(stage, chunk) for chunk in range(dims.virtual_stages)]
     short = [_shortest(cfg, sizes, dims, place) for place in places]
     chunks = [astuple(_of_chunk(model, cfg.lora, parallel, sizes, *each)) for each in short]
-    return HeldValues(*map(sum, zip(*chunks, strict=True)))
+    return ParamCounts(*map(sum, zip(*chunks, strict=True)))
 
 
 def _shortest(
@@ -75,7 +75,7 @@ def _of_chunk(
     sizes: ModelSizes,
     dims: ParallelDims,
     place: int,
-) -> HeldValues:
+) -> ParamCounts:
     cfg = Config(model=model, lora=lora, parallel=parallel)
     params = list(chunk_params(cfg, sizes, dims, place))
     trained = [param for param in params if param.trained]
@@ -83,23 +83,25 @@ def _of_chunk(
     held = sum(param.values for param in params)
     if not cfg.parallel.distributed_optimizer or dims.dp == 1:
         shared = sum(param.values for param in trained if param.expert)
-        return HeldValues(held, values, values, values, shared)
+        return ParamCounts(held, values, values, values, shared)
     bucket = None  # megatron cuts the buffer only for what is reduced early, on the first stage
     if cfg.parallel.overlap_grad_reduce and place == 0:
         bucket = max(_LEAST_BUCKET, _BUCKET_OF_RANK * dims.dp)
     dense = _shards([param for param in trained if not param.expert], dims.dp, bucket)
     experts = _shards([param for param in trained if param.expert], dims.dp // dims.ep, bucket)
     summed, kept = (a + b for a, b in zip(dense, experts, strict=True))
-    return HeldValues(held, values, summed, kept, experts[0])
+    return ParamCounts(held, values, summed, kept, experts[0])
 
 
-def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int) -> Iterator[Held]:
+def chunk_params(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int
+) -> Iterator[RankParam]:
     """Every parameter of one rank in the chunk at a place in the pipeline, in the order of the
     built module."""
     text, tp, language = sizes.text, dims.tp, learns(cfg, "language")
     first, last = place == 0, dims.is_last(place)
     adapters = _adapters(cfg, sizes, dims)
-    vocabulary = Held(
+    vocabulary = RankParam(
         dims.padded_vocab(text.vocab) // tp * text.hidden,
         language,
         shared=sizes.tied and dims.pp > 1,
@@ -109,11 +111,11 @@ def chunk_params(cfg: Config, sizes: ModelSizes, dims: ParallelDims, place: int)
     chunk, stage = divmod(place, dims.pp)
     for number in dims.layers_of(stage, chunk):
         for values, modules, expert in _layer(text, dims, number):
-            yield Held(values, language, expert=expert)
+            yield RankParam(values, language, expert=expert)
             for module in modules:
                 yield from adapters.get(f"layers.{number}.{module}", ())
     if last:
-        yield Held(text.hidden, language)  # the final norm
+        yield RankParam(text.hidden, language)  # the final norm
         if not sizes.tied or dims.pp > 1:
             yield vocabulary
         yield from adapters.get(module_of(sizes.head), ())
@@ -143,16 +145,18 @@ def _layer(
 
 
 def _tower(
-    cfg: Config, sizes: ModelSizes, adapters: Mapping[str, tuple[Held, Held]]
-) -> Iterator[Held]:
+    cfg: Config, sizes: ModelSizes, adapters: Mapping[str, tuple[RankParam, RankParam]]
+) -> Iterator[RankParam]:
     for tensor in sizes.tensors:
         if tensor.part in (Part.vision, Part.merger):
-            yield Held(tensor.num_values, learns(cfg, tensor.part.switch))
+            yield RankParam(tensor.num_values, learns(cfg, tensor.part.switch))
             if tensor.name.endswith(".bias"):  # adapters come after their layer's own
                 yield from adapters.get(tensor.name.removesuffix(".bias"), ())
 
 
-def _adapters(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> dict[str, tuple[Held, Held]]:
+def _adapters(
+    cfg: Config, sizes: ModelSizes, dims: ParallelDims
+) -> dict[str, tuple[RankParam, RankParam]]:
     """A and B on one rank, by the module: a decoder's begins with `layers`. Where the weight's rows
     are cut over TP, B's are, and where its columns are, A's; the replicas share out experts'."""
     found, rank = {}, cfg.lora.rank
@@ -170,13 +174,13 @@ def _adapters(cfg: Config, sizes: ModelSizes, dims: ParallelDims) -> dict[str, t
         experts = prod(count) // dims.ep if count else 1
         shared = bool(count) and dims.ep > 1
         found[name] = (
-            Held(experts * rank * columns, True, expert=shared),
-            Held(experts * rank * rows, True, expert=shared),
+            RankParam(experts * rank * columns, True, expert=shared),
+            RankParam(experts * rank * rows, True, expert=shared),
         )
     return found
 
 
-def _shards(params: Sequence[Held], ranks: int, bucket_size: int | None) -> tuple[int, int]:
+def _shards(params: Sequence[RankParam], ranks: int, bucket_size: int | None) -> tuple[int, int]:
     """Values of the gradient buffer, and those of parameters in the fullest rank's share of it:
     each bucket is cut into equal shares."""
     start, kept = 0, [0] * ranks
@@ -192,7 +196,7 @@ def _shards(params: Sequence[Held], ranks: int, bucket_size: int | None) -> tupl
     return start, max(kept)
 
 
-def _buckets(params: Sequence[Held], size: int | None) -> Iterator[tuple[int, int, Held]]:
+def _buckets(params: Sequence[RankParam], size: int | None) -> Iterator[tuple[int, int, RankParam]]:
     """Each parameter with its bucket and its place there, in the order of the buffer: the last
     comes first. The shared embedding has a bucket of its own."""
     number = place = 0

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.planner.flops import Pass, Work, accumulate, micro_work
+from megatron_vlm.planner.flops import OpCount, StepCost, accumulate, micro_work
 from megatron_vlm.planner.hardware import Machine
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.row_sizes import BatchSizes
@@ -148,10 +148,11 @@ class ReplicaCosts:
         """At these degrees, whatever layers `dims` has on its stages."""
         works = [micro_work(cfg, sizes, dims.tp, batch, itemsize) for batch in batches]
         layer, first, last = (
-            Pass(Work(), accumulate(values, itemsize)) for values in trained(cfg, sizes, dims)
+            StepCost(OpCount(), accumulate(values, itemsize))
+            for values in trained(cfg, sizes, dims)
         )
 
-        def seconds(part: Pass) -> tuple[float, float]:
+        def seconds(part: StepCost) -> tuple[float, float]:
             return machine.seconds(part.forward, dims.ep), machine.seconds(part.backward, dims.ep)
 
         return ReplicaCosts(

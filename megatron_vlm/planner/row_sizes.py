@@ -12,7 +12,7 @@ from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.data.batches.dataset import Order
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
-from megatron_vlm.data.tokens.sample import Dropped, Sample
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.io.untrusted import home_path
@@ -57,7 +57,7 @@ Step = list[list[BatchSizes]]  # the micro-batches of each replica
 
 
 @dataclass(frozen=True)
-class Mix:
+class RowSample:
     """Rows that stand for a data set, each as a micro-batch of its own, and where they are from."""
 
     rows: tuple[BatchSizes, ...]
@@ -98,7 +98,7 @@ def heaviest_share(steps: Sequence[Step]) -> list[BatchSizes]:
     return max(shares, key=lambda share: sum(batch.padded_tokens for batch in share))
 
 
-def assumed_mix(sizes: ModelSizes, max_tokens: int) -> Mix:
+def assumed_mix(sizes: ModelSizes, max_tokens: int) -> RowSample:
     """Where there is no data: two rows of three have one picture of a megapixel, the others are
     text; a third of the text is trained."""
     pixels_of_patch = math.prod((16, 16))
@@ -113,7 +113,7 @@ def assumed_mix(sizes: ModelSizes, max_tokens: int) -> Mix:
         f"assumed, two of three with a picture of 1024 x 1024 and {text} tokens of text, one of "
         f"{alone} tokens of text; a third of the text is trained"
     )
-    return Mix((picture, picture, plain) * 32, origin)
+    return RowSample((picture, picture, plain) * 32, origin)
 
 
 # What rows of data.train are like, from a few hundred of its records.
@@ -121,13 +121,13 @@ def assumed_mix(sizes: ModelSizes, max_tokens: int) -> Mix:
 _RECORDS = 256
 
 
-def mix_of(cfg: Config, sizes: ModelSizes) -> Mix:
+def mix_of(cfg: Config, sizes: ModelSizes) -> RowSample:
     """Records of data.train evenly spaced over its first epoch; assumed rows where there is none,
     or a stream, of which nobody knows what comes."""
     specs = cfg.data.train
     if not specs or any(spec.streaming for spec in specs):
         mix = assumed_mix(sizes, cfg.data.max_tokens)
-        return mix if not specs else Mix(mix.rows, f"data.train streams; {mix.origin}")
+        return mix if not specs else RowSample(mix.rows, f"data.train streams; {mix.origin}")
     cache = None if cfg.data.cache_dir is None else home_path(cfg.data.cache_dir)
     sources = [open_source(spec, cfg.data.image_root, cache) for spec in specs]
     lengths, weights = tuple(map(len, sources)), tuple(spec.weight for spec in specs)
@@ -143,7 +143,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> Mix:
             source = sources[number]
             try:
                 yield readers[number].encode(source[record], source.where(record))
-            except (Dropped, DataError):  # the run itself says which, and whether it matters
+            except (RecordDropped, DataError):  # the run itself says which, and whether it matters
                 continue
 
     rows = tuple(map(sizes_of_sample, samples()))
@@ -153,7 +153,7 @@ def mix_of(cfg: Config, sizes: ModelSizes) -> Mix:
             key="data.train",
             remedy="megatron-vlm inspect shows why",
         )
-    return Mix(rows, f"{len(rows):,} of {sum(lengths):,} records of data.train")
+    return RowSample(rows, f"{len(rows):,} of {sum(lengths):,} records of data.train")
 
 
 def sizes_of_sample(sample: Sample) -> BatchSizes:

@@ -10,11 +10,17 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.flops import ring, update
 from megatron_vlm.planner.hardware import Machine
-from megatron_vlm.planner.layer_split import choose, even_split, level, most_layers, replicas_of
+from megatron_vlm.planner.layer_split import (
+    choose_layer_split,
+    even_split,
+    level_layers,
+    most_layers,
+    replicas_of,
+)
 from megatron_vlm.planner.memory import USABLE, StageMemory, as_trained, estimate
 from megatron_vlm.planner.parameters import count
 from megatron_vlm.planner.pipeline_time import ReplicaCosts, Stages, trained
-from megatron_vlm.planner.row_sizes import Mix, Step, heaviest_share
+from megatron_vlm.planner.row_sizes import RowSample, Step, heaviest_share
 
 _MICRO_TOKENS = (2048, 4096, 8192, 16384)
 # The cheapest in time first: the first that fits is the fastest that fits.
@@ -84,7 +90,7 @@ class Found:
     leanest: Candidate | None  # the one that needs least, where none fits
 
 
-def search(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Found:
+def search(cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster) -> Found:
     """All layouts, ranked by predicted tokens per second."""
     fitting: list[Candidate] = []
     leanest: Candidate | None = None
@@ -103,7 +109,7 @@ def search(cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Found:
 
 
 def _options(
-    cfg: Config, sizes: ModelSizes, mix: Mix, cluster: Cluster
+    cfg: Config, sizes: ModelSizes, mix: RowSample, cluster: Cluster
 ) -> Iterator[tuple[ParallelDims, int]]:
     """The degrees, with layers spread evenly, and train.micro_batch_tokens."""
     text, gpus = sizes.text, cluster.gpus
@@ -158,7 +164,7 @@ def _candidate(
     most = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     if most is not None:
         replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-        dims = replace(dims, layers_per_stage=level(replicas, most, sizes.text.layers))
+        dims = replace(dims, layers_per_stage=level_layers(replicas, most, sizes.text.layers))
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     if most is None or max(stage.total for stage in memory) > limit:
         return Candidate(cfg, dims, memory, None, 0.0, 0.0, 0.0)
@@ -167,7 +173,9 @@ def _candidate(
     )
 
 
-def polished(candidate: Candidate, sizes: ModelSizes, mix: Mix, cluster: Cluster) -> Candidate:
+def polished(
+    candidate: Candidate, sizes: ModelSizes, mix: RowSample, cluster: Cluster
+) -> Candidate:
     """The same with the best split of its layers, which takes longer to find."""
     cfg, dims = candidate.cfg, candidate.dims
     itemsize = ITEMSIZE[cfg.train.precision]
@@ -176,7 +184,7 @@ def polished(candidate: Candidate, sizes: ModelSizes, mix: Mix, cluster: Cluster
     most = most_layers(cfg, sizes, dims, heaviest, itemsize, limit)
     assert most is not None
     replicas = replicas_of(cfg, sizes, dims, steps, cluster.machine, itemsize)
-    split = choose(replicas, most, even_split(dims.pp, dims.num_layers))
+    split = choose_layer_split(replicas, most, even_split(dims.pp, dims.num_layers))
     dims = replace(dims, layers_per_stage=split)
     memory = tuple(estimate(cfg, sizes, dims, heaviest, itemsize))
     found = replace(candidate, dims=dims, memory=memory)

@@ -75,7 +75,7 @@ class Chart:
     height: int = 150
 
 
-def figure(chart: Chart, first: float, last: float) -> Html:
+def chart_figure(chart: Chart, first: float, last: float) -> Html:
     """The chart over the steps from `first` to `last`."""
     shown = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
     if not shown:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_vlm.io.atomic import write_text
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Examples:
     @staticmethod
     def read(path: Path) -> "Examples":
         """A DataError where it is not one."""
-        raw = Outside(str(path)).json()
+        raw = UntrustedFile(str(path)).json()
         shown = []
         for item in raw["examples"].items():
             texts = {key: item[key].string() for key in ("where", "answer", "prediction", "prompt")}

@@ -65,7 +65,7 @@ def layout_table(
     for report in reports:
         span = ", ".join(f"{part[0]}-{part[-1]}" if part else "none" for part in report.layers)
         cells = [_cell(report.total[key], report.trainable[key]) for key in kinds]
-        totals = [short(counted.total()) for counted in (report.total, report.trainable)]
+        totals = [short_name(counted.total()) for counted in (report.total, report.trainable)]
         table.add_row(str(report.stage), span, *cells, *totals[-len(sums) :])
     return table
 
@@ -73,10 +73,10 @@ def layout_table(
 def _cell(total: int, trainable: int) -> Text:
     if not total:
         return Text("-")
-    return Text(short(total)) if trainable else Text(f"({short(total)})", style="dim")
+    return Text(short_name(total)) if trainable else Text(f"({short_name(total)})", style="dim")
 
 
-def short(count: int) -> str:
+def short_name(count: int) -> str:
     """1,720,574,976 as 1.72B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:

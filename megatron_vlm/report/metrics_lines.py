@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 SAMPLES = "samples.jsonl"  # beside metrics.jsonl: what some steps of `megatron-vlm rl` drew
 MOST_LOADS = 40  # of a run, besides that of its last step
@@ -153,7 +153,7 @@ def to_json(line: Line) -> str:
 
 def from_json(text: str) -> Line | None:
     """None for a kind that is not known; a DataError for what is no line."""
-    line = Outside("a line of metrics.jsonl")
+    line = UntrustedFile("a line of metrics.jsonl")
     raw = line.parsed(text)
     with line.border("not as it was written"):
         if (kind := _KINDS.get(raw["kind"])) is None:

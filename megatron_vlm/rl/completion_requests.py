@@ -10,7 +10,7 @@ from megatron_vlm.engines.sampler import Sampler
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
 
-class Desk(Protocol):
+class CompletionQueue(Protocol):
     """Where episodes ask for answers."""
 
     def enter(self, episodes: int) -> None:
@@ -33,7 +33,7 @@ class AskedPrompt:
     answers: "list[asyncio.Future[Completion]]"
 
 
-class RoundDesk:
+class LockstepQueue:
     """Answers all at once, when every episode that is under way waits for an answer. So what is
     asked together does not depend on how long rewards and environments take."""
 
@@ -73,7 +73,7 @@ class RoundDesk:
         return list(found.values())
 
 
-class EngineDesk:
+class EngineQueue:
     """Passes each prompt on as soon as all who share it have asked."""
 
     def __init__(self, sampler: Sampler, settings: SamplingSettings):

@@ -83,7 +83,7 @@ class Group:
         return [episode.reward for episode in self.episodes]
 
     @property
-    def teaches(self) -> bool:
+    def has_signal(self) -> bool:
         """Whether some of its answers are better than others."""
         return len(set(self.rewards)) > 1
 

@@ -16,27 +16,27 @@ from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.data.tokens.chat_template import START
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
-from megatron_vlm.rl.completion_requests import Desk
+from megatron_vlm.rl.completion_requests import CompletionQueue
 from megatron_vlm.rl.episode import Episode, Group
-from megatron_vlm.rl.rewards.pool import Judges
-from megatron_vlm.rl.turn_tokens import Dialogue
+from megatron_vlm.rl.rewards.pool import RewardPool
+from megatron_vlm.rl.turn_tokens import TurnEncoder
 from megatron_vlm.training.completions import SamplingSettings
 
 
 @dataclass
-class Table:
+class EpisodeRunner:
     """What episodes are played with."""
 
     cfg: Config
     data: DataSet
-    judges: Judges
+    judges: RewardPool
     skipped: list[DataError] = field(default_factory=list)  # of prompts that were left out
     begun: int = 0  # episodes so far
 
     @cached_property
-    def dialogues(self) -> list[Dialogue]:
+    def dialogues(self) -> list[TurnEncoder]:
         """Of each source, since each has its own folder of images."""
-        return [Dialogue(reader) for reader in self.data.readers]
+        return [TurnEncoder(reader) for reader in self.data.readers]
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -63,7 +63,7 @@ class Table:
         return "\n".join(turn.strip() for turn in shown if turn.strip())
 
     async def play(
-        self, desk: Desk, handles: Sequence[Handle], step: int, first_group: int
+        self, desk: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int
     ) -> list[Group]:
         """The episodes of each of these prompts. A prompt that cannot be read ends the run, or is
         left out, as data.on_error says."""
@@ -102,7 +102,7 @@ class Table:
         return Group(self.words(row), episodes)
 
     async def _play_group(
-        self, desk: Desk, group: Group, row: Row, dialogue: Dialogue, step: int
+        self, desk: CompletionQueue, group: Group, row: Row, dialogue: TurnEncoder, step: int
     ) -> None:
         episodes = group.episodes
         beginning = [self.judges.begin(each.number, each.record, each.where) for each in episodes]
@@ -120,7 +120,12 @@ class Table:
         await asyncio.gather(*playing)
 
     async def _play_episode(
-        self, desk: Desk, episode: Episode, dialogue: Dialogue, step: int, sharers: int
+        self,
+        desk: CompletionQueue,
+        episode: Episode,
+        dialogue: TurnEncoder,
+        step: int,
+        sharers: int,
     ) -> None:
         """Up to where the environment says no more, or a limit is reached."""
         rl = self.cfg.rl

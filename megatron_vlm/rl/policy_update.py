@@ -15,7 +15,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch, collate, filler_ba
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.collectives import all_gather_json
 from megatron_vlm.rl.advantages import importance_weights
-from megatron_vlm.rl.train_batch import Lesson, LessonRow, Update
+from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
@@ -23,7 +23,7 @@ _DISTINCT = 2**20  # numbers of rows that a float holds exactly, and neighbours 
 
 
 @dataclass(frozen=True)
-class Apart:
+class LogProbGap:
     """How far the sampler's log-probs are from the trainer's, over all drawn tokens of a step."""
 
     largest: float
@@ -31,7 +31,7 @@ class Apart:
     weights_cut: float  # share of the tokens
 
 
-class Learner:
+class PolicyUpdater:
     """Scores the rows of a lesson, where that is needed, and makes their gradients."""
 
     def __init__(self, worker: MegatronWorker):
@@ -53,7 +53,7 @@ class Learner:
         return MegatronWorker(self.cfg, training=False, watchdog=self.worker.watchdog)
 
     def gradients(
-        self, update: Update, rows: Mapping[int, LessonRow], values: "Values"
+        self, update: Update, rows: Mapping[int, TrainRow], values: "Values"
     ) -> StepMetrics:
         """Those of one update, in place of any before. A collective."""
         placed = {n: self._row(n, rows[n], values) for n in self._mine(update)}
@@ -63,7 +63,7 @@ class Learner:
             batches, False, loss, divisor, accumulate=False, **self.options
         )
 
-    def _row(self, number: int, each: LessonRow, values: "Values") -> Row:
+    def _row(self, number: int, each: TrainRow, values: "Values") -> Row:
         like_S = each.sampler_log_probs_S
         known = {
             "advantages": each.advantage * values.weights.get(number, torch.ones_like(like_S)),
@@ -75,7 +75,7 @@ class Learner:
         values_S = {name: known[name] for name in self.names}
         return replace(each.row, values_S=values_S, loss_weights_S=weights_S)
 
-    def values(self, lesson: Lesson, rows: Mapping[int, LessonRow]) -> "Values":
+    def values(self, lesson: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
         """What the loss reads that is not in the lesson. A collective."""
         rl = self.cfg.rl
         old: dict[int, Tensor] = {}
@@ -91,7 +91,7 @@ class Learner:
         return Values(old, weights, reference)
 
     def _scored(
-        self, worker: MegatronWorker, lesson: Lesson, rows: Mapping[int, LessonRow]
+        self, worker: MegatronWorker, lesson: TrainBatch, rows: Mapping[int, TrainRow]
     ) -> dict[int, Tensor]:
         """Log-probs of this replica's rows by a model."""
         found: dict[int, Tensor] = {}
@@ -116,12 +116,12 @@ class Learner:
     def _mine(self, update: Update) -> list[int]:
         return [number for share in update.plan[self.worker.grid.dp.rank] for number in share]
 
-    def mine(self, lesson: Lesson) -> dict[int, LessonRow]:
+    def mine(self, lesson: TrainBatch) -> dict[int, TrainRow]:
         """The rows of this replica, by their numbers in the lesson."""
         numbers = (number for update in lesson.updates for number in self._mine(update))
         return {number: lesson.rows[number] for number in numbers}
 
-    def apart(self, rows: Mapping[int, LessonRow], values: "Values") -> Apart | None:
+    def apart(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
         """None where the sampler is the trainer. A collective."""
         if self.cfg.rl.sampler == "own":
             return None
@@ -137,7 +137,7 @@ class Learner:
         found = all_gather_json(mine, None, self.worker.platform.device)
         largest, total, cut, tokens = zip(*found, strict=True)
         count = sum(tokens)
-        return Apart(max(largest), sum(total) / count, sum(cut) / count)
+        return LogProbGap(max(largest), sum(total) / count, sum(cut) / count)
 
 
 @dataclass(frozen=True)

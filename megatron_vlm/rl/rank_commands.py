@@ -10,8 +10,8 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Signals, Stopped
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.distributed.error_json import from_json, to_json
-from megatron_vlm.distributed.rank0 import Lead
+from megatron_vlm.distributed.error_json import error_from_json, error_to_json
+from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.errors import DataError
 from megatron_vlm.rl.completion_requests import AskedPrompt
@@ -19,13 +19,13 @@ from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 
 
-class Orders:
+class RankCommands:
     """On every rank. What rank 0 gives, the others take; Stopped on all of them once one was told
     to stop."""
 
     def __init__(self, worker: MegatronWorker, signals: Signals):
         self.worker = worker
-        self.lead = Lead(worker.watchdog, signals, worker.platform.device)
+        self.lead = CommandChannel(worker.watchdog, signals, worker.platform.device)
         self.rows = worker.cfg.rl.sampler_rows
 
     def wait(self) -> None:
@@ -53,7 +53,9 @@ class Orders:
 
     def fail(self, error: Exception) -> None:
         """On rank 0, which then raises the error itself."""
-        self._give({"do": "fail", "fields": to_json(error), "data": isinstance(error, DataError)})
+        self._give(
+            {"do": "fail", "fields": error_to_json(error), "data": isinstance(error, DataError)}
+        )
 
     def follow(self) -> tuple[bytes, dict[str, Any]]:
         """On the others: take orders until rank 0 tells what it has."""
@@ -65,7 +67,7 @@ class Orders:
                 self._draw(rows, SamplingSettings.of(order["settings"]), order["n"], order["seeds"])
             elif order["do"] == "fail":
                 kind = DataError if order["data"] else SamplerError
-                raise kind(**from_json(order["fields"]))
+                raise kind(**error_from_json(order["fields"]))
             elif order["do"] == "go on":
                 return contents[0], order["facts"]
 

@@ -15,20 +15,20 @@ from megatron_vlm.training.lr_schedule import lr_at
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.agreement import Signals
-    from megatron_vlm.rl.trainer import School
+    from megatron_vlm.rl.trainer import RlTrainer
 
 
 def learn(cfg: Config, signals: "Signals | None" = None) -> int:
     """Learn to the last step; the exit status of this rank. `signals`: as for `train`."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
-        from megatron_vlm.rl.trainer import School
+        from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run
 
-        with Run.open(cfg, watchdog, signals, asks=True) as run, School.open(run) as school:
+        with Run.open(cfg, watchdog, signals, asks=True) as run, RlTrainer.open(run) as school:
             return run.to_the_end(partial(learn_step, school))
 
 
-def learn_step(school: "School", step: int) -> None:
+def learn_step(school: "RlTrainer", step: int) -> None:
     """Samples, gradients, weights, figures."""
     run, learner = school.run, school.learner
     run.profiler.at(step)

@@ -12,10 +12,10 @@ from megatron_vlm.data.batches.data_position import Position
 from megatron_vlm.data.batches.dataset import DataSet, Handle
 from megatron_vlm.distributed.rank0 import EVERY_S, result_of
 from megatron_vlm.engines.engine_thread import Engines
-from megatron_vlm.rl.completion_requests import Desk, EngineDesk, RoundDesk
+from megatron_vlm.rl.completion_requests import CompletionQueue, EngineQueue, LockstepQueue
 from megatron_vlm.rl.episode import Group
-from megatron_vlm.rl.episode_runner import Table
-from megatron_vlm.rl.rank_commands import Orders
+from megatron_vlm.rl.episode_runner import EpisodeRunner
+from megatron_vlm.rl.rank_commands import RankCommands
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Rollouts(Protocol):
     def close(self) -> None: ...
 
 
-async def collect(table: Table, desk: Desk, step: int, position: Position) -> Rollout:
+async def collect_rollouts(
+    table: EpisodeRunner, desk: CompletionQueue, step: int, position: Position
+) -> Rollout:
     """Ask as many prompts as a step has. With dynamic sampling, those whose answers all got the
     same reward, from which nothing is learnt, are replaced by others."""
     start, wanted = time.perf_counter(), table.cfg.train.global_batch_size
@@ -50,8 +52,8 @@ async def collect(table: Table, desk: Desk, step: int, position: Position) -> Ro
         handles, position = next_prompts(table.data, position, wanted - len(kept))
         found = await table.play(desk, handles, step, asked)
         asked += len(handles)
-        kept += [group for group in found if group.teaches]
-        alike += [group for group in found if not group.teaches]
+        kept += [group for group in found if group.has_signal]
+        alike += [group for group in found if not group.has_signal]
         if len(kept) == wanted:
             break
     groups = kept
@@ -82,7 +84,7 @@ def _from(data: DataSet, position: Position) -> Iterator[tuple[Handle, Position]
 class OwnRollouts:
     """Drawn by the trainer's own decoder, on all ranks, round by round."""
 
-    def __init__(self, table: Table, orders: Orders):
+    def __init__(self, table: EpisodeRunner, orders: RankCommands):
         self.table, self.orders = table, orders
         self.runner = asyncio.Runner()
 
@@ -90,8 +92,8 @@ class OwnRollouts:
         return self.runner.run(self._take(step, position))
 
     async def _take(self, step: int, position: Position) -> Rollout:
-        desk = RoundDesk()
-        playing = asyncio.create_task(collect(self.table, desk, step, position))
+        desk = LockstepQueue()
+        playing = asyncio.create_task(collect_rollouts(self.table, desk, step, position))
         try:
             while not playing.done():
                 if desk.waiting and desk.all_wait.is_set():
@@ -106,7 +108,7 @@ class OwnRollouts:
             playing.cancel()
         return await playing
 
-    def _answer(self, desk: RoundDesk) -> None:
+    def _answer(self, desk: LockstepQueue) -> None:
         asked = desk.taken()
         for each, found in zip(asked, self.orders.draw(asked, self.table.settings), strict=True):
             for answer, completion in zip(each.answers, found, strict=True):
@@ -119,7 +121,9 @@ class OwnRollouts:
 class EngineRollouts:
     """Drawn by engines; with rl.off_policy_steps=1 those of the next step during this one."""
 
-    def __init__(self, table: Table, orders: Orders, engines: Engines, last_step: int):
+    def __init__(
+        self, table: EpisodeRunner, orders: RankCommands, engines: Engines, last_step: int
+    ):
         self.table, self.orders, self.engines = table, orders, engines
         self.ahead, self.last_step = table.cfg.rl.off_policy_steps, last_step
         self.begun: Future[Rollout] | None = None
@@ -132,8 +136,8 @@ class EngineRollouts:
         return found
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
-        desk = EngineDesk(self.engines.sampler, self.table.settings)
-        return self.engines.submit(collect(self.table, desk, step, position))
+        desk = EngineQueue(self.engines.sampler, self.table.settings)
+        return self.engines.submit(collect_rollouts(self.table, desk, step, position))
 
     def close(self) -> None:
         if self.begun is not None:

@@ -8,17 +8,17 @@ from typing import Any
 
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.prompts import seen
+from megatron_vlm.engines.prompts import seen_by_trainer
 from megatron_vlm.report.metrics_lines import SAMPLES, RlLine
 from megatron_vlm.rl.episode import Episode, Group
-from megatron_vlm.rl.episode_runner import Table
-from megatron_vlm.rl.policy_update import Apart
+from megatron_vlm.rl.episode_runner import EpisodeRunner
+from megatron_vlm.rl.policy_update import LogProbGap
 from megatron_vlm.rl.rollouts import Rollout
 from megatron_vlm.run.log_sinks import JsonLines
 from megatron_vlm.training.worker import StepMetrics
 
 
-def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: Apart | None) -> RlLine:
+def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None) -> RlLine:
     """What people see of a step. Engines call the weights before a step by its number."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
@@ -61,7 +61,7 @@ def _means(found: list[dict[str, float]]) -> dict[str, float]:
 _MOST = 32  # episodes of a prompt
 
 
-def write_samples(run: Path, step: int, groups: Sequence[Group], table: Table) -> None:
+def write_sample_lines(run: Path, step: int, groups: Sequence[Group], table: EpisodeRunner) -> None:
     """Append a line for each of the first prompts of a step: what was asked with its pictures, and
     every episode with its reward."""
     file = JsonLines(run / SAMPLES)
@@ -72,7 +72,7 @@ def write_samples(run: Path, step: int, groups: Sequence[Group], table: Table) -
         file.close()
 
 
-def _line(step: int, group: Group, table: Table) -> dict[str, Any]:
+def _line(step: int, group: Group, table: EpisodeRunner) -> dict[str, Any]:
     first = group.episodes[0]
     return {
         "step": step,
@@ -83,7 +83,7 @@ def _line(step: int, group: Group, table: Table) -> dict[str, Any]:
     }
 
 
-def _episode(episode: Episode, table: Table) -> dict[str, Any]:
+def _episode(episode: Episode, table: EpisodeRunner) -> dict[str, Any]:
     heard = [{"text": table.words(row), "images": _images(row, table)} for row in episode.shown[1:]]
     return {
         "answers": episode.answers,
@@ -95,7 +95,7 @@ def _episode(episode: Episode, table: Table) -> dict[str, Any]:
     }
 
 
-def _images(row: Row, table: Table) -> list[str]:
+def _images(row: Row, table: EpisodeRunner) -> list[str]:
     """The pictures of a row as the model sees them."""
-    pictures = seen(row, table.data.readers[0].encoder.images)
+    pictures = seen_by_trainer(row, table.data.readers[0].encoder.images)
     return [data_uri(each) for each in pictures]

@@ -33,7 +33,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class LessonRow:
+class TrainRow:
     """An episode to train on, of which every drawn token is supervised."""
 
     row: Row
@@ -43,16 +43,16 @@ class LessonRow:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainBatch:
     """All rows of a step, the same on every rank."""
 
-    rows: list[LessonRow]
+    rows: list[TrainRow]
     updates: list[Update]
 
 
-def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: int) -> Lesson:
+def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: int) -> TrainBatch:
     """What is learnt from these groups: their prompts are divided among the updates."""
-    rows: list[LessonRow] = []
+    rows: list[TrainRow] = []
     updates = []
     for turn in range(cfg.rl.updates):
         if not (mine := groups[turn :: cfg.rl.updates]):
@@ -66,17 +66,17 @@ def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: i
         plan = [[[first + row for row in batch] for batch in share] for share in plan]
         divisor = divisor_of(lengths, cfg.rl.aggregate, cfg.rl.max_new_tokens)
         updates.append(Update(plan, divisor, figures))
-    return Lesson(rows, updates)
+    return TrainBatch(rows, updates)
 
 
-def _rows(groups: Sequence[Group], cfg: Config) -> list[LessonRow]:
+def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
     episodes = [each for group in groups for each in group.episodes]
     weights = token_weights([each.trained for each in episodes], cfg.rl.aggregate)
     better = [
         each for group in groups for each in group_advantages(group.rewards, cfg.rl.advantage)
     ]
     return [
-        LessonRow(_row(episode), _drawn(episode), advantage, weight)
+        TrainRow(_row(episode), _drawn(episode), advantage, weight)
         for episode, advantage, weight in zip(episodes, better, weights, strict=True)
     ]
 
@@ -101,8 +101,8 @@ def _size(row: Row, work: WorkModel) -> RowSize:
     return work.row_size(len(row.ids_S), supervised, patches, pairs, images)
 
 
-def to_bytes(lesson: Lesson) -> bytes:
-    """For `from_bytes` on other ranks."""
+def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
+    """For `result_from_bytes` on other ranks."""
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "log_probs": []}
     columns |= {name: [] for name in VISUAL_FIELDS}
     places: dict[str, list[int]] = {
@@ -126,8 +126,8 @@ def to_bytes(lesson: Lesson) -> bytes:
     return pack({name: (True, rows) for name, rows in columns.items()}, meta)
 
 
-def from_bytes(data: bytes) -> Lesson:
-    """What `to_bytes` was given."""
+def train_batch_from_bytes(data: bytes) -> TrainBatch:
+    """What `result_to_bytes` was given."""
     fields, meta = unpack(data)
     columns = {name: rows for name, (_, rows) in fields.items()}
     texts = zip(columns["ids"], columns["labels"], columns["log_probs"], strict=True)
@@ -138,8 +138,8 @@ def from_bytes(data: bytes) -> Lesson:
             place = meta["places"][name][number]
             shown[name] = None if place < 0 else columns[name][place]
         advantage, weight = meta["numbers"][number]
-        rows.append(LessonRow(Row(ids_S, labels_S, **shown), log_probs_S, advantage, weight))
+        rows.append(TrainRow(Row(ids_S, labels_S, **shown), log_probs_S, advantage, weight))
     updates = [
         Update(plan, divisor, BatchFigures(**figures)) for plan, divisor, figures in meta["updates"]
     ]
-    return Lesson(rows, updates)
+    return TrainBatch(rows, updates)

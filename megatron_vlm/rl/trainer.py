@@ -13,20 +13,25 @@ from megatron_vlm.distributed.agreement import fail_together
 from megatron_vlm.engines.engine_thread import Engines
 from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.report.metrics_lines import tells_load
-from megatron_vlm.rl.episode_runner import Table
-from megatron_vlm.rl.policy_update import Apart, Learner, joined
-from megatron_vlm.rl.rank_commands import Orders
-from megatron_vlm.rl.rewards.pool import Judges, JudgeSettings
+from megatron_vlm.rl.episode_runner import EpisodeRunner
+from megatron_vlm.rl.policy_update import LogProbGap, PolicyUpdater, joined
+from megatron_vlm.rl.rank_commands import RankCommands
+from megatron_vlm.rl.rewards.pool import JudgeSettings, RewardPool
 from megatron_vlm.rl.rollouts import EngineRollouts, OwnRollouts, Rollout, Rollouts
-from megatron_vlm.rl.step_report import rl_line, write_samples
-from megatron_vlm.rl.train_batch import Lesson, from_bytes, lesson_of, to_bytes
-from megatron_vlm.rl.vllm_engines import renew, settings_of
+from megatron_vlm.rl.step_report import rl_line, write_sample_lines
+from megatron_vlm.rl.train_batch import (
+    TrainBatch,
+    lesson_of,
+    train_batch_from_bytes,
+    train_batch_to_bytes,
+)
+from megatron_vlm.rl.vllm_engines import settings_of, sync_engine_weights
 from megatron_vlm.run.run import Run
 from megatron_vlm.training.data_feed import StepData
 from megatron_vlm.training.worker import StepMetrics
 
 
-class School:
+class RlTrainer:
     """Open it with `with School.open(run) as school`. Rank 0 leads: it has the table at which
     episodes are played, and who draws their answers; the others follow its orders."""
 
@@ -34,11 +39,11 @@ class School:
         """`opened` closes what is started."""
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
-        self.learner = Learner(run.worker)
+        self.learner = PolicyUpdater(run.worker)
         if self.cfg.rl.kl_coef is not None:
             run.at(run.progress.step, "loading the initial model", files=True)
             assert self.learner.reference
-        self.orders = Orders(run.worker, run.signals)
+        self.orders = RankCommands(run.worker, run.signals)
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
         self.last: Rollout | None = None  # on rank 0
@@ -52,10 +57,10 @@ class School:
 
     @staticmethod
     @contextmanager
-    def open(run: Run) -> Iterator["School"]:
+    def open(run: Run) -> Iterator["RlTrainer"]:
         """One that is closed again whatever happens."""
         with ExitStack() as opened:
-            yield School(run, opened)
+            yield RlTrainer(run, opened)
 
     def _start_judges(self) -> None:
         rl, data = self.cfg.rl, self.run.feeder.data
@@ -63,9 +68,9 @@ class School:
         settings = JudgeSettings(
             rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
         )
-        judges = Judges(settings)
+        judges = RewardPool(settings)
         self.opened.callback(judges.close)
-        self.table = Table(self.cfg, data, judges)
+        self.table = EpisodeRunner(self.cfg, data, judges)
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """On rank 0: whoever draws."""
@@ -81,7 +86,7 @@ class School:
         self.opened.callback(self.rollouts.close)
         return b"", {}
 
-    def lesson(self, step: int) -> tuple[Lesson, Position]:
+    def lesson(self, step: int) -> tuple[TrainBatch, Position]:
         """What the step learns, and where the next one's prompts begin. A collective."""
 
         def sampled() -> tuple[bytes, dict[str, Any]]:
@@ -89,10 +94,10 @@ class School:
             self.last = self.rollouts.take(step, self.run.progress.position)
             replicas = self.run.worker.grid.dp.size
             lesson = lesson_of(self.last.groups, self.cfg, self.table.data.work, replicas)
-            return to_bytes(lesson), {"after": asdict(self.last.after)}
+            return train_batch_to_bytes(lesson), {"after": asdict(self.last.after)}
 
         content, facts = self._lead(sampled)
-        return from_bytes(content), Position(**facts["after"])
+        return train_batch_from_bytes(content), Position(**facts["after"])
 
     def _lead(self, work: Callable[[], tuple[bytes, dict[str, Any]]]) -> tuple[bytes, Any]:
         """What rank 0 works out, on every rank; its error is an error on all."""
@@ -113,16 +118,16 @@ class School:
             self._renew(step)
 
     def _renew(self, version: int) -> None:
-        renew(self.run.worker, self.engines, version, Path(self.cfg.run) / "engine")
+        sync_engine_weights(self.run.worker, self.engines, version, Path(self.cfg.run) / "engine")
 
     def record(
         self,
         step: int,
-        lesson: Lesson,
+        lesson: TrainBatch,
         after: Position,
         metrics: Sequence[StepMetrics],
         applied: tuple[float, float],
-        apart: Apart | None,
+        apart: LogProbGap | None,
     ) -> None:
         """Log what a finished step took and gave. `applied`: gradient norm and learning rate."""
         figures = [astuple(update.figures) for update in lesson.updates]
@@ -133,4 +138,4 @@ class School:
             assert self.last is not None
             self.run.log.samples(rl_line(step, self.last, whole, apart))
             if tells_load(step, self.run.total_steps):
-                write_samples(Path(self.cfg.run), step, self.last.groups, self.table)
+                write_sample_lines(Path(self.cfg.run), step, self.last.groups, self.table)

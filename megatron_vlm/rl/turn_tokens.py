@@ -12,7 +12,7 @@ from megatron_vlm.errors import DataError
 _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
-class Dialogue:
+class TurnEncoder:
     """Renders messages with the chat template and the image rules of one source of records."""
 
     def __init__(self, reader: Reader):

@@ -39,7 +39,9 @@ def in_tower(weights: Sequence[TensorSpec]) -> bool:
     return any(weight.part in (Part.vision, Part.merger) for weight in weights)
 
 
-def renew(worker: MegatronWorker, engines: Engines | None, version: int, folder: Path) -> None:
+def sync_engine_weights(
+    worker: MegatronWorker, engines: Engines | None, version: int, folder: Path
+) -> None:
     """Give the engines the weights of now, tensor by tensor, or the adapter in `folder`. A
     collective; rank 0 has the engines."""
     if not worker.cfg.lora.rank:

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from megatron_vlm.checkpoint import retention
 from megatron_vlm.checkpoint.export_checkpoint import mark_of, training_of
 from megatron_vlm.checkpoint.manifest import Manifest, read_manifest
-from megatron_vlm.checkpoint.save_load import PendingSave, find_latest, load, save
+from megatron_vlm.checkpoint.save_load import PendingSave, find_latest_on_all_ranks, load, save
 from megatron_vlm.config.schema import CheckpointConfig, Config
 from megatron_vlm.data.batches.data_position import Position
-from megatron_vlm.distributed.agreement import agree
+from megatron_vlm.distributed.agreement import all_reduce_max
 from megatron_vlm.distributed.process import restarts
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.export_folder import ExportMark
-from megatron_vlm.hf.model_card import Training
+from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.run.config_changes import changed_since
-from megatron_vlm.run.run_folder import Claim
+from megatron_vlm.run.run_folder import RunLock
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.worker import MegatronWorker
 
@@ -69,10 +69,12 @@ class Progress:
         return Progress(**{**known, "data": Fingerprint.from_json(saved["data"])})
 
 
-class Saver:
+class CheckpointManager:
     """The checkpoints in cfg.run/checkpoints. Rank 0 has the claim on that folder."""
 
-    def __init__(self, cfg: Config, worker: MegatronWorker, data: Fingerprint, claim: Claim | None):
+    def __init__(
+        self, cfg: Config, worker: MegatronWorker, data: Fingerprint, claim: RunLock | None
+    ):
         self.cfg, self.worker, self.data, self.claim = cfg, worker, data, claim
         self.folder = Path(cfg.run) / "checkpoints"
         self.pending: PendingSave | None = None
@@ -88,15 +90,15 @@ class Saver:
         origin, verified = None if asked in ("auto", "never") else Path(asked), False
         # After a failure a job resumes from the checkpoints that it has written, however it was
         # started. Under torchrun each machine counts its own restarts.
-        again = bool(agree(int(restarts() > 0), device))
+        again = bool(all_reduce_max(int(restarts() > 0), device))
         if asked == "auto" or again:
             after = self.claim.last_serial if self.claim and asked != "auto" else -1
-            latest = find_latest(self.folder, device, after)
+            latest = find_latest_on_all_ranks(self.folder, device, after)
             origin, verified = latest or origin, latest is not None
         elif asked == "never":
             self._check_unused()
         if origin is None:
-            if dist.get_rank() == 0 and any(retention.others(self.folder, None)):
+            if dist.get_rank() == 0 and any(retention.other_lines(self.folder, None)):
                 self.remarks.append(f"no checkpoint in {self.folder} can be used: starting anew")
             return Progress(data=self.data)
         progress = Progress.from_json(load(self.worker, origin, verified=verified))
@@ -120,7 +122,7 @@ class Saver:
     def _go_on_from(self, origin: Path) -> None:
         self.head, self.newest = read_manifest(origin), origin
         self.remarks.append(f"resumed from {origin}")
-        left = [folder.name for folder in retention.others(self.folder, self.head)]
+        left = [folder.name for folder in retention.other_lines(self.folder, self.head)]
         if left:
             self.remarks.append(
                 f"{', '.join(left)} in {self.folder}: of another line than {origin.name}, or "
@@ -169,7 +171,7 @@ class Saver:
             return None
         return mark_of(self.newest, self.head, self.saved_step)
 
-    def training(self) -> Training | None:
+    def training(self) -> TrainingSummary | None:
         """What the model card of an export says was done, on rank 0."""
         return None if self.newest is None else training_of(self.newest)
 

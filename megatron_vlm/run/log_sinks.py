@@ -28,7 +28,7 @@ def check_installed(cfg: Config) -> None:
             )
 
 
-class WholeFile:
+class UnbufferedFile:
     """A file that grows, without a buffer: what cannot be written now is not kept for later."""
 
     def __init__(self, path: Path):
@@ -64,7 +64,7 @@ class JsonLines:
 
     def __init__(self, path: Path):
         before = path.read_bytes() if path.is_file() else b""
-        self.file = WholeFile(path)
+        self.file = UnbufferedFile(path)
         if before and not before.endswith(b"\n"):  # the last line of a killed run
             self.file.write(b"\n")
 
@@ -87,7 +87,7 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         now, here = int(time.time()), f"{socket.gethostname()}.{os.getpid()}"
-        self.file = WholeFile(folder / f"events.out.tfevents.{now}.{here}")
+        self.file = UnbufferedFile(folder / f"events.out.tfevents.{now}.{here}")
         self.records = RecordWriter(self.file)
         self._add(file_version="brain.Event:2")
 

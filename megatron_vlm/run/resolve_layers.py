@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_vlm.config import to_yaml
 from megatron_vlm.config.schema import Config
-from megatron_vlm.distributed.agreement import fail_together, meet
+from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import broadcast_json
 from megatron_vlm.distributed.device import pick_platform
 from megatron_vlm.distributed.rendezvous import join_world
@@ -14,15 +14,15 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.atomic import write_text
-from megatron_vlm.planner.auto_split import asks, decide, with_layers
+from megatron_vlm.planner.auto_split import decide, needs_auto_split, with_layers
 from megatron_vlm.planner.row_sizes import mix_of
 from megatron_vlm.training.worker import PATIENCE
 
 
-def decided(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
+def resolve_layers(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     """The configuration with the layers of each stage, alike on all ranks, and on rank 0 a sentence
     about them. A collective where they are to be decided; config.yaml then has them, too."""
-    if not asks(cfg):
+    if not needs_auto_split(cfg):
         return cfg, ""
     platform, said = pick_platform(cfg.platform), ""
     watchdog.at(0, "planning the stages", files=True)
@@ -36,7 +36,7 @@ def decided(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
             layers, said = found.layers, found.text
         except MegatronVLMError as error:
             failure = error
-    meet("the layers of each stage")
+    store_barrier("the layers of each stage")
     with fail_together(platform.device, DataError):
         if failure is not None:
             raise failure

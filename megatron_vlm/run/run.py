@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.config.trainable import Exported
-from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, agree
+from megatron_vlm.distributed.agreement import Signals, Stopped, Vote, all_reduce_max
 from megatron_vlm.distributed.process import PREEMPTED, rank_of_process
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.hf.export_folder import changed_file, read_export_mark
@@ -20,13 +20,13 @@ from megatron_vlm.lora.weights import serving_remark
 from megatron_vlm.report.layout_table import layout_table, stage_reports
 from megatron_vlm.report.metrics_lines import tells_load
 from megatron_vlm.report.run import write_report
-from megatron_vlm.run.checkpointing import Saver
-from megatron_vlm.run.evaluation.evaluate import Examiner, write_examples, write_predictions
+from megatron_vlm.run.checkpointing import CheckpointManager
+from megatron_vlm.run.evaluation.evaluate import Evaluator, write_examples, write_predictions
 from megatron_vlm.run.log import RunLog
 from megatron_vlm.run.profiler import Profiler
-from megatron_vlm.run.resolve_layers import decided
+from megatron_vlm.run.resolve_layers import resolve_layers
 from megatron_vlm.run.run_folder import export_folders, held_folder
-from megatron_vlm.run.throughput import Guard, Meter
+from megatron_vlm.run.throughput import Meter, NonFiniteGuard
 from megatron_vlm.training.data_feed import Feeder, StepData
 from megatron_vlm.training.expert_routing import percent_of_mean
 from megatron_vlm.training.lr_schedule import announced, total_steps
@@ -45,15 +45,15 @@ class Run:
         claim = None
         if rank_of_process() == 0:  # before anything that takes long
             claim = opened.enter_context(held_folder(cfg))
-        cfg, planned = decided(cfg, watchdog)
+        cfg, planned = resolve_layers(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
         self.worker = worker = MegatronWorker(cfg, watchdog=watchdog)
         grid, platform = worker.grid, worker.platform
         self.feeder = Feeder(cfg, worker.source.sizes, grid, platform.device, watchdog, asks)
-        self.examiner = Examiner(worker, cfg)
+        self.examiner = Evaluator(worker, cfg)
         self.total_steps = total_steps(cfg.train, self.feeder.length)
         self.at(0, "resuming", files=True)
-        self.saver = Saver(cfg, worker, self.feeder.fingerprint, claim)
+        self.saver = CheckpointManager(cfg, worker, self.feeder.fingerprint, claim)
         self.progress = self.saver.resume()
         self.resumed_step = self.progress.step  # 0 for a new run
         length = "" if self.resumed_step else announced(cfg, self.feeder.length)
@@ -63,7 +63,7 @@ class Run:
         opened.callback(self.log.close)
         self.profiler = Profiler(cfg, grid.rank, platform)
         opened.callback(self.profiler.close)
-        self.meter, self.guard = Meter(platform), Guard(cfg)
+        self.meter, self.guard = Meter(platform), NonFiniteGuard(cfg)
         self._announce(length)
         serving = serving_remark(cfg, worker.adapted)
         for remark in filter(None, [planned, serving, *self.saver.remarks]):
@@ -209,7 +209,7 @@ class Run:
         if is_current and (name := changed_file(target)) is not None:
             self.log.say(f"{target / name} has changed since it was written: exporting again")
             is_current = False
-        if agree(int(is_current), self.worker.platform.device):
+        if all_reduce_max(int(is_current), self.worker.platform.device):
             self.log.say(f"{target} is of step {self.progress.step} already")
             return
         self.at(self.progress.step, "export", files=True)
@@ -237,7 +237,7 @@ class Run:
         ending = 0
         while not ending:
             mine = upload.wait() if upload is not None else 0
-            ending = agree(
+            ending = all_reduce_max(
                 mine if self.signals.received is None else PREEMPTED, self.worker.platform.device
             )
             self.watchdog.alive()

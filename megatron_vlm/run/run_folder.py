@@ -41,7 +41,7 @@ _PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks bac
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunLock:
     """What the folder says of the run."""
 
     run: str  # its id
@@ -49,7 +49,7 @@ class Claim:
 
 
 @contextmanager
-def held_folder(cfg: Config) -> Iterator[Claim]:
+def held_folder(cfg: Config) -> Iterator[RunLock]:
     """Claim cfg.run, made if need be, and write config.yaml into it. What others put where the run
     would write is refused. On one rank."""
     folder = Path(cfg.run)
@@ -131,12 +131,12 @@ def _run_mark(folder: Path) -> dict[str, Any] | None:
     return mark if mark is not None and mark.get("kind") == "run" else None
 
 
-def _claim(folder: Path) -> Claim:
+def _claim(folder: Path) -> RunLock:
     mark = _run_mark(folder)
     if mark is not None and restarts():
-        return Claim(mark["run"], mark["last_serial"])
+        return RunLock(mark["run"], mark["last_serial"])
     run = uuid.uuid4().hex if mark is None else mark["run"]
-    claim = Claim(run, last_serial(folder / "checkpoints"))
+    claim = RunLock(run, last_serial(folder / "checkpoints"))
     write_mark(folder, run, kind="run", last_serial=claim.last_serial)
     return claim
 

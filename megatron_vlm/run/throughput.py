@@ -63,7 +63,7 @@ class Meter:
         )
 
 
-class Guard:
+class NonFiniteGuard:
     """Counts steps that are not applied: without a trained token, or whose loss or gradient is not
     finite. Too many of these in a row end the run."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import Batch
 
 GATHER_S = 0.02  # without another sample, before those that came are drawn
@@ -18,7 +18,7 @@ TOGETHER = 256  # samples that a turn begins with, at least one request
 FULL = 4
 
 
-class Grouping:
+class CallBatcher:
     """`tenant_of` names the model or the weights that a call is about, and `in_memory` says whether
     they are there."""
 
@@ -26,7 +26,7 @@ class Grouping:
         self,
         cfg: Config,
         dims: ParallelDims,
-        readings: Readings,
+        readings: RequestPrefetcher,
         tenant_of: Callable[[Call], str],
         in_memory: Callable[[str], bool],
     ):

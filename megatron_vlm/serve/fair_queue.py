@@ -11,7 +11,7 @@ PER_SWAP = 4  # seconds that go to others for each second in which weights are b
 MANY = 1000  # names, before any is forgotten
 
 
-class Turns:
+class FairQueue:
     """Counts the seconds that were worked for each key and each of its tenants; who has had the
     least comes next. Who was away for a turn goes on from what the one who was served last had had
     by then, if that is more: it comes next at once, but nobody saves up turns by keeping still, or

@@ -16,9 +16,9 @@ from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.distributed.agreement import Stopped
 from megatron_vlm.distributed.process import say
 from megatron_vlm.distributed.rank0 import EVERY_S
-from megatron_vlm.serve.call_batching import GATHER_S, Grouping
+from megatron_vlm.serve.call_batching import GATHER_S, CallBatcher
 from megatron_vlm.serve.failures import REFUSALS, bare, ended_session, failure_of
-from megatron_vlm.serve.fair_queue import PER_SWAP, Turns
+from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.full_disk import FullDisk
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
@@ -30,14 +30,14 @@ from megatron_vlm.serve.journal.journal_records import (
     Outcome,
     SamplingSession,
 )
-from megatron_vlm.serve.model_cache import Resident, Residents
-from megatron_vlm.serve.model_commands import ModelOrders
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
+from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, at_temperature, complete
 from megatron_vlm.serve.sample_turns import SampleTurns
 from megatron_vlm.serve.status_line import ProgressLine
 from megatron_vlm.serve.training_calls import ModelCalls
-from megatron_vlm.serve.vllm_samples import Drawer
+from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
 AHEAD = 4  # calls of a model that are read while others are done
@@ -49,24 +49,24 @@ class Service:
     def __init__(
         self,
         cfg: Config,
-        orders: ModelOrders,
+        orders: ModelCommands,
         journal: Journal,
-        readings: Readings,
-        drawer: Drawer | None = None,
+        readings: RequestPrefetcher,
+        drawer: EngineSampling | None = None,
     ):
         """`drawer`: draws samples beside the ranks, which draw them otherwise."""
         self.drawer, self.samples = drawer, 0
         self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
-        self.residents = Residents(cfg.serve, orders, journal, self._redo)
+        self.residents = ModelCache(cfg.serve, orders, journal, self._redo)
         self.training = ModelCalls(orders, self.residents, journal)
-        self.grouping = Grouping(
+        self.grouping = CallBatcher(
             cfg, orders.models.base.dims, readings, self._tenant, self.residents.has
         )
         self.disk = FullDisk()
         self.sample_turns = SampleTurns(
             orders, journal, readings, self._answered, self._finish, cfg.serve.sampling_seconds
         )
-        self.turns, self.progress = Turns(), ProgressLine()
+        self.turns, self.progress = FairQueue(), ProgressLine()
         self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
         self.gauges = {"samples_total": 0.0}  # for /metrics
         self.tidy_at = 0.0
@@ -101,7 +101,7 @@ class Service:
         if time.monotonic() < self.tidy_at:
             return
         self.tidy_at = time.monotonic() + TIDY_S
-        self.residents.remove_strangers()
+        self.residents.delete_orphan_folders()
         try:
             self.residents.put_away_silent()
         except (BrokenError, Stopped):
@@ -230,7 +230,7 @@ class Service:
         method: Callable[..., Any] = getattr(self.training, call.kind)
         return method(call, self.journal.body(call.request_id))
 
-    def _redo(self, resident: Resident, call: Call) -> None:
+    def _redo(self, resident: LoadedModel, call: Call) -> None:
         body, batch = self.journal.body(call.request_id), None
         if call.kind == "forward_backward":
             batch = self.readings.batch(body)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_vlm import __version__
 from megatron_vlm.config import load_config
-from megatron_vlm.config.arguments import add_overrides, configured, parse
+from megatron_vlm.config.arguments import add_overrides, configured, parse_arguments
 from megatron_vlm.config.command_checks import check_serve
 from megatron_vlm.config.schema import Config
 from megatron_vlm.distributed.process import FAILED, PREEMPTED, rank_of_process, say
@@ -22,15 +22,15 @@ from megatron_vlm.training.preflight import check_run
 
 if TYPE_CHECKING:
     from megatron_vlm.distributed.agreement import Signals
-    from megatron_vlm.serve.model_commands import ModelOrders
+    from megatron_vlm.serve.model_commands import ModelCommands
 
 
-def serve(cfg: Config, signals: "Signals | None" = None) -> int:
+def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
     """Serve until a signal; the exit status of this rank."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.controller.rank_worker import BrokenError
         from megatron_vlm.distributed.agreement import Signals
-        from megatron_vlm.serve.model_commands import ModelOrders
+        from megatron_vlm.serve.model_commands import ModelCommands
         from megatron_vlm.serve.rank_models import Models
 
         signals = signals or Signals()
@@ -38,7 +38,7 @@ def serve(cfg: Config, signals: "Signals | None" = None) -> int:
             opened.callback(signals.restore)
             if rank_of_process() == 0:  # before anything that takes long
                 opened.enter_context(held_folder(cfg))
-            orders = ModelOrders(Models(cfg, watchdog), signals)
+            orders = ModelCommands(Models(cfg, watchdog), signals)
             signals.can_save = True
             try:
                 if rank_of_process() == 0:
@@ -51,7 +51,7 @@ def serve(cfg: Config, signals: "Signals | None" = None) -> int:
     return PREEMPTED
 
 
-def _lead(cfg: Config, orders: "ModelOrders", opened: ExitStack) -> None:
+def _lead(cfg: Config, orders: "ModelCommands", opened: ExitStack) -> None:
     """On rank 0, until a signal."""
     from megatron_vlm.distributed.agreement import Stopped
     from megatron_vlm.serve.startup import open_service
@@ -79,8 +79,8 @@ def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int
     """Compose the configuration and serve, on one rank; its exit status."""
     parser = argparse.ArgumentParser("python -m megatron_vlm.serve", allow_abbrev=False)
     add_overrides(parser)
-    args = parse(parser, arguments)
+    args = parse_arguments(parser, arguments)
     cfg = load_config(args.overrides, configured(args)[0])
     check_serve(cfg)
     check_run(cfg)
-    return serve(with_model(cfg), signals)
+    return serve_on_rank(with_model(cfg), signals)

@@ -22,14 +22,14 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.atomic import partial_of
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, SamplingSession
-from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.rank_models import BASE, ModelForm
 
-Redo = Callable[["Resident", Call], None]
+Redo = Callable[["LoadedModel", Call], None]
 
 
 @dataclass
-class Resident:
+class LoadedModel:
     """A model in memory."""
 
     id: str
@@ -44,12 +44,12 @@ class Resident:
         self.applied, self.version = seq, self.version + 1
 
 
-class Residents:
+class ModelCache:
     """On rank 0. `redo` does a call of a model again, without an answer."""
 
-    def __init__(self, serve: ServeConfig, orders: ModelOrders, journal: Journal, redo: Redo):
+    def __init__(self, serve: ServeConfig, orders: ModelCommands, journal: Journal, redo: Redo):
         self.serve, self.orders, self.journal, self.redo = serve, orders, journal, redo
-        self.models: OrderedDict[str, Resident] = OrderedDict()
+        self.models: OrderedDict[str, LoadedModel] = OrderedDict()
         self.snapshots: OrderedDict[str, ModelForm] = OrderedDict()
         self.fresh: dict[str, tuple[str, int]] = {}  # folder: a model that has these weights
         self.swap_s = 0.0  # that it took lately to bring something into memory
@@ -78,7 +78,7 @@ class Residents:
         self._make_room(form)
         folder = None if source is None else str(source)
         self.orders.make(id, form, True, folder, moments)
-        self.models[id] = Resident(id, form, 0, 0)
+        self.models[id] = LoadedModel(id, form, 0, 0)
 
     def _check(self, form: ModelForm) -> None:
         if form.rank > self.serve.max_rank:
@@ -96,7 +96,7 @@ class Residents:
                 allowed="a rank above 0",
             )
 
-    def model(self, id: str) -> Resident:
+    def model(self, id: str) -> LoadedModel:
         """The model, brought back into memory if need be."""
         if id not in self.models:
             self._restore(id)
@@ -126,9 +126,9 @@ class Residents:
         most = self.serve.adapters if form.rank else self.serve.full_models
         forms = {id: each.form for id, each in self.models.items()}
         for id in _oldest(forms, form, most):
-            self.put_away(id)
+            self.offload(id)
 
-    def put_away(self, id: str) -> None:
+    def offload(self, id: str) -> None:
         """To disk, and out of memory."""
         if self._is_wanted(id):
             self.keep(self.models[id])
@@ -143,7 +143,7 @@ class Residents:
             model = self.journal.model(id)
             session = None if model is None else self.journal.session(model.session)
             if session is None or session.finished is None or not self._is_wanted(id):
-                self.put_away(id)
+                self.offload(id)
 
     def _is_wanted(self, id: str) -> bool:
         """Whether its client may still ask for it."""
@@ -157,7 +157,7 @@ class Residents:
             self.orders.drop(id)
             gc.collect()  # hooks and modules refer to each other
 
-    def keep(self, resident: Resident) -> None:
+    def keep(self, resident: LoadedModel) -> None:
         """Make its state durable, unless it is. What its gradients hold stays in the journal."""
         if resident.applied > resident.saved:
             folder = self.new_folder("states")
@@ -214,7 +214,7 @@ class Residents:
         self.snapshots.move_to_end(folder)
         return folder
 
-    def remove_strangers(self) -> None:
+    def delete_orphan_folders(self) -> None:
         """Folders that no row of the journal names: a call has failed, or a process has died,
         before there was one. Whatever this process writes is in the journal by now, since its calls
         are done one after the other."""

@@ -13,7 +13,7 @@ from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import Signals, Stopped
 from megatron_vlm.distributed.error_recovery import failed_alike
-from megatron_vlm.distributed.rank0 import Lead
+from megatron_vlm.distributed.rank0 import CommandChannel
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import CallFailedError, Trouble
 from megatron_vlm.serve.rank_models import Loss, ModelForm, Models
@@ -21,12 +21,12 @@ from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.worker import StepMetrics
 
 
-class ModelOrders:
+class ModelCommands:
     """The calls of Models on rank 0, each made on every rank."""
 
     def __init__(self, models: Models, signals: Signals):
         self.models, self.signals = models, signals
-        self.lead = Lead(models.watchdog, signals, models.base.platform.device)
+        self.lead = CommandChannel(models.watchdog, signals, models.base.platform.device)
         self.stopping = False
         self.performed = 0  # orders, the same number on all ranks
 

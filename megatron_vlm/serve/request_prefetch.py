@@ -16,7 +16,7 @@ MOST_BYTES = 256 * 2**20  # of their bodies
 _READ = ("forward_backward", SAMPLE)  # the others are small
 
 
-class Readings:
+class RequestPrefetcher:
     """What calls ask for, by their request. An error of a request is raised where it is taken."""
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_vlm.data.tokens.row import IGNORE, Row, check_ids, continued
 from megatron_vlm.family.spec import Tokens
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.protocol.answers import write_samples
 from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
@@ -142,7 +142,7 @@ def read_ask(
     )
 
 
-def complete(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
+def complete(orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
     """What clients get, whose answers were drawn by the ranks' model or weights of this name."""
     scored = _scored(orders, weights, asks)
     return [
@@ -159,7 +159,9 @@ def written(ask: SampleAsk) -> bytes:
     )
 
 
-def at_temperature(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]) -> list[SampleAsk]:
+def at_temperature(
+    orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
+) -> list[SampleAsk]:
     """With log-probs of an engine's answers at the temperature that they were drawn at: the engine
     says those at 1, which say too little of a single token to be tempered."""
     found = list(asks)
@@ -180,7 +182,7 @@ def at_temperature(orders: ModelOrders, weights: str, asks: Sequence[SampleAsk])
 
 
 def _scored(
-    orders: ModelOrders, weights: str, asks: Sequence[SampleAsk]
+    orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[dict[str, np.ndarray]]:
     """Log-probs of the prompts of those that want some, in one pass."""
     rows: list[Row] = []
@@ -200,7 +202,7 @@ def _scored(
 
 
 def _samples(
-    orders: ModelOrders,
+    orders: ModelCommands,
     weights: str,
     ask: SampleAsk,
     answers: Sequence[Completion],
@@ -237,7 +239,7 @@ def _sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tupl
 
 
 def _tops(
-    orders: ModelOrders, weights: str, ask: SampleAsk, answers: Sequence[Completion]
+    orders: ModelCommands, weights: str, ask: SampleAsk, answers: Sequence[Completion]
 ) -> list[TopK | None]:
     """The likeliest tokens at each of the answers' own."""
     if not ask.top_sample:

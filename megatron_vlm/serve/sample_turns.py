@@ -14,8 +14,8 @@ from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.serve.failures import REFUSALS, bare, failure_of
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Failure, Finished
-from megatron_vlm.serve.model_commands import ModelOrders
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk
 
 EVERY_S = 0.1  # of drawing, before it is seen who was answered, and who came
@@ -68,9 +68,9 @@ class SampleTurns:
 
     def __init__(
         self,
-        orders: ModelOrders,
+        orders: ModelCommands,
         journal: Journal,
-        readings: Readings,
+        readings: RequestPrefetcher,
         answer: Answer,
         finish: Finish,
         seconds: float,

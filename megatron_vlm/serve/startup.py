@@ -22,14 +22,14 @@ from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
-from megatron_vlm.serve.journal.cleanup import Keep
+from megatron_vlm.serve.journal.cleanup import RetentionPolicy
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.loop import Service
-from megatron_vlm.serve.model_commands import ModelOrders
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.model_commands import ModelCommands
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import RowReader
 from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
-from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, Drawer
+from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, EngineSampling
 from megatron_vlm.training.completions import COLDEST
 
 ENGINE_MAX_LEN = 32768  # unless the model or serve.engine_max_len says less or more
@@ -44,17 +44,17 @@ class Opened:
     address: str
 
 
-def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
+def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opened:
     """Open everything; `opened` closes the journal."""
     limits = limits_of(cfg.serve.limits)
     keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
     base = orders.models.base
     bounds = Bounds(limits.open_calls, limits.open_bytes, limits.models)
-    journal = Journal(Path(cfg.run), bounds, Keep(superseded=limits.snapshot_seconds))
+    journal = Journal(Path(cfg.run), bounds, RetentionPolicy(superseded=limits.snapshot_seconds))
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
     samples = _bounds(cfg, limits, reader.longest)
-    readings = Readings(
+    readings = RequestPrefetcher(
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
     drawer = None
@@ -63,10 +63,10 @@ def open_service(cfg: Config, orders: ModelOrders, opened: ExitStack) -> Opened:
         engines = Engines()
         opened.callback(engines.close)
         engines.start(settings, cfg.serve.engine_gpus, orders.wait)
-        drawer = Drawer(engines, journal, readings, settings.most_adapters)
+        drawer = EngineSampling(engines, journal, readings, settings.most_adapters)
         drawer.start()
     service = Service(cfg, orders, journal, readings, drawer)
-    service.residents.remove_strangers()
+    service.residents.delete_orphan_folders()
     facts = facts_of(cfg, base.source, base.dims)
     app = make_app(journal, limits, keys, facts, service.gauges)
     front = FrontServer(app, cfg.serve.host, cfg.serve.port)
@@ -96,7 +96,7 @@ def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
 
 
 def engine_settings(
-    cfg: Config, orders: ModelOrders, limits: RequestLimits, bounds: SampleBounds
+    cfg: Config, orders: ModelCommands, limits: RequestLimits, bounds: SampleBounds
 ) -> EngineSettings:
     """The settings of every engine."""
     serve, base = cfg.serve, orders.models.base

@@ -16,7 +16,7 @@ from megatron_vlm.checkpoint.export_checkpoint import export_checkpoint
 from megatron_vlm.config.trainable import Exported
 from megatron_vlm.controller.rank_worker import BrokenError
 from megatron_vlm.distributed.agreement import Stopped
-from megatron_vlm.distributed.rank0 import beside
+from megatron_vlm.distributed.rank0 import run_in_thread
 from megatron_vlm.errors import show_value
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.journal.calls import model_id, sampler_id
@@ -33,8 +33,8 @@ from megatron_vlm.serve.journal.journal_records import (
     tinker_path,
 )
 from megatron_vlm.serve.memory_check import check_fits
-from megatron_vlm.serve.model_cache import Resident, Residents
-from megatron_vlm.serve.model_commands import ModelOrders
+from megatron_vlm.serve.model_cache import LoadedModel, ModelCache
+from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.protocol.answers import write_forward_backward
 from megatron_vlm.serve.protocol.payloads import RequestError
 from megatron_vlm.serve.rank_models import Loss, ModelForm
@@ -50,7 +50,7 @@ _PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"
 class ModelCalls:
     """On rank 0. Each method does a call, and returns its answer and what else has changed."""
 
-    def __init__(self, orders: ModelOrders, residents: Residents, journal: Journal):
+    def __init__(self, orders: ModelCommands, residents: ModelCache, journal: Journal):
         self.orders, self.residents, self.journal = orders, residents, journal
         counted = (
             "trained_tokens_total",
@@ -138,14 +138,14 @@ class ModelCalls:
             return done
         return self._answers(batches, found)
 
-    def _check_fits(self, resident: Resident, batch: Batch) -> None:
+    def _check_fits(self, resident: LoadedModel, batch: Batch) -> None:
         worker = self.orders.models.workers[resident.id]
         itemsize = worker.chunks[0].config.params_dtype.itemsize
         memory = worker.platform.memory_total()
         check_fits(batch.rows, worker.cfg, worker.source.sizes, worker.dims, itemsize, memory)
 
     @contextmanager
-    def _added_or_not(self, residents: Sequence[Resident]) -> Iterator[None]:
+    def _added_or_not(self, residents: Sequence[LoadedModel]) -> Iterator[None]:
         """An error within leaves the gradients of before: where some were added, the models come
         back from disk."""
         before = [self.orders.models.backwards_of(each.id) for each in residents]
@@ -160,7 +160,7 @@ class ModelCalls:
             raise
 
     @contextmanager
-    def _whole(self, resident: Resident) -> Iterator[None]:
+    def _whole(self, resident: LoadedModel) -> Iterator[None]:
         """An error within leaves no half of a change: the model comes back from disk."""
         try:
             yield
@@ -188,7 +188,7 @@ class ModelCalls:
         return Outcome(write_forward_backward(outputs, metrics), "protobuf")
 
     def _gradients(
-        self, residents: Sequence[Resident], batches: Sequence[Batch]
+        self, residents: Sequence[LoadedModel], batches: Sequence[Batch]
     ) -> list[tuple[list[Tensor], dict[str, float]]]:
         """Log-probs and figures of each."""
         losses = [
@@ -209,7 +209,7 @@ class ModelCalls:
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
         return _json({"metrics": metrics}), Changes(models=(change,))
 
-    def _step(self, resident: Resident, seq: int, asked: schemas.AdamParams) -> float:
+    def _step(self, resident: LoadedModel, seq: int, asked: schemas.AdamParams) -> float:
         adam = AdamStep(
             asked.beta1,
             asked.beta2,
@@ -224,7 +224,7 @@ class ModelCalls:
         self.gauges["optimizer_steps_total"] += 1
         return norm
 
-    def redo(self, resident: Resident, call: Call, batch: Batch | None, body: bytes) -> None:
+    def redo(self, resident: LoadedModel, call: Call, batch: Batch | None, body: bytes) -> None:
         """A call that was done before the model went to disk, or the service died."""
         if call.kind == "forward_backward":
             assert batch is not None
@@ -289,13 +289,13 @@ class ModelCalls:
         return _json({"path": path, "type": "save_weights_external"}), Changes(checkpoints=(made,))
 
     def unload_model(self, call: Call, body: bytes) -> Done:
-        id = schemas.OfModel.model_validate_json(body).model_id
+        id = schemas.ModelIdForm.model_validate_json(body).model_id
         self.residents.forget(id)
         change = ModelChange(id, state="unloaded")
         return _json({"model_id": id, "type": "unload_model"}), Changes(models=(change,))
 
     def _written(
-        self, resident: Resident, kind: CheckpointKind, form: schemas.Named, moments: bool
+        self, resident: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
     ) -> tuple[Path, NewCheckpoint]:
         """The model's weights in a folder of their own."""
         folder = self.residents.new_folder("weights")
@@ -315,7 +315,7 @@ class ModelCalls:
         kind: Exported | None = "adapter" if made.rank else None
         try:
             export = partial(export_checkpoint, str(folder), str(out), kind=kind)
-            beside(export, self.orders.wait)
+            run_in_thread(export, self.orders.wait)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return out

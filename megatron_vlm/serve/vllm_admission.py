@@ -11,24 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vlm.serve.fair_queue import PER_SWAP, Turns
+from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal_records import Call
-from megatron_vlm.serve.vllm_weights import Wanted
+from megatron_vlm.serve.vllm_weights import SampleWeights
 
 AT_ONCE = 512  # calls under way, for each engine: more than it draws at a time
 MOST_BYTES = 256 * 2**20  # of their bodies, unless it is one
 ENTRY_S = 1e-3  # that a call counts for at first, so that those of several keys come in by turns
 
-Asked = tuple[Call, Wanted]
-Queue = tuple[str, Wanted]  # calls of a key that want the same
+Asked = tuple[Call, SampleWeights]
+Queue = tuple[str, SampleWeights]  # calls of a key that want the same
 
 
 @dataclass
-class Inside:
+class InFlight:
     """A call under way, whose part of the engine's time was counted until then."""
 
     call: Call
-    wanted: Wanted
+    wanted: SampleWeights
     since: float
 
 
@@ -39,15 +39,15 @@ class Admission:
         self, adapters: int, engines: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.adapters, self.most, self.clock = adapters, AT_ONCE * engines, clock
-        self.turns = Turns(clock)
-        self.wants: dict[str, Wanted] = {}  # of calls that wait
+        self.turns = FairQueue(clock)
+        self.wants: dict[str, SampleWeights] = {}  # of calls that wait
         self.queues: dict[Queue, dict[str, Call]] = {}  # these, in their order
-        self.inside: dict[str, Inside] = {}
+        self.inside: dict[str, InFlight] = {}
         self.active: Counter[Path] = Counter()  # calls under way of each adapter
         self.size = 0  # of their bodies
         self.closed = False
 
-    def wait(self, call: Call, wanted: Wanted) -> None:
+    def wait(self, call: Call, wanted: SampleWeights) -> None:
         """It is to come in; calls are told of in their order."""
         self.wants[call.request_id] = wanted
         self.queues.setdefault((call.key, wanted), {})[call.request_id] = call
@@ -61,7 +61,7 @@ class Admission:
             if not self.queues[queue]:
                 del self.queues[queue]
 
-    def all_of(self, wanted: Wanted) -> list[Call]:
+    def all_of(self, wanted: SampleWeights) -> list[Call]:
         """Calls that wait for these weights."""
         found = [mine for (_, other), mine in self.queues.items() if other == wanted]
         return [call for mine in found for call in mine.values()]
@@ -88,10 +88,10 @@ class Admission:
         """Nobody comes in any longer."""
         self.closed = True
 
-    def enter(self, call: Call, wanted: Wanted) -> None:
+    def enter(self, call: Call, wanted: SampleWeights) -> None:
         """It is under way."""
         self.forget(call.request_id)
-        self.inside[call.request_id] = Inside(call, wanted, self.clock())
+        self.inside[call.request_id] = InFlight(call, wanted, self.clock())
         self.size += call.size
         if wanted.adapter is not None:
             self.active[wanted.adapter] += 1
@@ -108,7 +108,7 @@ class Admission:
             if not self.active[one.wanted.adapter]:
                 del self.active[one.wanted.adapter]
 
-    def _fits(self, call: Call, wanted: Wanted, whole: Path | None) -> bool:
+    def _fits(self, call: Call, wanted: SampleWeights, whole: Path | None) -> bool:
         if not self.inside:
             return True
         if len(self.inside) >= self.most or self.size + call.size > MOST_BYTES:
@@ -124,7 +124,7 @@ class Admission:
         for one in self.inside.values():
             self._charge(one, now)
 
-    def _charge(self, one: Inside, now: float) -> None:
+    def _charge(self, one: InFlight, now: float) -> None:
         """Its part of the time since then, which those under way share."""
         self.turns.worked(one.call, f"{one.wanted}", (now - one.since) / len(self.inside))
         one.since = now

@@ -1,6 +1,6 @@
 """Samples by an engine beside the trainer, while the ranks do other calls.
 
-journal -> Drawer, in the loop of the engines' thread -> vLLM -> Drawer -> journal
+journal -> EngineSampling, in the loop of the engines' thread -> vLLM -> EngineSampling -> journal
                                                                        \\-> `drawn`, for the ranks
 
 A call is asked of the engine as soon as it has come, and joins those that are under way. Where its
@@ -31,25 +31,27 @@ from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Call,
+    CompletedCall,
     Failure,
     Finished,
-    KeptPromise,
     Outcome,
 )
-from megatron_vlm.serve.request_prefetch import Readings
+from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk, written
 from megatron_vlm.serve.vllm_admission import Admission
-from megatron_vlm.serve.vllm_weights import EngineWeights, Wanted
+from megatron_vlm.serve.vllm_weights import EngineWeights, SampleWeights
 
 LEAST_TEMPERATURE = 0.01  # above 0: with less, vLLM draws as with this
 SESSIONS = 10_000  # of which it is remembered what they sample from
 
 
-class Drawer:
+class EngineSampling:
     """On rank 0. The service's loop calls `start`, `check` and `close` and reads `drawn` and
     `samples`; the rest runs in the engines' loop."""
 
-    def __init__(self, engines: Engines, journal: Journal, readings: Readings, adapters: int):
+    def __init__(
+        self, engines: Engines, journal: Journal, readings: RequestPrefetcher, adapters: int
+    ):
         """`adapters`: how many different ones the engine draws with at a time."""
         self.engines, self.journal, self.readings = engines, journal, readings
         self.weights = EngineWeights(engines, journal.run)
@@ -61,7 +63,7 @@ class Drawer:
         self.finished: list[Finished] = []  # results on their way to the journal
         self.writing: asyncio.Task[None] | None = None
         self.switching: asyncio.Task[None] | None = None
-        self.sessions: dict[str, Wanted | None] = {}
+        self.sessions: dict[str, SampleWeights | None] = {}
         self.broken: BaseException | None = None
         self.said: Failure | None = None
         self.news = asyncio.Event()
@@ -89,7 +91,7 @@ class Drawer:
 
     # -- any thread
 
-    def _hear(self, kept: Sequence[KeptPromise]) -> None:
+    def _hear(self, kept: Sequence[CompletedCall]) -> None:
         """Calls have results: from here, from the ranks, or since they were cancelled."""
         ids = [each.request_id for each in kept if each.kind == SAMPLE]
         if ids:
@@ -113,7 +115,7 @@ class Drawer:
                     self.admission.wait(call, wanted)
             self._begin()
 
-    def _look(self) -> list[tuple[Call, Wanted | None]]:
+    def _look(self) -> list[tuple[Call, SampleWeights | None]]:
         """Samples that came since the last look, and what they are drawn with."""
         calls = self.journal.samples(self.read)
         self.read = max([self.read, *(call.number for call in calls)])
@@ -121,7 +123,7 @@ class Drawer:
             self.sessions.clear()
         for owner in {call.owner for call in calls} - self.sessions.keys():
             sampler = self.journal.sampler(owner)
-            self.sessions[owner] = None if sampler is None else Wanted.of(sampler)
+            self.sessions[owner] = None if sampler is None else SampleWeights.of(sampler)
         return [(call, self.sessions[call.owner]) for call in calls]
 
     def _begin(self) -> None:
@@ -141,7 +143,7 @@ class Drawer:
             self.tasks[call.request_id] = task
             task.add_done_callback(partial(self._left, call))
 
-    async def _draw(self, call: Call, wanted: Wanted) -> None:
+    async def _draw(self, call: Call, wanted: SampleWeights) -> None:
         try:
             ask = await asyncio.to_thread(self.readings.sample, call)
         except (MegatronVLMError, ValidationError) as error:
@@ -165,7 +167,7 @@ class Drawer:
         self.samples += ask.n
         self._finish(call, Outcome(written(ask), "protobuf"))
 
-    async def _switch(self, wanted: Wanted) -> None:
+    async def _switch(self, wanted: SampleWeights) -> None:
         """Give the engine other whole weights; nothing is under way."""
         try:
             await self.weights.switch(wanted.whole)

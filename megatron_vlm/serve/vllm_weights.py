@@ -23,7 +23,7 @@ FORM = "engine"  # the folder's name
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleWeights:
     """What a sampling session's samples are drawn with: the base model, with `adapter` or without,
     or `whole` weights in place of the base model's. Both are folders of snapshots."""
 
@@ -31,13 +31,13 @@ class Wanted:
     adapter: Path | None = None
 
     @staticmethod
-    def of(sampler: SamplingSession) -> "Wanted":
+    def of(sampler: SamplingSession) -> "SampleWeights":
         """What never changes while the session lasts."""
         if sampler.folder is None:
-            return Wanted()
+            return SampleWeights()
         if ModelForm.of(sampler.facts["form"]).rank:
-            return Wanted(adapter=sampler.folder)
-        return Wanted(whole=sampler.folder)
+            return SampleWeights(adapter=sampler.folder)
+        return SampleWeights(whole=sampler.folder)
 
 
 class EngineWeights:

@@ -16,7 +16,7 @@ from megatron_vlm.data.batches.micro_batch import LOSS_FIELDS, VISUAL_FIELDS, Mi
 from megatron_vlm.data.tensors.tensor_bytes import DTYPES, Field, dtype_name, pack, unpack
 from megatron_vlm.distributed.collectives import broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 
 _ON_HOST = ("tokens_BS5", *LOSS_FIELDS, "routing_TLK", "image_grid_I3", "video_grid_I3")
@@ -24,7 +24,7 @@ _PATCHES = ("pixel_values_PC", "pixel_values_videos_PC")
 _FACTS = ("lengths", "rows", "value_names")
 
 
-def share_json(mine: Any, grid: Grid, device: torch.device) -> Any:
+def share_json(mine: Any, grid: RankGroups, device: torch.device) -> Any:
     """What the loading rank has, as JSON can hold it, or its DataError, on every rank of the
     replica. A collective."""
     failed = isinstance(mine, DataError)
@@ -35,13 +35,13 @@ def share_json(mine: Any, grid: Grid, device: torch.device) -> Any:
     return found["value"]
 
 
-def share_bytes(mine: bytes | None, grid: Grid, device: torch.device) -> bytes:
+def share_bytes(mine: bytes | None, grid: RankGroups, device: torch.device) -> bytes:
     """The bytes of the loading rank on every rank of the replica. A collective."""
     return broadcast_bytes(mine, grid.leader, grid.replica.group, device)
 
 
 def share_batch(
-    mine: tuple[list[MicroBatch], Any] | None, grid: Grid, device: torch.device
+    mine: tuple[list[MicroBatch], Any] | None, grid: RankGroups, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
     """The loading rank's micro-batches, and what comes with them as JSON can hold it, on every
     rank of the replica. A collective."""
@@ -85,7 +85,7 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
 
 
 def _share_patches(
-    said: tuple[list[int], str] | None, mine: Tensor | None, grid: Grid, device: torch.device
+    said: tuple[list[int], str] | None, mine: Tensor | None, grid: RankGroups, device: torch.device
 ) -> Tensor | None:
     """Patches on all ranks of the first stage, which the loading rank belongs to."""
     if said is None or grid.tp.size == 1:

@@ -18,11 +18,17 @@ from torch import Tensor
 from megatron_vlm.data.tokens.row import IGNORE, Row, place_row
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.completions import SamplingSettings
 from megatron_vlm.training.expert_routing import Chosen, routing_tables
-from megatron_vlm.training.generation_batch import DecodePass, Draw, Lane, Prompt, filler
-from megatron_vlm.training.pipeline import Stage, as_it_is
+from megatron_vlm.training.generation_batch import (
+    ActiveSample,
+    DecodePass,
+    GenerationBatch,
+    Prompt,
+    filler,
+)
+from megatron_vlm.training.pipeline import Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.stop_strings import Texts
 from megatron_vlm.training.token_sampling import pick, whole_logits
@@ -55,7 +61,7 @@ class Decoder:
             )
         self.stage, self.texts, self.on_token = stage, texts, on_token
         self.routing = routing
-        self.lanes = [Lane(batch_rows, stage.device) for _ in range(stage.grid.pp.size)]
+        self.lanes = [GenerationBatch(batch_rows, stage.device) for _ in range(stage.grid.pp.size)]
         self.waiting: deque[Prompt] = deque()
         self.prompts: dict[int, Prompt] = {}  # that have not ended, by their numbers
 
@@ -75,7 +81,7 @@ class Decoder:
             )
         placed = place_row(_unlabelled(row), self.stage.sizes.tokens, f"prompt {number}")
         position = int(placed.tokens_S5[:, 2:].max()) + 1
-        draws = [Draw(number, settings, seed + k, position) for k in range(n)]
+        draws = [ActiveSample(number, settings, seed + k, position) for k in range(n)]
         if self.texts is not None and settings.stop_strings:
             for draw in draws:
                 draw.searches = self.texts.searches(settings.stop_strings)
@@ -112,7 +118,7 @@ class Decoder:
             del self.prompts[prompt.number]
         return ended
 
-    def _hear(self, draw: Draw) -> None:
+    def _hear(self, draw: ActiveSample) -> None:
         if self.on_token is not None and draw.ids[-1] not in draw.settings.stop_ids:
             self.on_token(draw.prompt, draw.ids[-1])
 
@@ -160,7 +166,7 @@ def _add_routing(stage: Stage, passes: Sequence[DecodePass], chosen: Sequence[Ch
 
 
 def _arrivals(
-    stage: Stage, passes: Sequence[DecodePass], chunk: Qwen3VLGPTModel
+    stage: Stage, passes: Sequence[DecodePass], chunk: StageModel
 ) -> Iterator[tuple[DecodePass, StageInput]]:
     # Past the prefill come generated tokens: a placeholder among them shows nothing.
     sees = [one.cache.in_prefill for one in passes]
@@ -183,7 +189,7 @@ def _forward_step(
     places_B = to_device(torch.tensor(last_B), stage.device)
     output = stage.call(chunk, batch, cache=one.cache, loss_mask=places_B)
     if not one.draws:  # a filler
-        return output, as_it_is
+        return output, pass_through
     return output, partial(_pick, stage, one)
 
 

@@ -14,9 +14,9 @@ from megatron_vlm.data.batches.dataset import DataSet, open_data
 from megatron_vlm.data.batches.loader import BatchFigures, Loader, Replica
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.data.batches.stream_set import StreamSet
-from megatron_vlm.distributed.agreement import Vote, fail_together, meet
+from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrier
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.family.spec import ModelSizes
@@ -40,7 +40,7 @@ class StepData:
 class SharedBatches:
     """A loader's batches on every rank; only one rank of a replica has the loader."""
 
-    def __init__(self, loader: Loader | None, grid: Grid, device: torch.device):
+    def __init__(self, loader: Loader | None, grid: RankGroups, device: torch.device):
         self.grid, self.device = grid, device
         self.batches = None if loader is None else iter(loader)
 
@@ -62,7 +62,7 @@ class Feeder:
         self,
         cfg: Config,
         sizes: ModelSizes,
-        grid: Grid,
+        grid: RankGroups,
         device: torch.device,
         watchdog: Watchdog,
         asks: bool = False,
@@ -112,7 +112,7 @@ class Feeder:
 
 def open_together(
     name: str,
-    grid: Grid,
+    grid: RankGroups,
     device: torch.device,
     opening: Callable[[], tuple[T, Known]],
     watchdog: Watchdog,
@@ -129,7 +129,7 @@ def open_together(
         except MegatronVLMError as error:
             failure = error
     watchdog.at(0, f"waiting until all ranks have opened {name}")
-    meet(name)
+    store_barrier(name)
     with fail_together(device, DataError, _ELSEWHERE):
         if failure is not None:
             raise failure

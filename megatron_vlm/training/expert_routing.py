@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import DataError
 from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.model.experts import expert_mlps
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 
 Chosen = tuple[int, Mapping[int, Tensor]]  # of a micro-batch by its number: experts, by layer
 
@@ -56,7 +56,7 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
 
 
 def given_routing(
-    batch: MicroBatch, chunk: Qwen3VLGPTModel, move: Callable[[Tensor], Tensor]
+    batch: MicroBatch, chunk: StageModel, move: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
     """What a micro-batch says of this chunk's layers, by their numbers, on the device."""
     given_TLK, experts = batch.routing_TLK, chunk.sizes.text.experts
@@ -71,7 +71,7 @@ def routing_tables(
     batches: Sequence[MicroBatch],
     chosen: Sequence[Chosen],
     text: TextSizes,
-    grid: Grid,
+    grid: RankGroups,
     device: torch.device,
 ) -> list[Tensor]:
     """The routing [T, L, K] of each micro-batch, on the host of every rank of a replica. `chosen`
@@ -107,7 +107,7 @@ def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> 
 
 
 def take_expert_load(
-    chunks: Sequence[Qwen3VLGPTModel], text: TextSizes, device: torch.device
+    chunks: Sequence[StageModel], text: TextSizes, device: torch.device
 ) -> Tensor | None:
     """The tokens of the global batch that each expert of each layer with experts got [L, E], on the
     host. None for a dense model. Counting begins anew. A collective of all ranks."""
@@ -122,7 +122,7 @@ def take_expert_load(
     return load_LE[sorted(text.experts.layers)].cpu()
 
 
-def begin_count(chunks: Sequence[Qwen3VLGPTModel]) -> None:
+def begin_count(chunks: Sequence[StageModel]) -> None:
     """Forget what was counted."""
     for mlp in expert_mlps(chunks):
         mlp.load = [0] * mlp.experts

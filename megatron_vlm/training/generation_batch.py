@@ -20,7 +20,7 @@ from megatron_vlm.training.stop_strings import StopSearch
 
 
 @dataclass
-class Draw:
+class ActiveSample:
     """An answer in the making."""
 
     prompt: int  # the number of its prompt
@@ -64,7 +64,7 @@ class Prompt:
     """A prompt and the answers that are drawn to it, one or more."""
 
     row: PlacedRow
-    draws: list[Draw]
+    draws: list[ActiveSample]
 
     @property
     def number(self) -> int:
@@ -87,21 +87,21 @@ class DecodePass:
 
     batch: MicroBatch
     cache: KVCache
-    draws: Sequence[Draw] = ()
+    draws: Sequence[ActiveSample] = ()
     rows: Sequence[int] = ()  # which row of the batch each draw continues
 
 
-class Lane:
+class GenerationBatch:
     """At most `size` rows that take each pass together. As many lanes as there are pipeline stages
     are under way: while the last stage works on one, the first can take up the next."""
 
     def __init__(self, size: int, device: torch.device):
         self.size, self.device = size, device
-        self.draws: list[Draw] = []  # of each row
+        self.draws: list[ActiveSample] = []  # of each row
         self.cache = KVCache([], device)
         # Prompts that were taken up, and the draws that continue their rows but have no row yet.
         self.begun = KVCache([], device)
-        self.unseated: list[tuple[int, Draw]] = []
+        self.unseated: list[tuple[int, ActiveSample]] = []
 
     def passes(self, waiting: deque[Prompt]) -> list[DecodePass]:
         """What this lane sends through the pipeline next: a token of each row, and prompts for the
@@ -120,7 +120,7 @@ class Lane:
             found.append(prefill(prompts, self.device))
         return found
 
-    def settle(self, done: DecodePass, heard: Callable[[Draw], None]) -> None:
+    def settle(self, done: DecodePass, heard: Callable[[ActiveSample], None]) -> None:
         """A pass is through, and its draws have their next tokens: go on with those that have not
         ended."""
         for draw in done.draws:
@@ -168,7 +168,7 @@ def filler(device: torch.device) -> DecodePass:
     return DecodePass(batch, KVCache(batch.lengths, device))
 
 
-def _newest(draws: Sequence[Draw]) -> MicroBatch:
+def _newest(draws: Sequence[ActiveSample]) -> MicroBatch:
     tokens_B5 = torch.tensor(
         [[draw.ids[-1], IGNORE, *[draw.position + len(draw.ids) - 1] * 3] for draw in draws],
         dtype=torch.int32,

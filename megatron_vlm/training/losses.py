@@ -30,9 +30,9 @@ from torch import Tensor
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.model.log_probs import Also
+from megatron_vlm.model.log_probs import ExtraOutput
 from megatron_vlm.training.policy_losses import (
     cispo,
     dro,
@@ -131,7 +131,7 @@ class Objective:
         return replace(made, metrics=tuple(report))
 
     @property
-    def also(self) -> Also | None:
+    def also(self) -> ExtraOutput | None:
         """What the model gives beside the log-probs."""
         return None if self.entropy_coef is None else "entropy"
 
@@ -205,7 +205,7 @@ def totals(
     objective: Objective,
     batches: Sequence[MicroBatch],
     outputs: Sequence[Mapping[str, Tensor]],
-    grid: Grid,
+    grid: RankGroups,
     device: torch.device,
 ) -> tuple[float, int, float, dict[str, float]]:
     """Over the global batch: the summed loss, the supervised tokens, the sum of their weights, the

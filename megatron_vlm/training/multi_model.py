@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 
 Item = tuple[int, MicroBatch]  # the number of a model, and a micro-batch of it
 
 
-class SwitchedChunk(nn.Module):
+class MultiModelChunk(nn.Module):
     """For Megatron's schedules one chunk; in truth one of each model, of which `of` takes its
     turn."""
 
@@ -62,7 +62,7 @@ def run_together(
         for stage, counted in zip(stages, tokens, strict=True):
             stage.chunks[0].config.finalize_model_grads_func(stage.wrapped, counted, **more)
 
-    def step(data: Iterator[tuple[int, Any]], chunk: SwitchedChunk) -> tuple[Tensor, Any]:
+    def step(data: Iterator[tuple[int, Any]], chunk: MultiModelChunk) -> tuple[Tensor, Any]:
         model, batch = next(data)
         output, read = steps[model](iter([batch]), chunk.of(model))
 
@@ -73,13 +73,13 @@ def run_together(
 
         return output, counting
 
-    def arriving(items: Sequence[Item], chunk: Qwen3VLGPTModel) -> Iterator[tuple[int, Any]]:
+    def arriving(items: Sequence[Item], chunk: StageModel) -> Iterator[tuple[int, Any]]:
         for model, of_model in groupby(items, itemgetter(0)):  # each counts its own from 0
             for batch in lead.arrivals([batch for _, batch in of_model], chunk):
                 yield model, batch
 
     items, begins = _in_a_row(stages, batches)
-    switched = [SwitchedChunk(stages, place, finish) for place in range(len(lead.chunks))]
+    switched = [MultiModelChunk(stages, place, finish) for place in range(len(lead.chunks))]
     joined = Stage(lead.chunks, switched, lead.grid, lead.pixels)
     outputs = joined.run(
         items,

@@ -21,10 +21,10 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor, nn
 
 from megatron_vlm.config.schema import Config, OptimConfig
-from megatron_vlm.distributed.grid import Axis, Grid
+from megatron_vlm.distributed.grid import GroupAxis, RankGroups
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
 
 
@@ -71,18 +71,18 @@ def check_lr(lr: float | None) -> None:
         )
 
 
-def shards_optimizer(cfg: Config, grid: Grid) -> bool:
+def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
     """Whether optimizer state is sharded: with one replica that would only copy it around."""
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
 
-def gathers_behind(cfg: Config, grid: Grid) -> bool:
+def gathers_behind(cfg: Config, grid: RankGroups) -> bool:
     """Whether new weights are gathered while other work goes on."""
     return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
 
 
 def wrap_data_parallel(
-    cfg: Config, chunks: Sequence[Qwen3VLGPTModel], grid: Grid
+    cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
 ) -> list[DistributedDataParallel]:
     """Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP ranks."""
     wrapped = [
@@ -109,7 +109,7 @@ def wrap_data_parallel(
 
 
 def finalize_grads(
-    grid: Grid,
+    grid: RankGroups,
     reduces: Sequence[GradReduce],
     chunks: list[DistributedDataParallel],
     num_tokens: Tensor | None = None,
@@ -124,7 +124,7 @@ def finalize_grads(
     sum_shared_images(chunks[0].module, grid.tp)
 
 
-def sum_shared_images(model: Qwen3VLGPTModel, tp: Axis) -> None:
+def sum_shared_images(model: StageModel, tp: GroupAxis) -> None:
     """Sum the tower's gradients over TP, where each TP rank encoded only its own images."""
     if not (model.pre_process and model.share_images) or tp.size == 1:
         return
@@ -145,7 +145,7 @@ def build_optimizer(
     cfg: Config,
     chunks: Sequence[DistributedDataParallel],
     parts: Mapping[nn.Parameter, Part],
-    grid: Grid,
+    grid: RankGroups,
 ) -> MegatronOptimizer:
     """AdamW with fp32 main weights, its state sharded over DP by parallel.distributed_optimizer.
     `parts` says which part of the model each parameter belongs to."""
@@ -214,7 +214,7 @@ def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
 def apply_gradients(
     optimizer: MegatronOptimizer,
     gather: WeightGather,
-    grid: Grid,
+    grid: RankGroups,
     device: torch.device,
     limit: float,
 ) -> float:
@@ -232,7 +232,7 @@ def apply_gradients(
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: MegatronOptimizer, grid: Grid, device: torch.device) -> float:
+def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.device) -> float:
     """The norm of all gradients, the same on every rank. A collective.
 
     Megatron's own asks the device for the norm of each tensor, one after the other, where neither

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.distributed.device import CopyStream
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.family.spec import ModelSizes
-from megatron_vlm.model.log_probs import Also
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.log_probs import ExtraOutput
+from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
 
@@ -27,7 +27,7 @@ from megatron_vlm.training.stage_inputs import StageInput, arrivals
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 
 # Brings items to the device for a chunk.
-Arriving = Callable[[Sequence[Any], Qwen3VLGPTModel], Iterator[Any]]
+Arriving = Callable[[Sequence[Any], StageModel], Iterator[Any]]
 
 
 class Stage:
@@ -35,9 +35,9 @@ class Stage:
 
     def __init__(
         self,
-        chunks: Sequence[Qwen3VLGPTModel],
+        chunks: Sequence[StageModel],
         wrapped: Sequence[nn.Module],
-        grid: Grid,
+        grid: RankGroups,
         pixels: PixelTables,
     ):
         self.chunks, self.grid = list(chunks), grid
@@ -70,14 +70,14 @@ class Stage:
         between: dict[str, Any] = {}
         if dims.pp > 1:
             batches = [batch_of(item) for item in items]
-            between["p2p_communicator"] = KnownShapes(self.grid, config, self.sizes, batches)
+            between["p2p_communicator"] = KnownShapeP2P(self.grid, config, self.sizes, batches)
             between["pg_collection"] = self.chunks[0].pg_collection
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[(arriving or self.arrivals)(items, chunk) for chunk in self.chunks],
             model=self.wrapped,
             num_microbatches=len(items),
-            # Neither is used: KnownShapes says what arrives.
+            # Neither is used: KnownShapeP2P says what arrives.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -98,7 +98,7 @@ class Stage:
     def arrivals(
         self,
         batches: Sequence[MicroBatch],
-        chunk: Qwen3VLGPTModel,
+        chunk: StageModel,
         sees: Sequence[bool] | None = None,
     ) -> Iterator[StageInput]:
         """The batches on the device; of one that `sees` nothing, only words."""
@@ -121,7 +121,7 @@ class Stage:
         self,
         chunk: Any,
         batch: StageInput,
-        also: Also | None = None,
+        also: ExtraOutput | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
         """A chunk's output for a micro-batch; on the last stage the log-probs of its targets."""
@@ -136,7 +136,7 @@ class Stage:
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             output = self.predict(chunk, next(data), temperature=temperature)
-            return output, as_it_is
+            return output, pass_through
 
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
@@ -152,7 +152,7 @@ class Stage:
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(data)
             asked = (count, temperature)
-            return self.call(chunk, batch, loss_mask=batch.places_N, likeliest=asked), as_it_is
+            return self.call(chunk, batch, loss_mask=batch.places_N, likeliest=asked), pass_through
 
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
@@ -175,7 +175,7 @@ class Stage:
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             kept.append(batch := next(data))
             output = self.predict(chunk, batch)
-            return output, as_it_is
+            return output, pass_through
 
         with self.evaluating():
             self.run(batches, step, forward_only=True)
@@ -219,7 +219,7 @@ class Stage:
             chunk.train(mode)
 
 
-def as_it_is(output: Tensor, non_loss_data: bool = True) -> Any:
+def pass_through(output: Tensor, non_loss_data: bool = True) -> Any:
     """For Megatron's forward-only schedules: return the stage's output itself."""
     assert non_loss_data
     return output
@@ -244,12 +244,12 @@ def _by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[Tensor]]) -
 Shape = tuple[int, int, int]
 
 
-class KnownShapes(P2PCommunicator):
+class KnownShapeP2P(P2PCommunicator):
     """Megatron's communicator for one run of the schedule over these micro-batches, without its
     exchange of shapes."""
 
     def __init__(
-        self, grid: Grid, config: Any, sizes: ModelSizes, batches: Sequence[MicroBatch]
+        self, grid: RankGroups, config: Any, sizes: ModelSizes, batches: Sequence[MicroBatch]
     ) -> None:
         super().__init__(grid.pp.group, config)
         dims, stage = grid.dims, grid.pp.rank

@@ -17,7 +17,7 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import to_device
 from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.training.expert_routing import begin_count, take_expert_load
-from megatron_vlm.training.pipeline import ForwardStep, Stage, as_it_is
+from megatron_vlm.training.pipeline import ForwardStep, Stage, pass_through
 from megatron_vlm.training.stage_inputs import StageInput
 
 
@@ -72,7 +72,7 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
         return replace(batch, places_N=batch.places_N[:0], targets_M=batch.targets_M[:0], of_M=None)
 
     def count(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-        return step(map(without_head, data), chunk)[0], as_it_is
+        return step(map(without_head, data), chunk)[0], pass_through
 
     begin_count(stage.chunks)
     with torch.no_grad():

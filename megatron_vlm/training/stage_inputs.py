@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_vlm.data.batches.micro_batch import MicroBatch
 from megatron_vlm.distributed.device import CopyStream
 from megatron_vlm.model.router import Routing, real_places
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
+from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.model.vision import VisualPlan
 from megatron_vlm.training.expert_routing import given_routing
 
@@ -56,7 +56,7 @@ class StageInput:
 def stage_input(
     batch: MicroBatch,
     number: int,
-    chunk: Qwen3VLGPTModel,
+    chunk: StageModel,
     sees: bool,
     move: Callable[[Tensor], Tensor],
 ) -> StageInput:
@@ -86,7 +86,7 @@ def stage_input(
 
 
 def arrivals(
-    batches: Sequence[MicroBatch], chunk: Qwen3VLGPTModel, sees: Sequence[bool], copies: CopyStream
+    batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool], copies: CopyStream
 ) -> Iterator[StageInput]:
     """Micro-batches on the device, in order: while one computes, the next is on its way."""
     coming: Callable[[], StageInput] | None = None

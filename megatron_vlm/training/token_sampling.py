@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vlm.distributed.grid import Axis
+from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.training.completions import SamplingSettings
 
 
-def whole_logits(logits_Bv: Tensor, vocab: int, tp: Axis) -> Tensor:
+def whole_logits(logits_Bv: Tensor, vocab: int, tp: GroupAxis) -> Tensor:
     """The logits [B, V] of all TP ranks in fp32, without the padding of the vocabulary."""
     rows, width = logits_Bv.shape
     found = logits_Bv.new_empty(tp.size * rows, width)

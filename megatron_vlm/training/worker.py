@@ -26,21 +26,27 @@ from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.distributed.agreement import check_same, compared, fail_together, job_store
 from megatron_vlm.distributed.device import Platform, pick_platform
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.distributed.grid import Grid
+from megatron_vlm.distributed.grid import RankGroups
 from megatron_vlm.distributed.process import rank_of_process, say, under_launcher
 from megatron_vlm.distributed.rendezvous import join_world, meeting_place
 from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import CheckpointError, ConfigError
-from megatron_vlm.family.cpu_matmul import take_faster_products
+from megatron_vlm.family.cpu_matmul import enable_onednn
 from megatron_vlm.hf.digest import digests, weights_digest
 from megatron_vlm.hf.export_folder import ExportMark
 from megatron_vlm.hf.export_weights import export_hf, stored_tensors
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
-from megatron_vlm.hf.load_weights import check_tensors, check_tied, held_params, load_hf, unshared
-from megatron_vlm.hf.model_card import Training
+from megatron_vlm.hf.load_weights import (
+    check_tensors,
+    check_tied,
+    held_params,
+    load_hf,
+    own_parameters,
+)
+from megatron_vlm.hf.model_card import TrainingSummary
 from megatron_vlm.hf.weight_map import Entry, name_table
 from megatron_vlm.lora.export_adapter import export_adapter
-from megatron_vlm.lora.layers import attach, drawing
+from megatron_vlm.lora.layers import attach, dropout_rng
 from megatron_vlm.lora.weights import (
     adapted_linears,
     adapted_weights,
@@ -50,8 +56,8 @@ from megatron_vlm.lora.weights import (
 )
 from megatron_vlm.model.build import build_chunks
 from megatron_vlm.model.constraints import check_built, check_config
-from megatron_vlm.model.stage_model import Qwen3VLGPTModel
-from megatron_vlm.planner.auto_split import settled
+from megatron_vlm.model.stage_model import StageModel
+from megatron_vlm.planner.auto_split import settle_layers
 from megatron_vlm.training.backward import Backward, Gradients, LossCall, StepMetrics, run_backward
 from megatron_vlm.training.comm_overlap import WeightGather
 from megatron_vlm.training.completions import Completion, SamplingSettings
@@ -101,7 +107,7 @@ class MegatronWorker:
         sizes = self.source.sizes
         self._remark(sizes.num_values)
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
-        self.cfg = cfg = settled(cfg, sizes, world_size, self.platform)
+        self.cfg = cfg = settle_layers(cfg, sizes, world_size, self.platform)
         # Everything that can be refused is refused here, before a process group or a weight.
         self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
         check_config(cfg, sizes, self.dims)
@@ -116,7 +122,7 @@ class MegatronWorker:
         watchdog.join(job_store(), world_size)
         if world_size > 1:
             check_same(compared(cfg), found, self.platform.device)
-        self.grid = Grid.create(self.dims, cfg.train.seed, patience)
+        self.grid = RankGroups.create(self.dims, cfg.train.seed, patience)
         watchdog.at(0, "building the model")
         self._build()
         self.gather = WeightGather([])
@@ -150,12 +156,12 @@ class MegatronWorker:
         """The table of parameters, and this stage's chunks of the model with their adapters."""
         cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
         if not self.platform.is_cuda:
-            take_faster_products(sizes.text.hidden, sizes.text.experts is not None)
+            enable_onednn(sizes.text.hidden, sizes.text.experts is not None)
         self.table: list[Entry] = name_table(family, sizes, cfg.model.backend, self.dims)
         linears = adapted_linears(self.table, self.adapted)
         self.table += adapter_entries(linears, cfg.lora.rank)
         others = None if self.base is None else self.base.chunks
-        self.chunks: list[Qwen3VLGPTModel] = build_chunks(
+        self.chunks: list[StageModel] = build_chunks(
             cfg, family, self.source.config, sizes, self.grid, self.platform, others
         )
         mine = [linear for linear in linears if linear.stage == self.grid.pp.rank]
@@ -164,7 +170,7 @@ class MegatronWorker:
     def _load(self) -> None:
         """Fill the parameters, and say which of them learn."""
         with fail_together(self.platform.device, CheckpointError):
-            own = self.held if self.base is None else unshared(self.held, self.cfg)
+            own = self.held if self.base is None else own_parameters(self.held, self.cfg)
             load_hf(own, self.source, self.grid, self.watchdog.busy)
             if self.adapted:
                 fill(self.held, self.grid, values(self.cfg, self.adapted, self.source))
@@ -302,7 +308,7 @@ class MegatronWorker:
         self,
         path: str,
         mark: ExportMark | None = None,
-        done: Training | None = None,
+        done: TrainingSummary | None = None,
         kind: Exported | None = None,
     ) -> None:
         """Write a Hugging Face checkpoint: the one that was loaded, with the present weights. The
@@ -356,6 +362,6 @@ class MegatronWorker:
         assert self.gradients is not None
         number = self.gradients.micro_batches + batch.number  # among all of the step
         where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
-        with drawing(*where):
+        with dropout_rng(*where):
             output = self.stage.predict(chunk, batch, objective.also)
         return output, partial(loss_of, objective, batch)

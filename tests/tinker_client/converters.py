@@ -27,7 +27,7 @@ from tinker.proto.response_conv import (
 )
 
 from megatron_vlm.serve.protocol.answers import REDUCTIONS, write_forward_backward, write_samples
-from megatron_vlm.serve.protocol.compression import unpacked
+from megatron_vlm.serve.protocol.compression import decompress
 from megatron_vlm.serve.protocol.payloads import (
     NO_LOG_PROB,
     Picture,
@@ -138,7 +138,7 @@ def same_arrays(found, meant):
 def test_what_the_client_asks_for(data, config, loss, forward_only, seq_id, packed):
     body = body_of([datum for datum, _ in data], config, loss, forward_only, seq_id)
     if packed:
-        body = unpacked(zstandard.ZstdCompressor().compress(body), len(body))
+        body = decompress(zstandard.ZstdCompressor().compress(body), len(body))
     found = read_forward_backward(body)
     assert (found.model_id, found.seq_id) == ("session:train:0", seq_id)
     assert (found.loss, found.forward_only) == (loss, forward_only)

@@ -11,15 +11,15 @@ from megatron_vlm.checkpoint.save_load import load
 from megatron_vlm.commands.agree.agree_settings import AgreeSettings, add_agree_arguments, located
 from megatron_vlm.commands.agree.ask_engine import AnsweredPrompt, Asking
 from megatron_vlm.commands.agree.compare import BOUNDS, Agreement, ComparedPrompt, token_pairs
-from megatron_vlm.commands.agree.page import render_page
+from megatron_vlm.commands.agree.page import render_agreement
 from megatron_vlm.commands.agree.terminal import print_agreement
-from megatron_vlm.commands.agree.token_text import Words
-from megatron_vlm.config.arguments import configured, parse
+from megatron_vlm.commands.agree.token_text import TokenText
+from megatron_vlm.config.arguments import configured, parse_arguments
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.tensors.rows import batch_of, rows_of
 from megatron_vlm.data.tensors.tensor_batch import TensorBatch
 from megatron_vlm.data.tokens.row import IGNORE, Row, continued
-from megatron_vlm.distributed.agreement import fail_together, meet
+from megatron_vlm.distributed.agreement import fail_together, store_barrier
 from megatron_vlm.distributed.collectives import all_gather_json, broadcast_bytes, broadcast_json
 from megatron_vlm.distributed.process import UNLIKE, rank_of_process, run_process
 from megatron_vlm.distributed.watchdog import Watchdog
@@ -35,7 +35,7 @@ def run_agree(arguments: Sequence[str]) -> int:
     """Compare, on one rank; UNLIKE where the two differ."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_agree_arguments(parser)
-    args = parse(parser, arguments)
+    args = parse_arguments(parser, arguments)
     settings = AgreeSettings.of(args)
     file, _ = configured(args)
     cfg, checkpoint = located(args.where, args.overrides, file)
@@ -46,7 +46,7 @@ def run_agree(arguments: Sequence[str]) -> int:
             load(worker, checkpoint)
         found = compare_all(worker, cfg, settings, streams=checkpoint is not None)
         if found is not None:
-            _say(found, Words.of(str(worker.source.path)), settings.html)
+            _say(found, TokenText.of(str(worker.source.path)), settings.html)
         agrees = found is not None and not found.faults
         device = worker.platform.device
         return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
@@ -105,7 +105,7 @@ def _alone(
             action(asking)
         except MegatronVLMError as error:
             failure = error
-    meet(name)
+    store_barrier(name)
     with fail_together(worker.platform.device, SamplerError):
         if failure is not None:
             raise failure
@@ -138,11 +138,11 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
     return [found[place % dp.size][place // dp.size] for place in range(count)]
 
 
-def _say(found: Agreement, words: Words, html: str | None) -> None:
+def _say(found: Agreement, words: TokenText, html: str | None) -> None:
     console = Console(highlight=False)
     print_agreement(found, words, console)
     if html is not None:
-        save_page(html, render_page(found, words))
+        save_page(html, render_agreement(found, words))
         console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
 
 

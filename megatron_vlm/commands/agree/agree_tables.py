@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt
-from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.io.numbers_as_text import number
 
 PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "worst", "mean")
@@ -13,7 +13,7 @@ PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "wo
 _UNLIKE = 3  # prompts whose ids differ, of which it is said where
 
 
-def figures(found: Agreement) -> list[tuple[str, str]]:
+def agree_figures(found: Agreement) -> list[tuple[str, str]]:
     """(figure, what it is)."""
     return [
         (small(found.worst), "worst difference of a log-prob"),
@@ -82,7 +82,7 @@ def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> 
     return ", ".join(words) or "text"
 
 
-def unlike_ids(found: Agreement, words: Words) -> list[str]:
+def unlike_ids(found: Agreement, words: TokenText) -> list[str]:
     """Where the ids of the first few prompts differ, in sentences."""
     said = []
     for prompt in [each for each in found.prompts if not each.ids][:_UNLIKE]:
@@ -95,7 +95,7 @@ def unlike_ids(found: Agreement, words: Words) -> list[str]:
     return said
 
 
-def _token(id: int | None, words: Words) -> str:
+def _token(id: int | None, words: TokenText) -> str:
     return "nothing" if id is None else f"{id} ({words.tokenizer.decode([id])!r})"
 
 

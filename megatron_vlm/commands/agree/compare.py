@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.engines.inspection import Seen, SeenMedia
+from megatron_vlm.engines.inspection import EngineMedia, EngineView
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # of a log-prob, by the type that both compute in
 # Half the distance of two bytes of a channel, whose deviation is 0.5 in Qwen3-VL: smaller
@@ -41,7 +41,7 @@ class ComparedPrompt:
 
     where: str
     prompt: Row
-    seen: Seen
+    seen: EngineView
     grids: bool  # whether they are equal
     patches: float  # largest difference; 0 without any
     tokens: tuple[TokenPair, ...] = ()
@@ -131,7 +131,7 @@ class Agreement:
         return sorted(pairs, key=rank)[:most]
 
 
-def compare(where: str, prompt: Row, seen: Seen, tables: PixelTables) -> ComparedPrompt:
+def compare(where: str, prompt: Row, seen: EngineView, tables: PixelTables) -> ComparedPrompt:
     """What the trainer makes of a prompt beside what the engine has made of it."""
     images = zip_longest(_media(prompt, tables, "image"), seen.images)
     videos = zip_longest(_media(prompt, tables, "video"), seen.videos)
@@ -141,7 +141,7 @@ def compare(where: str, prompt: Row, seen: Seen, tables: PixelTables) -> Compare
     return ComparedPrompt(where, prompt, seen, grids, float(np.max(patches)) if patches else 0.0)
 
 
-def patch_difference(ours: SeenMedia | None, theirs: SeenMedia | None) -> float:
+def patch_difference(ours: EngineMedia | None, theirs: EngineMedia | None) -> float:
     """The largest of two pictures' patches, in the engine's type; inf where their shapes differ."""
     if ours is None or theirs is None or ours.patches_PC.shape != theirs.patches_PC.shape:
         return math.inf
@@ -157,7 +157,7 @@ def token_pairs(
     return tuple(TokenPair(place, *each) for place, each in found)
 
 
-def _media(prompt: Row, tables: PixelTables, kind: str) -> list[SeenMedia]:
+def _media(prompt: Row, tables: PixelTables, kind: str) -> list[EngineMedia]:
     """The pictures or videos of a row, as the trainer's tower gets them."""
     grid_I3, values_PC = prompt.image_grid_I3, tables.images(prompt.pixel_values_PC)
     if kind == "video":
@@ -167,4 +167,4 @@ def _media(prompt: Row, tables: PixelTables, kind: str) -> list[SeenMedia]:
         return []
     grids = [tuple(map(int, grid)) for grid in grid_I3.tolist()]
     parts = values_PC.split([math.prod(grid) for grid in grids])
-    return [SeenMedia(grid, part) for grid, part in zip(grids, parts, strict=True)]
+    return [EngineMedia(grid, part) for grid, part in zip(grids, parts, strict=True)]

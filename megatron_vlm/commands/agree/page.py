@@ -6,24 +6,24 @@ from pathlib import Path
 from megatron_vlm.commands.agree import agree_tables
 from megatron_vlm.commands.agree.compare import Agreement, ComparedPrompt, TokenPair
 from megatron_vlm.commands.agree.plots import plots
-from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.report.html import Html, document, table, tag, tiles
 
 _WORST = 8  # tokens that are shown
 
 
-def render_page(found: Agreement, words: Words) -> str:
+def render_agreement(found: Agreement, words: TokenText) -> str:
     """The whole page."""
     css = Path(__file__).with_name("agreement.css").read_text()
     return document("Engine and trainer", css, _body(found, words))
 
 
-def _body(found: Agreement, words: Words) -> Iterator[Html]:
+def _body(found: Agreement, words: TokenText) -> Iterator[Html]:
     yield tag("h1", "They differ" if found.faults else "Engine and trainer agree")
     yield tag("p", found.model, class_="quiet")
     yield tag("p", f"{agree_tables.settings(found)}.", class_="quiet")
-    yield tiles(agree_tables.figures(found))
+    yield tiles(agree_tables.agree_figures(found))
     kind = "alarm" if found.faults else "right"
     yield tag("p", agree_tables.verdict(found), class_=f"verdict {kind}")
     for sentence in agree_tables.unlike_ids(found, words):
@@ -42,7 +42,7 @@ def _body(found: Agreement, words: Words) -> Iterator[Html]:
         yield tag("div", *(_card(*each, words) for each in worst), class_="tokens")
 
 
-def _card(prompt: ComparedPrompt, token: TokenPair, words: Words) -> Html:
+def _card(prompt: ComparedPrompt, token: TokenPair, words: TokenText) -> Html:
     before, text, after = words.around(prompt, token)
     pictures = [tag("img", src=data_uri(p), alt="") for p in words.pictures(prompt.prompt)]
     where = f"{prompt.where}, token {token.place} of the answer"

@@ -5,14 +5,14 @@ from rich.text import Text
 
 from megatron_vlm.commands.agree import agree_tables
 from megatron_vlm.commands.agree.compare import Agreement
-from megatron_vlm.commands.agree.token_text import Words
+from megatron_vlm.commands.agree.token_text import TokenText
 from megatron_vlm.io.printable import visible
 from megatron_vlm.report.terminal import plain_table
 
 _CONTEXT = 40  # characters before the worst token
 
 
-def print_agreement(found: Agreement, words: Words, console: Console) -> None:
+def print_agreement(found: Agreement, words: TokenText, console: Console) -> None:
     """All of it. Nothing of a record is markup."""
 
     def line(text: str) -> None:
@@ -33,5 +33,5 @@ def print_agreement(found: Agreement, words: Words, console: Console) -> None:
             f"worst token: {text!r} after {before[-_CONTEXT:]!r}, token {token.place} of the "
             f"answer to {prompt.where}: engine {token.engine:.6f}, trainer {token.trainer:.6f}"
         )
-    line(", ".join(f"{name}: {value}" for value, name in agree_tables.figures(found)))
+    line(", ".join(f"{name}: {value}" for value, name in agree_tables.agree_figures(found)))
     line(agree_tables.verdict(found))

@@ -12,7 +12,7 @@ from megatron_vlm.commands.agree.compare import ComparedPrompt, TokenPair
 from megatron_vlm.data.media.images import ImageSettings
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.data.tokens.tokenizer import read_tokenizer
-from megatron_vlm.engines.prompts import seen, seen_videos
+from megatron_vlm.engines.prompts import seen_by_trainer, seen_videos
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import Tokens
 
@@ -22,7 +22,7 @@ _FRAMES = 4  # of a video
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenText:
     """The words of one model."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -30,10 +30,10 @@ class Words:
     tokens: Tokens
 
     @staticmethod
-    def of(folder: str) -> "Words":
+    def of(folder: str) -> "TokenText":
         """Of a checkpoint's folder."""
         tokens = read_sizes(folder).tokens
-        return Words(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
+        return TokenText(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
 
     def text(self, ids: Sequence[int]) -> str:
         """A run of placeholders is one word."""
@@ -56,7 +56,7 @@ class Words:
     def pictures(self, row: Row) -> list[np.ndarray]:
         """Its pictures and a few frames of its videos, as the model sees them, but not larger than
         a page needs."""
-        found = seen(row, self.images)
+        found = seen_by_trainer(row, self.images)
         for frames in seen_videos(row, self.images):
             found += list(frames[:: math.ceil(len(frames) / _FRAMES)])
         return [_smaller(pixels) for pixels in found]

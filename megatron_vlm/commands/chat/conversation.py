@@ -29,7 +29,7 @@ class AnswerStopped(Exception):  # noqa: N818 - not an error
     """Raised by whoever hears an answer, to end it; what has been said until then stays."""
 
 
-class Conversation:
+class ChatSession:
     """A model, and the messages so far."""
 
     def __init__(self, folder: str, settings: Settings, adapter: Path | None = None):

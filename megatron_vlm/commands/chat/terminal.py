@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from torch import OutOfMemoryError
 
 from megatron_vlm.commands.chat.chat_settings import Settings
-from megatron_vlm.commands.chat.conversation import AnswerStopped, Conversation
+from megatron_vlm.commands.chat.conversation import AnswerStopped, ChatSession
 from megatron_vlm.distributed.process import INTERRUPTED, say
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.printable import visible
@@ -33,7 +33,7 @@ def run_chat(
     settings: Settings,
 ) -> int:
     """Answer one question, or all that are typed; the exit status."""
-    conversation = Conversation(folder, settings, adapter)
+    conversation = ChatSession(folder, settings, adapter)
     media = [conversation.medium("image", path) for path in images]
     media += [conversation.medium("video", path) for path in videos]
     try:
@@ -48,7 +48,7 @@ def run_chat(
 
 
 def talk(
-    conversation: Conversation,
+    conversation: ChatSession,
     media: list[dict[str, str]],
     read: Callable[[], str],
     out: TextIO,
@@ -71,7 +71,7 @@ def talk(
             say("there is not enough memory for this conversation; /reset begins a new one")
 
 
-def _take(line: str, conversation: Conversation, media: list[dict[str, str]], out: TextIO) -> None:
+def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out: TextIO) -> None:
     """Do what a line says. `media` waits for the next question."""
     command, _, rest = line.partition(" ")
     if command == "/reset":
@@ -88,7 +88,7 @@ def _take(line: str, conversation: Conversation, media: list[dict[str, str]], ou
 
 
 def _answer(
-    conversation: Conversation, text: str, media: Sequence[dict[str, str]], out: TextIO
+    conversation: ChatSession, text: str, media: Sequence[dict[str, str]], out: TextIO
 ) -> None:
     """Write the answer as it comes."""
     with _interrupts() as received:

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from megatron_vlm.commands.inspect.page import render_page
-from megatron_vlm.commands.inspect.statistics import collect
+from megatron_vlm.commands.inspect.page import render_inspection
+from megatron_vlm.commands.inspect.statistics import collect_statistics
 from megatron_vlm.commands.inspect.terminal import print_inspection
 from megatron_vlm.config.schema import Config
 from megatron_vlm.data.batches.dataset import DataSet, open_data
@@ -48,11 +48,11 @@ def run_inspect(
             allowed = f"0 to {count - 1}"
             raise ConfigError(problem, key="--sample", found=sample, allowed=allowed)
         numbers = range(min(samples, count)) if sample is None else [sample]
-        inspection = collect(cfg, data, numbers, ranks, pictures=html is not None)
+        inspection = collect_statistics(cfg, data, numbers, ranks, pictures=html is not None)
     console = Console(highlight=False)
     print_inspection(inspection, console)
     if html is not None:
-        save_page(html, render_page(inspection))
+        save_page(html, render_inspection(inspection))
         console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
 
 

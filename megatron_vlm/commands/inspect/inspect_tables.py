@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from megatron_vlm.commands.inspect.statistics import SOURCE_COUNTS, SUMMARY, Inspection, figure
+from megatron_vlm.commands.inspect.statistics import (
+    SOURCE_COUNTS,
+    SUMMARY,
+    Inspection,
+    column_figure,
+)
 
 TableContent = tuple[tuple[str, ...], Sequence[tuple[str, ...]], str]
 
@@ -10,27 +15,27 @@ TableContent = tuple[tuple[str, ...], Sequence[tuple[str, ...]], str]
 def source_table(inspection: Inspection) -> TableContent:
     """What happened to the records of each source."""
     sources = inspection.sources
-    rows = [(name, f"{weight:g}", *map(figure, counts)) for name, weight, counts in sources]
+    rows = [(name, f"{weight:g}", *map(column_figure, counts)) for name, weight, counts in sources]
     return ("source", "weight", *SOURCE_COUNTS), rows, ""
 
 
 def size_table(inspection: Inspection) -> TableContent:
     """How tokens, images and patches are distributed over the samples."""
-    rows = [(column.name, *map(figure, column.summary)) for column in inspection.columns]
+    rows = [(column.name, *map(column_figure, column.summary)) for column in inspection.columns]
     return (f"of {inspection.num_samples:,} samples", *SUMMARY), rows, ""
 
 
-def batch_table(inspection: Inspection) -> TableContent:
+def inspect_batch_table(inspection: Inspection) -> TableContent:
     """Padding and balance of each way to form micro-batches."""
     header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
     rows = []
     for way in inspection.batching.ways:
         loads = (f"{way.imbalance:.3f}x", f"{way.worst:.3f}x")
-        rows.append((way.name, f"{way.padding:.1%}", *loads, figure(way.micro_batches)))
+        rows.append((way.name, f"{way.padding:.1%}", *loads, column_figure(way.micro_batches)))
     return header, rows, inspection.batching.caption
 
 
 def dropped_table(inspection: Inspection) -> TableContent:
     """The rules that dropped records."""
-    rows = [(rule, figure(count), where) for rule, count, where in inspection.rules]
+    rows = [(rule, column_figure(count), where) for rule, count, where in inspection.rules]
     return ("dropped by rule", "records", "the first"), rows, ""

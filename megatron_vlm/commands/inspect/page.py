@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.commands.inspect import inspect_tables
-from megatron_vlm.commands.inspect.statistics import Column, Inspection, figure
+from megatron_vlm.commands.inspect.statistics import Column, Inspection, column_figure
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.data.tokens.boxes_as_text import Outline
 from megatron_vlm.data.tokens.sample_views import ShownSample, ShownTurn, TextPiece, View
@@ -22,7 +22,7 @@ _MOST_OUTLINES = 200  # on a picture
 _COLOURS = 6  # of boxes, in inspection.css
 
 
-def render_page(inspection: Inspection) -> str:
+def render_inspection(inspection: Inspection) -> str:
     """The whole page."""
     body = (*_header(inspection), *_samples(inspection), *_figures(inspection))
     css = Path(__file__).with_name("inspection.css").read_text()
@@ -40,12 +40,12 @@ def _header(inspection: Inspection) -> Iterator[Html]:
     yield contents(links)
     totals = {column.name: column.summary[0] for column in inspection.columns}
     figures = [
-        (figure(inspection.num_samples), "samples"),
-        (figure(totals["tokens"]), "tokens"),
+        (column_figure(inspection.num_samples), "samples"),
+        (column_figure(totals["tokens"]), "tokens"),
         (f"{totals['trained tokens'] / totals['tokens']:.1%}", "trained"),
-        (figure(totals["images"]), "images"),
-        (figure(len(inspection.dropped)), "dropped"),
-        (figure(len(inspection.errors)), "wrong"),
+        (column_figure(totals["images"]), "images"),
+        (column_figure(len(inspection.dropped)), "dropped"),
+        (column_figure(len(inspection.errors)), "wrong"),
     ]
     yield tiles(figures)
 
@@ -150,7 +150,7 @@ def _figures(inspection: Inspection) -> Iterator[Html]:
     yield tag("h2", "Sources", id="sources")
     yield table(*inspect_tables.source_table(inspection))
     yield tag("h2", "Micro-batches", id="batches")
-    yield table(*inspect_tables.batch_table(inspection))
+    yield table(*inspect_tables.inspect_batch_table(inspection))
     if inspection.dropped or inspection.errors or inspection.passed:
         yield tag("h2", "Left out", id="left-out")
         yield from _faults(inspection)

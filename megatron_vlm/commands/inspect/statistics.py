@@ -49,7 +49,7 @@ Source = tuple[str, float, tuple[int, ...]]  # name, weight, and the figures of 
 
 
 @dataclass(frozen=True)
-class Way:
+class BatchingMethod:
     """One way of forming micro-batches, over all measured steps."""
 
     name: str
@@ -68,7 +68,7 @@ class Batching:
     limits: Limits
     steps: int
     measured: int  # of these
-    ways: tuple[Way, ...]
+    ways: tuple[BatchingMethod, ...]
 
     @property
     def caption(self) -> str:
@@ -109,7 +109,7 @@ class Inspection:
         return [(rule, count, first[rule]) for rule, count in counts.most_common()]
 
 
-def collect(
+def collect_statistics(
     cfg: Config, data: DataSet, numbers: Sequence[int], ranks: int, pictures: bool
 ) -> Inspection:
     """Everything about a data set; the samples with these numbers are shown."""
@@ -132,7 +132,7 @@ def collect(
     )
 
 
-def figure(value: float) -> str:
+def column_figure(value: float) -> str:
     """1,234 or 12.5: at most one decimal."""
     return f"{value:,.1f}".removesuffix(".0")
 
@@ -173,12 +173,14 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
     return Batching(ranks, batch_size, limits, total, len(steps), ways)
 
 
-def _way(name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]) -> Way:
+def _way(
+    name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]
+) -> BatchingMethod:
     """All steps together: padding over all positions, the other figures as means."""
     real = [sum(size.tokens for size in sizes) for sizes in steps]
     positions = sum(n / (1 - step.padding) for n, step in zip(real, measured, strict=True))
     imbalances = [step.imbalance for step in measured]
-    return Way(
+    return BatchingMethod(
         name,
         1 - sum(real) / positions,
         sum(imbalances) / len(steps),

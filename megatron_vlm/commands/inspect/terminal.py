@@ -36,7 +36,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     console.print(_table(*inspect_tables.source_table(inspection)))
     console.print(_table(*inspect_tables.size_table(inspection)))
     _print_faults(inspection, console)
-    console.print(_table(*inspect_tables.batch_table(inspection)))
+    console.print(_table(*inspect_tables.inspect_batch_table(inspection)))
 
 
 def turn_text(turn: ShownTurn, coloured: bool) -> Text:

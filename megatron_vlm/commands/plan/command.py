@@ -4,7 +4,7 @@ import re
 
 from rich.console import Console
 
-from megatron_vlm.commands.plan.page import render_page
+from megatron_vlm.commands.plan.page import render_plan
 from megatron_vlm.commands.plan.plan_content import Plan
 from megatron_vlm.commands.plan.terminal import print_plan
 from megatron_vlm.config.schema import Config
@@ -62,7 +62,7 @@ def run_plan(
     console = Console(highlight=False)
     print_plan(plan, console)
     if html is not None:
-        save_page(html, render_page(plan))
+        save_page(html, render_plan(plan))
         console.print(visible(f"wrote {html}"), markup=False, soft_wrap=True)
 
 

@@ -13,7 +13,7 @@ _WIDE, _LEFT, _ROW, _TOP = 1000, 66, 30, 8
 _LEAST_NUMBERED = 15  # units of width that a number needs
 
 
-def render_page(plan: Plan) -> str:
+def render_plan(plan: Plan) -> str:
     """The whole page."""
     css = Path(__file__).with_name("planning.css").read_text()
     return document("Plan of a layout", css, _body(plan))
@@ -60,10 +60,12 @@ def _pipeline(drawn: Candidate) -> Html:
         class_="legend quiet",
     )
     caption = tag("figcaption", words)
-    return tag("figure", legend, picture(drawn.stages, words), caption, class_="card scroll")
+    return tag(
+        "figure", legend, pipeline_picture(drawn.stages, words), caption, class_="card scroll"
+    )
 
 
-def picture(stages: Stages, words: str) -> Html:
+def pipeline_picture(stages: Stages, words: str) -> Html:
     """The pipeline as SVG: a row for each stage, a box for each forward and backward."""
     count, end = stages.forward_GS.shape[1], stages.seconds
     scale, high = (_WIDE - _LEFT) / end, _TOP + _ROW * count

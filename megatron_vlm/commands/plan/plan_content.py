@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron_vlm.config.schema import Config
 from megatron_vlm.planner.memory import USABLE
-from megatron_vlm.planner.row_sizes import Mix
+from megatron_vlm.planner.row_sizes import RowSample
 from megatron_vlm.planner.search import Candidate, Cluster
 
 COLUMNS = (
@@ -67,7 +67,7 @@ class Plan:
     """What is shown."""
 
     cfg: Config
-    mix: Mix
+    mix: RowSample
     cluster: Cluster
     candidates: tuple[Candidate, ...]  # the fastest first
     tried: int  # layouts that fit

@@ -24,7 +24,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if (drawn := plan.pipeline) is not None:
         console.print(heading(drawn), markup=False, soft_wrap=True)
         assert drawn.stages is not None
-        console.print(drawing(drawn.stages), markup=False, soft_wrap=True)
+        console.print(pipeline_text(drawn.stages), markup=False, soft_wrap=True)
 
 
 def heading(drawn: Candidate) -> str:
@@ -35,7 +35,7 @@ def heading(drawn: Candidate) -> str:
     )
 
 
-def drawing(stages: Stages, width: int = _WIDTH) -> str:
+def pipeline_text(stages: Stages, width: int = _WIDTH) -> str:
     """A line for each stage. Micro-batch 0 is 0 forward and a backward; 10 is 0 and a again."""
     end = stages.seconds
     lines = [[_IDLE] * width for _ in range(stages.forward_GS.shape[1])]

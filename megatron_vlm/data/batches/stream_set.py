@@ -17,7 +17,7 @@ from megatron_vlm.data.sources.tables import root_cause
 from megatron_vlm.data.tokens.index import check_errors
 from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import PlacedRow
-from megatron_vlm.data.tokens.sample import Dropped, Sample
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample
 from megatron_vlm.data.worker_processes import in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.printable import visible
@@ -37,7 +37,7 @@ class Item:
 
 # A record's place, the state of the stream after it (empty if nothing can follow), and what became
 # of it.
-Outcome = tuple[str, dict[str, Any], Item | Dropped | DataError]
+Outcome = tuple[str, dict[str, Any], Item | RecordDropped | DataError]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class StreamSet:
         records = _EncodedRecords(self.stream, self.reader, start)
         # One process: with more, the order would depend on their number.
         for where, state, outcome in in_processes(records, None, min(self.cfg.num_workers, 1), 64):
-            if isinstance(outcome, Dropped):
+            if isinstance(outcome, RecordDropped):
                 self.dropped[str(outcome)] += 1
                 log.info("dropped %s: %s", visible(where), outcome)
             elif isinstance(outcome, DataError):
@@ -136,11 +136,11 @@ class _EncodedRecords(IterableDataset[Outcome]):
             where = record.where
             yield where, record.state, self._encoded(record)
 
-    def _encoded(self, record: StreamRecord) -> Item | Dropped | DataError:
+    def _encoded(self, record: StreamRecord) -> Item | RecordDropped | DataError:
         try:
             raw = record.raw()
             passed = Counter[str]()
             sample = self.reader.encode(raw, record.where, False, passed)
             return Item(raw, record.where, sample, tuple(passed))
-        except (Dropped, DataError) as reason:
+        except (RecordDropped, DataError) as reason:
             return reason

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.untrusted import Field, Outside
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
 _MOST_FILE = 2**20  # bytes
 _MOST_PIXELS = 2**40  # bounds are often set far beyond any picture
@@ -23,13 +23,13 @@ def read_part(path: Path, name: str) -> dict[str, Any] | None:
     return checked(part) or None if part is not None else None
 
 
-def _file(path: Path) -> Field:
-    return Outside(str(path), ConfigError, "give the file as the checkpoint has it").json(
+def _file(path: Path) -> JsonField:
+    return UntrustedFile(str(path), ConfigError, "give the file as the checkpoint has it").json(
         _MOST_FILE
     )
 
 
-def checked(settings: Field) -> dict[str, Any]:
+def checked(settings: JsonField) -> dict[str, Any]:
     """The settings as plain values; any of them may be null."""
     for key, field in settings.object().items():
         if key in _CHECKS and field.value is not None:
@@ -37,33 +37,33 @@ def checked(settings: Field) -> dict[str, Any]:
     return dict(settings.value)
 
 
-def _side(field: Field) -> None:
+def _side(field: JsonField) -> None:
     field.whole(1, 1024)
 
 
-def _pixels(field: Field) -> None:
+def _pixels(field: JsonField) -> None:
     field.whole(0, _MOST_PIXELS)
 
 
-def _size(field: Field) -> None:
+def _size(field: JsonField) -> None:
     for key in ("shortest_edge", "longest_edge"):
         if (found := field.get(key)) is not None:
             found.whole(1, _MOST_PIXELS)
 
 
-def _colours(field: Field) -> None:
+def _colours(field: JsonField) -> None:
     values = [each.number(-1e9, 1e9) for each in field.items()]
     if len(values) != 3:
         raise field.error("three numbers, one for each colour")
 
 
-def _deviations(field: Field) -> None:
+def _deviations(field: JsonField) -> None:
     _colours(field)
     for each in field.items():
         each.number(1e-9, 1e9)
 
 
-_CHECKS: dict[str, Callable[[Field], object]] = {
+_CHECKS: dict[str, Callable[[JsonField], object]] = {
     **dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size"), _side),
     **dict.fromkeys(("min_pixels", "max_pixels"), _pixels),
     **dict.fromkeys(("min_frames", "max_frames"), lambda field: field.whole(1, 2**20)),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vlm.data.records.keys import Keys
-from megatron_vlm.data.records.record import Box, Image, Objects, Turn
+from megatron_vlm.data.records.record import Box, ChatMessage, Image, Objects
 from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, parse_text, text_of
 from megatron_vlm.errors import DataError
 
@@ -21,7 +21,7 @@ UNITS = ("real", "norm1", "norm1000")
 _MOST = 1e9  # no picture has so many pixels
 
 
-def parse_objects(value: Any, turns: Sequence[Turn], keys: Keys) -> Objects | None:
+def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objects | None:
     """What a record's `objects` says; as many marks as it fills must be in the turns' texts."""
     where = f"{keys.where}: objects"
     if isinstance(value, str) and value:
@@ -118,7 +118,7 @@ def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
     return tuple(value)
 
 
-def _check_marks(objects: Objects, turns: Sequence[Turn], where: str) -> None:
+def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> None:
     counts: Counter[str] = Counter()
     for number, turn in enumerate(turns):
         if _has_mark(turn.tool_calls):

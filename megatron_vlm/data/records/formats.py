@@ -12,7 +12,7 @@ from megatron_vlm.data.records.boxes import parse_objects
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import column, image_of, parse_messages, video_of
 from megatron_vlm.data.records.placeholders import check_lone_marks, place_media
-from megatron_vlm.data.records.record import Chat, Chunks, ImageChunk, Turn
+from megatron_vlm.data.records.record import ChatMessage, Conversation, EncodedRecord, ImageChunk
 from megatron_vlm.data.records.record_values import (
     dicts,
     is_list,
@@ -23,7 +23,7 @@ from megatron_vlm.data.records.record_values import (
 )
 from megatron_vlm.data.records.unknown_keys import slip_of
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.untrusted import Outside, is_too_deep
+from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 
 # What names a format, and what else it has beside the keys that all have.
 _FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -47,7 +47,7 @@ def parse_record(
     strict: bool = False,
     lone_marks: Literal["refuse", "text"] = "refuse",
     passed: Counter[str] | None = None,
-) -> Chat | Chunks:
+) -> Conversation | EncodedRecord:
     """The Record in a raw dict, or a DataError that says what is wrong with it, and where. Keys
     that mean something to some format, or most likely do, are wrong where they are neither read nor
     in `ignore_keys`; others of the record itself are counted in `passed`, or with `strict` wrong,
@@ -55,7 +55,7 @@ def parse_record(
     if not isinstance(raw, Mapping):
         raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     if is_too_deep(raw):
-        raise Outside(where, remedy="mend the record or drop it").too_deep()
+        raise UntrustedFile(where, remedy="mend the record or drop it").too_deep()
     keys = Keys(where, ignore_keys, strict)
     raw = keys.record(raw)
     encoded = "chunks" in raw or "model_input" in raw
@@ -68,7 +68,7 @@ def parse_record(
     return record
 
 
-def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
+def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Conversation:
     where = keys.where
     names = next((names for names in _FORMATS if all(name in raw for name in names)), None)
     if names is None:
@@ -101,10 +101,10 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Chat:
             )
     objects = parse_objects(raw.get("objects"), turns, keys)
     tools = tuple(dicts(raw.get("tools") or (), "tools", where))
-    return Chat(where, tuple(turns), tools, objects)
+    return Conversation(where, tuple(turns), tools, objects)
 
 
-def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> list[Turn]:
+def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> list[ChatMessage]:
     where = keys.where
     if len(names) == 1:
         return parse_messages(raw[names[0]], where, keys)
@@ -112,13 +112,13 @@ def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> lis
         prompt = _as_turns(raw["prompt"], "user", keys)
         return prompt + _as_turns(raw["completion"], "assistant", keys)
     given = [text_of(raw[key], key, where) for key in ("instruction", "input") if key in raw]
-    turns: list[Turn] = []
+    turns: list[ChatMessage] = []
     keys.marked += given
     for asked, answered in _pairs(raw.get("history", ()), "history", where):
-        turns += [Turn("user", (asked,)), Turn("assistant", (answered,))]
+        turns += [ChatMessage("user", (asked,)), ChatMessage("assistant", (answered,))]
     answer = text_of(raw["output"], "output", where)
     question = "\n".join(filter(None, given))
-    return [*turns, Turn("user", (question,)), Turn("assistant", (answer,))]
+    return [*turns, ChatMessage("user", (question,)), ChatMessage("assistant", (answer,))]
 
 
 def _pairs(value: Any, key: str, where: str) -> Sequence[Sequence[str]]:
@@ -130,12 +130,12 @@ def _pairs(value: Any, key: str, where: str) -> Sequence[Sequence[str]]:
     return pairs
 
 
-def _as_turns(value: Any, role: str, keys: Keys) -> list[Turn]:
+def _as_turns(value: Any, role: str, keys: Keys) -> list[ChatMessage]:
     """A string as one turn with this role; a list as messages."""
     if value is None or value == "":
-        return [] if role == "system" else [Turn(role, ())]
+        return [] if role == "system" else [ChatMessage(role, ())]
     if isinstance(value, str):
-        return [Turn(role, (value,))]
+        return [ChatMessage(role, (value,))]
     return parse_messages(value, keys.where, keys)
 
 
@@ -145,7 +145,7 @@ _MASKS = ("mask", "loss_mask", "weights")
 _SOURCES = ("data", "image", "location")
 
 
-def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> Chunks:
+def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> EncodedRecord:
     """The record of a raw dict that has `chunks` or `model_input`."""
     where = keys.where
     raw = keys.read(raw, {"chunks", "model_input", *_MASKS}, where)
@@ -164,7 +164,7 @@ def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> Chunks:
                 key="mask",
             )
         mask = tuple(weight_of(value, f"mask[{i}]", where) for i, value in enumerate(mask))
-    return Chunks(where, parsed, mask)
+    return EncodedRecord(where, parsed, mask)
 
 
 def _parse_chunk(chunk: Any, where: str, keys: Keys) -> tuple[int, ...] | ImageChunk:

@@ -29,7 +29,7 @@ IMAGE_OPTIONS = frozenset({"min_pixels", "max_pixels", "resized_height", "resize
 VIDEO_OPTIONS = frozenset({"fps", *_COUNTS, *_NOT_CARRIED_OUT, *_OF_FILES, *_OF_LISTS})
 
 
-def joined(
+def joined_options(
     held: Mapping[str, Any], beside: Mapping[str, Any], names: frozenset[str], where: str
 ) -> dict[str, Any]:
     """The options in the object that holds a medium, and those beside it in a part."""

@@ -11,11 +11,11 @@ from megatron_vlm.data.records.media_options import (
     IMAGE_OPTIONS,
     VIDEO_OPTIONS,
     image_options,
-    joined,
+    joined_options,
     video_options,
 )
 from megatron_vlm.data.records.placeholders import AWAITED_IMAGE, AWAITED_VIDEO
-from megatron_vlm.data.records.record import Image, Part, Turn, Video
+from megatron_vlm.data.records.record import ChatMessage, Image, Part, Video
 from megatron_vlm.data.records.record_values import (
     dicts,
     is_empty,
@@ -60,7 +60,7 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
             f": an image must be a path, URL, bytes or PIL image, not {kind_of(source)}",
             place=where,
         )
-    return Image(source, **image_options(joined(held, beside, IMAGE_OPTIONS, where), where))
+    return Image(source, **image_options(joined_options(held, beside, IMAGE_OPTIONS, where), where))
 
 
 def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
@@ -70,7 +70,7 @@ def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
     if isinstance(source, Mapping):
         held = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
         source = only(held, ("path", "url", "video"), where)
-    given = joined(held, beside, VIDEO_OPTIONS, where)
+    given = joined_options(held, beside, VIDEO_OPTIONS, where)
     if is_list(source):
         frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
         if not frames:
@@ -118,7 +118,7 @@ _MORE = {"image": IMAGE_OPTIONS | {"base64"}, "video": VIDEO_OPTIONS}
 _MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)}
 
 
-def parse_messages(messages: Any, where: str, keys: Keys) -> list[Turn]:
+def parse_messages(messages: Any, where: str, keys: Keys) -> list[ChatMessage]:
     """A list of messages, which may be JSON text."""
     if isinstance(messages, str):
         messages = parse_text(messages, "messages", where)
@@ -127,7 +127,7 @@ def parse_messages(messages: Any, where: str, keys: Keys) -> list[Turn]:
     return [_parse_message(m, f"{where}: message {i}", keys) for i, m in enumerate(messages)]
 
 
-def _parse_message(message: Any, where: str, keys: Keys) -> Turn:
+def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise DataError(f"must be an object, not {kind_of(message)}", place=where)
     given = _speaker(message, where)
@@ -153,7 +153,7 @@ def _parse_message(message: Any, where: str, keys: Keys) -> Turn:
     if not found["parts"] and not calls and role != "system":
         raise DataError(f"is empty in a message of role {role}", place=where, key="content")
     weight = only(message, _WEIGHTS, where)
-    return Turn(
+    return ChatMessage(
         role,
         tuple(found["parts"]),
         tuple(_parse_call(call, where, keys) for call in calls),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_vlm.data.records.record import Image, Part, Record, Turn, Video
+from megatron_vlm.data.records.record import ChatMessage, Image, Part, Record, Video
 from megatron_vlm.errors import DataError
 
 _MARKS = re.compile(r"(<image>|<video>)")
@@ -16,8 +16,8 @@ AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
 
 
 def place_media(
-    turns: list[Turn], images: list[Image], videos: list[Video], where: str
-) -> list[Turn]:
+    turns: list[ChatMessage], images: list[Image], videos: list[Video], where: str
+) -> list[ChatMessage]:
     """Put the columns' images and videos in the places of `<image>` marks and of parts without a
     source; if there are none, at the start of the first user turn, as TRL does."""
     waiting: dict[str, list[Any]] = {"image": images, "video": videos}
@@ -63,7 +63,9 @@ def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tup
     return tuple(found)
 
 
-def _prepend(turns: list[Turn], media: list[Any], kind: str, where: str) -> list[Turn]:
+def _prepend(
+    turns: list[ChatMessage], media: list[Any], kind: str, where: str
+) -> list[ChatMessage]:
     first = next((i for i, turn in enumerate(turns) if turn.role == "user"), None)
     if first is None:
         raise DataError(

@@ -59,7 +59,7 @@ Part = str | Image | Video
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatMessage:
     """One message. `weight` is what the record says about its loss, None if it says nothing."""
 
     role: str
@@ -87,11 +87,11 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class Chat:
+class Conversation:
     """Turns that the tokenizer's chat template renders."""
 
     where: str  # file and line, for messages
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     objects: Objects | None = None  # None: the marks, if any, are plain text
 
@@ -109,7 +109,7 @@ class ImageChunk:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class EncodedRecord:
     """Tokens that were encoded elsewhere, with images between, and the weight of each."""
 
     where: str
@@ -122,4 +122,4 @@ class Chunks:
         return images if kind is Image else []
 
 
-Record = Chat | Chunks
+Record = Conversation | EncodedRecord

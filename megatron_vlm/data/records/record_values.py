@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 _LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their losses
 
@@ -26,7 +26,7 @@ def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
 def parse_text(text: str, key: str, where: str) -> Any:
     """Parse the JSON text at this key."""
     try:
-        return Outside(where).parsed(text, "is a string that is not JSON")
+        return UntrustedFile(where).parsed(text, "is a string that is not JSON")
     except DataError as error:
         raise DataError(**error.fields() | {"key": key}) from error
 

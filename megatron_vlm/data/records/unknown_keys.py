@@ -58,13 +58,13 @@ class UnknownKeysError(DataError):
 
     @staticmethod
     def of(where: str, keys: dict[str, Unknown], ignored: Collection[str]) -> "UnknownKeysError":
-        return UnknownKeysError(**refusal(where, keys, ignored), keys=keys)
+        return UnknownKeysError(**unknown_keys_problem(where, keys, ignored), keys=keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return *super().__reduce__(), {"keys": self.keys}
 
 
-def refusal(
+def unknown_keys_problem(
     where: str,
     keys: Mapping[str, Unknown],
     ignored: Collection[str],

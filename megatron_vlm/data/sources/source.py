@@ -19,9 +19,9 @@ import numpy as np
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.data.sources.tables import TableSource, load_by_name, root_cause
 from megatron_vlm.data.sources.tar import TarSource
-from megatron_vlm.data.sources.text_files import check_size, parse_json, scan_lines, unpacked
+from megatron_vlm.data.sources.text_files import check_size, parse_json, scan_lines, unpacked_path
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import Outside, real_path, require_file, require_files_in
+from megatron_vlm.io.untrusted import UntrustedFile, real_path, require_file, require_files_in
 
 _MOST_LIST = 2**36  # bytes
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub
@@ -49,7 +49,7 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
         if is_name or spec.path.startswith(HUB):
             return _hub_source(spec, root)
         raise ConfigError(": there is no such file or folder", place=spec.path)
-    folder = folder_of(paths[0])
+    folder = folder_of_source(paths[0])
     if Path(paths[0]).is_dir():
         return _open_folder(paths[0], spec, root or folder)
     for path in paths:
@@ -70,7 +70,7 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
     if kind == ".json":
         return ListSource(paths, spec.path, root or folder)
     if kind in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson"):
-        return JsonlSource([unpacked(path, cache) for path in paths], paths, root or folder)
+        return JsonlSource([unpacked_path(path, cache) for path in paths], paths, root or folder)
     raise ConfigError(
         "has a name that does not tell the format",
         place=spec.path,
@@ -84,7 +84,7 @@ def paths_of(spec: SourceSpec) -> list[str]:
     return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
 
 
-def folder_of(path: str) -> str:
+def folder_of_source(path: str) -> str:
     """Where the images of a file, or of a folder of files, lie unless something else is said."""
     resolved = real_path(path)
     return str(resolved if resolved.is_dir() else resolved.parent)
@@ -124,7 +124,7 @@ class ListSource:
         self.name, self.root = name, root
         self.records: list[tuple[str, Any]] = []  # where each is, and its content
         for path in paths:
-            file = Outside(path, remedy="JSON lines are named .jsonl")
+            file = UntrustedFile(path, remedy="JSON lines are named .jsonl")
             # As large as memory: whoever has more gives JSON lines.
             content = file.parsed(file.content(_MOST_LIST), most_values=_MOST_LIST)
             if not isinstance(content, list):

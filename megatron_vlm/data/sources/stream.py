@@ -18,12 +18,12 @@ import numpy as np
 
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.sources.source import folder_of, paths_of
+from megatron_vlm.data.sources.source import folder_of_source, paths_of
 from megatron_vlm.data.sources.tables import load_by_name, root_cause, table_row
 from megatron_vlm.data.sources.tar import TarSource, join_members
 from megatron_vlm.data.sources.text_files import content_of, iter_lines, parse_json, too_large
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import Outside, require_file, require_files_in
+from megatron_vlm.io.untrusted import UntrustedFile, require_file, require_files_in
 
 _LINES = (".jsonl", ".ndjson", ".gz", ".zst")
 _TABLES = (".parquet", ".arrow")  # which `datasets` reads
@@ -87,7 +87,7 @@ class Stream:
     def _window(self, records: Iterator[Any]) -> list[Any]:
         """The next records, fewer at the end."""
         # What is damaged in a Parquet or Arrow file shows as it is read.
-        with Outside(self.name, remedy="download it again").border("cannot be read further"):
+        with UntrustedFile(self.name, remedy="download it again").border("cannot be read further"):
             return list(itertools.islice(records, self.window))
 
 
@@ -117,7 +117,7 @@ def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
     if given := specs[0].image_root or cfg.image_root:
         return given
     firsts = [next(iter(paths_of(spec)), None) for spec in specs]
-    roots = {os.getcwd() if first is None else folder_of(first) for first in firsts}
+    roots = {os.getcwd() if first is None else folder_of_source(first) for first in firsts}
     return roots.pop() if len(roots) == 1 else None
 
 

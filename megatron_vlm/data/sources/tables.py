@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from megatron_vlm.config.data_sources import HUB, SourceSpec
 from megatron_vlm.errors import ConfigError, DataError
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 
 class TableSource:
@@ -73,7 +73,7 @@ def table_row(table: Any, where: str) -> dict[str, Any]:
 @contextmanager
 def _named(where: str, damaged: str) -> Iterator[None]:
     """Errors of Arrow, with the name of what is damaged."""
-    with Outside(where, remedy="download the file again, or make it again").border(damaged):
+    with UntrustedFile(where, remedy="download the file again, or make it again").border(damaged):
         yield
 
 
@@ -101,7 +101,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
-        return Outside("a column of JSON").parsed(value)
+        return UntrustedFile("a column of JSON").parsed(value)
     if pyarrow.types.is_struct(kind):
         present = (field for field in kind if value[field.name] is not None)
         return {field.name: _plain(value[field.name], field.type) for field in present}
@@ -154,7 +154,7 @@ def root_cause(error: BaseException) -> str:
 def _refuse_addresses(folder: Path) -> None:
     """Refuse them before `datasets` asks them whether the files are there."""
     for path in (folder / "README.md", folder / ".huggingface.yaml"):
-        file = Outside(str(path), remedy="mend it")
+        file = UntrustedFile(str(path), remedy="mend it")
         text = file.content().decode(errors="replace") if os.path.lexists(path) else ""
         head = _README.match(text) if path.suffix == ".md" else None
         with file.border("its YAML cannot be read"):

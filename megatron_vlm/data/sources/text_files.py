@@ -14,7 +14,7 @@ import pyarrow
 
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.scratch import scratch_folder
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 _log = logging.getLogger("megatron_vlm.data")
 
@@ -39,7 +39,7 @@ def file_digest(path: str) -> str:
     return hasher.hexdigest()
 
 
-def unpacked(path: str, cache: Path | None) -> str:
+def unpacked_path(path: str, cache: Path | None) -> str:
     """The path of a plain file with the content; in the cache if this one is compressed, for that
     has no lines to seek to."""
     if not path.endswith((".gz", ".zst")):
@@ -116,7 +116,7 @@ _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
     """Parse a JSON text; raise a DataError at `where` if it is not JSON, or too much."""
     check_size(len(text), where)
-    return Outside(where, remedy="mend the record or drop it").parsed(text, f"is not {what}")
+    return UntrustedFile(where, remedy="mend the record or drop it").parsed(text, f"is not {what}")
 
 
 def check_size(size: int, where: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_vlm.data.records.boxes import MARKS, REF
-from megatron_vlm.data.records.record import Box, Chat, Record
+from megatron_vlm.data.records.record import Box, Conversation, Record
 from megatron_vlm.errors import DataError
 
 Size = tuple[int, int]  # height and width of a picture in pixels
@@ -33,7 +33,7 @@ class Outline:
         return f"{self.label} {list(self.numbers)}".strip()
 
 
-def grounded(chat: Chat, sizes: Sequence[Size]) -> Chat:
+def grounded(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
     """The chat with texts in place of the marks `<ref-object>` and `<bbox>`. `sizes` are those of
     its pictures."""
     if chat.objects is None:
@@ -91,7 +91,7 @@ def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list
     """What to draw on each of the record's images: the boxes of its `objects`, or else those that
     its texts hold as JSON, in the form of Qwen's cookbook, if it has a single image."""
     found: list[list[Outline]] = [[] for _ in range(images)]
-    if not isinstance(record, Chat):
+    if not isinstance(record, Conversation):
         return found
     written = list(_written(grounded(record, sizes)))
     if record.objects is None:
@@ -107,7 +107,7 @@ def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list
     return found
 
 
-def _placed(chat: Chat, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
+def _placed(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     assert chat.objects is not None
     return [
         thousandths(box, sizes[box.image], f"{chat.where}: objects", f"bbox[{place}]")
@@ -115,7 +115,7 @@ def _placed(chat: Chat, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
     ]
 
 
-def _written(chat: Chat) -> Iterator[Outline]:
+def _written(chat: Conversation) -> Iterator[Outline]:
     """Boxes and points that the texts hold: {"bbox_2d": [...], "label": ...}, "point_2d"."""
     for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
         for match in _FLAT_JSON.finditer(part) if isinstance(part, str) else ():

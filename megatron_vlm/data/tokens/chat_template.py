@@ -17,12 +17,17 @@ import numpy as np
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from megatron_vlm.data.records.record import Chat, Image, Turn
-from megatron_vlm.data.tokens.loss_spans import Message, choose_trained, take_turns, weight_of
+from megatron_vlm.data.records.record import ChatMessage, Conversation, Image
+from megatron_vlm.data.tokens.loss_spans import (
+    RenderedMessage,
+    choose_trained,
+    take_turns,
+    weight_of_message,
+)
 from megatron_vlm.data.tokens.template_timeout import at_most
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import VisionMarks
-from megatron_vlm.io.untrusted import Outside, reason
+from megatron_vlm.io.untrusted import UntrustedFile, reason
 
 START, END = "<|im_start|>", "<|im_end|>"
 _PRIVATE_USE = range(0xE000, 0xF8FF)
@@ -53,7 +58,7 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
     ):
         """`variables` are data.template_kwargs."""
-        self.outside = Outside(
+        self.outside = UntrustedFile(
             f"the tokenizer of {tokenizer.name_or_path}",
             ConfigError,
             "give a Qwen3-VL tokenizer as the checkpoint has it",
@@ -90,7 +95,7 @@ class ChatRenderer:
 
     def render(
         self,
-        chat: Chat,
+        chat: Conversation,
         videos: Sequence[str],
         train_on: str | Sequence[str],
         bounded: Callable[[str], str] = str,
@@ -123,7 +128,7 @@ class ChatRenderer:
         weights_U = np.zeros(len(ids_U), dtype=np.float32)
         for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
             if chosen and message.turns:
-                weights_U[message.body : message.end] = weight_of(message, chat.where)
+                weights_U[message.body : message.end] = weight_of_message(message, chat.where)
         return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -207,7 +212,7 @@ class ChatRenderer:
         ids = list(itertools.chain(*encoded["input_ids"]))
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64)
 
-    def _guard(self, chat: Chat) -> tuple[Chat, str]:
+    def _guard(self, chat: Conversation) -> tuple[Conversation, str]:
         """The chat with every special token that its text spells cut in two, and the mark of the
         cuts; or a refusal."""
         said = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
@@ -248,11 +253,11 @@ class ChatRenderer:
             )
             for turn in chat.turns
         )
-        return Chat(chat.where, turns, _map(chat.tools, escape)), cut
+        return Conversation(chat.where, turns, _map(chat.tools, escape)), cut
 
     def _messages(
-        self, chat: Chat, text: str, ids_U: np.ndarray, starts_U: np.ndarray
-    ) -> list[Message]:
+        self, chat: Conversation, text: str, ids_U: np.ndarray, starts_U: np.ndarray
+    ) -> list[RenderedMessage]:
         opens = np.flatnonzero(ids_U == self.start_id)
         closes = np.flatnonzero(ids_U == self.end_id)
         if not len(opens) or len(opens) != len(closes) or (closes < opens).any():
@@ -269,7 +274,7 @@ class ChatRenderer:
             body = int(np.searchsorted(starts_U, line + 1))
             turns = take_turns(waiting, role)
             role = turns[0].role if turns else role
-            found.append(Message(role, min(body, close), close + 1, turns))
+            found.append(RenderedMessage(role, min(body, close), close + 1, turns))
         if waiting:
             raise ConfigError(
                 f": the chat template leaves out {len(waiting)} of {len(chat.turns)} messages, "
@@ -279,7 +284,7 @@ class ChatRenderer:
         return found
 
 
-def _message(turn: Turn) -> dict[str, Any]:
+def _message(turn: ChatMessage) -> dict[str, Any]:
     """The turn in the form that templates expect."""
     texts = [part for part in turn.parts if isinstance(part, str)]
     content: Any = "".join(texts)

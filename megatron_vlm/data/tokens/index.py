@@ -20,11 +20,11 @@ import numpy as np
 from safetensors import SafetensorError
 
 from megatron_vlm.config.schema import DataConfig
-from megatron_vlm.data.records.unknown_keys import UnknownKeysError, refusal
+from megatron_vlm.data.records.unknown_keys import UnknownKeysError, unknown_keys_problem
 from megatron_vlm.data.sources.source import Source
 from megatron_vlm.data.tokens.index_file import Chunk, ChunkFile
 from megatron_vlm.data.tokens.reader import Reader
-from megatron_vlm.data.tokens.sample import Dropped, Sample
+from megatron_vlm.data.tokens.sample import RecordDropped, Sample
 from megatron_vlm.data.worker_processes import in_processes
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import home_path
@@ -184,7 +184,9 @@ def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> Dat
             continue
     among = f" of the first {surveyed:,}" if surveyed < len(source) else ""
     told = {name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()}
-    return DataError(**refusal(first.place, keys, reader.encoder.cfg.ignore_keys, told))
+    return DataError(
+        **unknown_keys_problem(first.place, keys, reader.encoder.cfg.ignore_keys, told)
+    )
 
 
 def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
@@ -232,7 +234,7 @@ class _Chunks:
             try:
                 sample = self.reader.encode(self.source[start + place], where, False, chunk.passed)
                 chunk.samples.append((place, sample))
-            except Dropped as rule:
+            except RecordDropped as rule:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:
                 if self.cfg.on_error == "raise":

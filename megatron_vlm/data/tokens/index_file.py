@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from megatron_vlm.data.tokens.sample import Sample, uneven
-from megatron_vlm.io.untrusted import Outside, require_file
+from megatron_vlm.io.untrusted import UntrustedFile, require_file
 
 REMEDY = "delete data.cache_dir and start again"
 _SIZES = ("supervised", "patches", "patch_pairs", "images")
@@ -91,7 +91,7 @@ class ChunkFile:
     @staticmethod
     def open(path: Path, remedy: str = REMEDY) -> "ChunkFile":
         """A DataError where it is not as it was written."""
-        outside = Outside(str(path), remedy=remedy)
+        outside = UntrustedFile(str(path), remedy=remedy)
         require_file(path)
         with outside.border("the cache is damaged"), safe_open(path, "np") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -110,7 +110,7 @@ class ChunkFile:
             return slice(int(ends[place - 1]) if place else 0, int(ends[place]))
 
         tokens, images, videos = span("token_ends"), span("image_ends"), span("video_ends")
-        outside = Outside(str(self.path), remedy=REMEDY)
+        outside = UntrustedFile(str(self.path), remedy=REMEDY)
         with outside.border("the cache is damaged"), safe_open(self.path, "np") as file:
             ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
             grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vlm.data.records.record import Turn
+from megatron_vlm.data.records.record import ChatMessage
 from megatron_vlm.errors import DataError
 
 
 @dataclass(frozen=True)
-class Message:
+class RenderedMessage:
     """A message of the rendered text. Its tokens [body, end) are those after the line with its
     role, <|im_end|> included."""
 
     role: str
     body: int
     end: int
-    turns: list[Turn]  # those that it shows
+    turns: list[ChatMessage]  # those that it shows
 
     @property
     def weight(self) -> float | None:
@@ -23,7 +23,9 @@ class Message:
         return self.turns[0].weight if self.turns else None
 
 
-def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -> list[bool]:
+def choose_trained(
+    messages: Sequence[RenderedMessage], train_on: str | Sequence[str]
+) -> list[bool]:
     """Which messages data.train_on picks."""
     if train_on == "record":
         return [bool(message.weight) for message in messages]
@@ -34,7 +36,7 @@ def choose_trained(messages: Sequence[Message], train_on: str | Sequence[str]) -
     return [message.role in roles for message in messages]
 
 
-def weight_of(message: Message, where: str) -> float:
+def weight_of_message(message: RenderedMessage, where: str) -> float:
     """Of the loss of each of its tokens."""
     if len(given := {turn.weight for turn in message.turns}) > 1:
         shown = ", ".join("none" if weight is None else f"{weight:g}" for weight in given)
@@ -48,7 +50,7 @@ def weight_of(message: Message, where: str) -> float:
     return 1.0 if message.weight is None else message.weight
 
 
-def take_turns(waiting: list[Turn], role: str) -> list[Turn]:
+def take_turns(waiting: list[ChatMessage], role: str) -> list[ChatMessage]:
     """Take the turns that a message with this role shows: one, or several tool messages in a row,
     which Qwen's templates show as one of the user; none for a system prompt that the template
     adds by itself."""

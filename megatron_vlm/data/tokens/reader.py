@@ -16,7 +16,7 @@ from megatron_vlm.data.media.media import MediaPolicy, read_image, resolve_path
 from megatron_vlm.data.media.video import CHOSEN, VideoSettings, video_patches
 from megatron_vlm.data.media.video_file import iter_frames
 from megatron_vlm.data.records.formats import parse_record
-from megatron_vlm.data.records.record import Chat, Image, Record, Video
+from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.chat_template import ChatRenderer
 from megatron_vlm.data.tokens.row import IGNORE, PlacedRow, Row, check_ids, place_row
 from megatron_vlm.data.tokens.sample import Encoder, Grid, Sample
@@ -105,7 +105,7 @@ def make_reader(
 
 def without_answer(record: Record) -> Record:
     """The record up to where its last answer begins, if it ends with one."""
-    if not isinstance(record, Chat) or record.turns[-1].role != "assistant":
+    if not isinstance(record, Conversation) or record.turns[-1].role != "assistant":
         return record
     turns = record.turns[:-1]
     if not turns:

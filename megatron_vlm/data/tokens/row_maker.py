@@ -8,7 +8,7 @@ from megatron_vlm.config.checks import check_values
 from megatron_vlm.config.schema import Config, DataConfig
 from megatron_vlm.data.tokens.reader import make_encoder, make_reader
 from megatron_vlm.data.tokens.row import Row
-from megatron_vlm.data.tokens.sample import Dropped
+from megatron_vlm.data.tokens.sample import RecordDropped
 from megatron_vlm.errors import DataError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.io.hub import pin
@@ -36,7 +36,7 @@ class RowMaker:
         and one of messages ends where the answer begins. Errors call the record `where`."""
         try:
             sample = self.reader.encode(record, where, prompt)
-        except Dropped as rule:
+        except RecordDropped as rule:
             raise DataError(
                 f": {rule}",
                 place=where,

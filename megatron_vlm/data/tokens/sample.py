@@ -21,7 +21,14 @@ from megatron_vlm.data.media.video import (
     video_text,
 )
 from megatron_vlm.data.media.video_file import probe_video
-from megatron_vlm.data.records.record import Chat, Chunks, Image, ImageChunk, Record, Video
+from megatron_vlm.data.records.record import (
+    Conversation,
+    EncodedRecord,
+    Image,
+    ImageChunk,
+    Record,
+    Video,
+)
 from megatron_vlm.data.tokens.boxes_as_text import Size, grounded
 from megatron_vlm.data.tokens.chat_template import ChatRenderer, Rendered
 from megatron_vlm.errors import DataError
@@ -56,7 +63,7 @@ class Sample:
         return sum(t * (h * w) ** 2 for t, h, w in (*self.image_grids, *self.video_grids))
 
 
-class Dropped(Exception):  # noqa: N818 - not an error
+class RecordDropped(Exception):  # noqa: N818 - not an error
     """A record that a rule of the configuration leaves out; the message is the rule."""
 
 
@@ -81,7 +88,7 @@ class Encoder:
             self.video_plan(video, policy, f"{record.where}: video {i}")
             for i, video in enumerate(record.media(Video))
         ]
-        if isinstance(record, Chat):
+        if isinstance(record, Conversation):
             texts = [
                 _one_pad_a_frame(plan, self.videos.merge_size, self.renderer.marks)
                 for plan in plans
@@ -98,7 +105,9 @@ class Encoder:
             return replace(sample, trained_S=np.zeros_like(sample.trained_S), weights_S=None)
         if not sample.num_supervised:
             cut = sample is not whole
-            raise Dropped("nothing left to learn after the cut" if cut else "nothing to learn")
+            raise RecordDropped(
+                "nothing left to learn after the cut" if cut else "nothing to learn"
+            )
         return sample
 
     def image_grid(self, image: Image, size: Size, where: str) -> Grid:
@@ -118,7 +127,7 @@ class Encoder:
         info = VideoInfo(len(video.source), video.options.fps, *size)
         return plan_video(info, self.videos, False, where, video.options)
 
-    def _read_chunks(self, record: Chunks, grids: Sequence[Grid]) -> Rendered:
+    def _read_chunks(self, record: EncodedRecord, grids: Sequence[Grid]) -> Rendered:
         """Encoded tokens as they are, a placeholder for each image, the mask without the images."""
         ids: list[int] = []
         weights: list[float] = []
@@ -226,12 +235,12 @@ class Encoder:
 
     def _too_long(
         self, over: Mapping[str, str], where: str, sample: Sample | None = None
-    ) -> DataError | Dropped:
+    ) -> DataError | RecordDropped:
         """What becomes of a record above limits that is not cut: `over` has, for each of these
         keys of the data, what the record counts. With a sample, smaller images or videos would
         help."""
         if self.cfg.truncation == "drop":
-            return Dropped("above data.max_tokens or data.max_images")
+            return RecordDropped("above data.max_tokens or data.max_images")
         smaller = ""
         if sample is not None and sample.image_grids:
             smaller = " lower data.max_pixels,"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_vlm.data.records.record import Chat, Image, Record, Video
+from megatron_vlm.data.records.record import Conversation, Image, Record, Video
 from megatron_vlm.data.tokens.boxes_as_text import Outline, outlines_of
 from megatron_vlm.data.tokens.chat_template import START
 from megatron_vlm.data.tokens.mrope_positions import GridQueue
@@ -138,7 +138,7 @@ def _with_outlines(
     """The views of images with their boxes and points, and what is wrong with those."""
     kept = len(sample.image_grids)  # the views of videos follow
     try:
-        boxes = isinstance(record, Chat) and record.objects is not None
+        boxes = isinstance(record, Conversation) and record.objects is not None
         sizes = image_sizes(record, reader.policy) if boxes else []
         found = outlines_of(record, sizes, len(record.media(Image)))
     except DataError as error:  # a picture has gone since the text was encoded

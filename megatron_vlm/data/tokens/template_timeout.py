@@ -8,7 +8,7 @@ from contextlib import contextmanager
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
-class TooSlow(Exception):  # noqa: N818 - what it says ends a sentence
+class TemplateTimeout(Exception):  # noqa: N818 - what it says ends a sentence
     """It is raised by its class alone, without arguments."""
 
     def __str__(self) -> str:
@@ -20,7 +20,7 @@ def at_most(seconds: float) -> Iterator[None]:
     """TooSlow in this thread, whichever it is, once the code has run for so long. Code that is not
     Python is waited for."""
     here = ctypes.c_ulong(threading.get_ident())
-    timer = threading.Timer(seconds, _raise_in, (here, ctypes.py_object(TooSlow)))
+    timer = threading.Timer(seconds, _raise_in, (here, ctypes.py_object(TemplateTimeout)))
     timer.daemon = True
     timer.start()
     try:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.added_tokens import MOST_BYTES, add_to
 from megatron_vlm.io.hub import folder_of
-from megatron_vlm.io.untrusted import Outside, require_files_in
+from megatron_vlm.io.untrusted import UntrustedFile, require_files_in
 
 _REMEDY = "give the tokenizer's files as the checkpoint has them"
 _JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
@@ -23,9 +23,9 @@ def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTraine
     require_files_in(folder)
     for name in (*_JSON, *_TEXT):
         if os.path.lexists(folder / name):
-            file = Outside(str(folder / name), ConfigError, _REMEDY)
+            file = UntrustedFile(str(folder / name), ConfigError, _REMEDY)
             _ = file.json(MOST_BYTES).object() if name in _JSON else file.text(MOST_BYTES)
-    with Outside(f"the tokenizer in {folder}", ConfigError, _REMEDY).border("cannot be read"):
+    with UntrustedFile(f"the tokenizer in {folder}", ConfigError, _REMEDY).border("cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False
         )
@@ -38,7 +38,7 @@ def stop_ids(folder: Path, end: int) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     if not os.path.lexists(path):
         return (end,)
-    file = Outside(str(path), ConfigError, "give the file as the checkpoint has it, or none")
+    file = UntrustedFile(str(path), ConfigError, "give the file as the checkpoint has it, or none")
     found = file.json(2**20).get("eos_token_id")
     if found is None:
         return (end,)

@@ -31,7 +31,7 @@ from megatron_vlm.distributed.ray_cluster import (
     room_for,
 )
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 Command = tuple[str, str]  # the module and the function that each rank runs
 TRAIN = ("megatron_vlm.train", "run_train")
@@ -57,7 +57,7 @@ def run_ray_job(
 def _start_ray(address: str) -> None:
     """ConfigError where it does not start; of a time-out Ray raises Exception itself."""
     remedy = "see that its cluster runs, or for a new one that memory and /tmp/ray have room"
-    place = Outside(f"launch.ray_address={address}", ConfigError, remedy)
+    place = UntrustedFile(f"launch.ray_address={address}", ConfigError, remedy)
     dashboard = False if address == "local" else None
     with place.border("Ray does not start"):
         ray.init(address=address, log_to_driver=True, include_dashboard=dashboard)

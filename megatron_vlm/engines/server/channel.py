@@ -19,7 +19,7 @@ from frames import Message, head, read_frame
 Frame = tuple[Message, bytes]
 
 
-class Link:
+class ParentChannel:
     """To be made once, with the two file descriptors that the command line names."""
 
     def __init__(self, socket_file: int, buffer_file: int):

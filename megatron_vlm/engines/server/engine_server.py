@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_folders import NamedAdapters, rank_for, write_nothing
-from channel import Link
+from channel import ParentChannel
 from frames import Message
 from vllm_prompt import given, seen
 
@@ -43,7 +43,7 @@ class Asked:
 class Server:
     """One vLLM, and what it has been asked."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: ParentChannel):
         self.link = link
         self.engine: Any = None
         self.special: list[str] = []  # tokens that are no text
@@ -298,4 +298,4 @@ def _unlike(found: list[int], expected: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    Server(Link(int(sys.argv[1]), int(sys.argv[2]))).run()
+    Server(ParentChannel(int(sys.argv[1]), int(sys.argv[2]))).run()

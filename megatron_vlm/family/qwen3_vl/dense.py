@@ -37,7 +37,7 @@ from megatron_vlm.family.spec import (
     VisionMarks,
     VisionSizes,
 )
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 
 NAMES = HFNames("model.language_model.", "model.visual.", "lm_head.weight")
 _MROPE_SECTION = (24, 20, 20)  # transformers' default
@@ -229,7 +229,7 @@ class LinearPatchEmbed(nn.Module):
 
 def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
     config.vision_config._attn_implementation = "sdpa"  # whatever config.json asks for
-    file = Outside(f"the config.json of {config.name_or_path}", ConfigError)
+    file = UntrustedFile(f"the config.json of {config.name_or_path}", ConfigError)
     border = file.border("transformers cannot make its vision tower")
     with border, no_init_weights(), device:
         return Qwen3VLVisionModel(config.vision_config)

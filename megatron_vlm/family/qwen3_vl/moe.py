@@ -10,7 +10,7 @@ from megatron_vlm.family.qwen3_vl.moe_fields import QWEN3_VL_MOE_FIELDS
 from megatron_vlm.family.spec import ExpertSizes, Family, ModelSizes
 
 
-def sizes_of(config: PretrainedConfig) -> ModelSizes:
+def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
     """Everything that the rest of the package asks of config.json."""
     check_fields(config, QWEN3_VL_MOE_FIELDS)
     if problems := [said for fits, said in _experts_fit(config) if not fits]:
@@ -39,4 +39,4 @@ def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-QWEN3_VL_MOE = Family("qwen3_vl_moe", NAMES, MARKS, sizes_of, build_tower)
+QWEN3_VL_MOE = Family("qwen3_vl_moe", NAMES, MARKS, moe_sizes_of, build_tower)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_vlm.family.cpu_matmul import by_mkl
+from megatron_vlm.family.cpu_matmul import with_mkl
 from megatron_vlm.family.spec import TowerHeads
 
 
@@ -73,6 +73,6 @@ def by_runs(
     made = []
     for (length, _), *of_run in parts:
         given_XNLD = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_run)
-        out_XNLD = by_mkl(F.scaled_dot_product_attention, *given_XNLD)
+        out_XNLD = with_mkl(F.scaled_dot_product_attention, *given_XNLD)
         made.append(out_XNLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(made)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.io.untrusted import Outside, real_path
+from megatron_vlm.io.untrusted import UntrustedFile, real_path
 from megatron_vlm.report.charts import chart_css, chart_scripts
 from megatron_vlm.report.heat import heat_css, heat_script
 from megatron_vlm.report.html import document
@@ -55,5 +55,5 @@ def _read(folder: Path, name: str) -> LoggedRun:
     config = folder / "config.yaml"
     text = ""
     if os.path.lexists(config):
-        text = Outside(str(config)).content(_MOST_CONFIG).decode(errors="replace")
+        text = UntrustedFile(str(config)).content(_MOST_CONFIG).decode(errors="replace")
     return LoggedRun(name, read_metrics(folder / "metrics.jsonl"), text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number, smooth
-from megatron_vlm.report.charts import Chart, Curve, StepMarks, figure
+from megatron_vlm.report.charts import Chart, Curve, StepMarks, chart_figure
 from megatron_vlm.report.html import Html, table, tag
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
@@ -64,14 +64,14 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     span = steps_span(runs)
     losses = step_curves(runs, {"training": "loss"}, of_step) + _score_curves(runs, "loss")
     loss = Chart("Loss", losses, may_log=True, marks=tuple(_marks(runs, *span)), height=300)
-    yield figure(loss, *span)
+    yield chart_figure(loss, *span)
     small = []
     for plan in _STEP_CHARTS:
         curves = step_curves(runs, plan.keys, of_step, plan.steady)
         if plan.optional and not any(np.nanmax(c.y, initial=0) > 0 for c in curves):
             continue
         small.append(Chart(plan.title, curves, plan.unit, plan.percent, plan.may_log))
-    yield tag("div", *(figure(chart, *span) for chart in small), class_="charts")
+    yield tag("div", *(chart_figure(chart, *span) for chart in small), class_="charts")
 
 
 def chart_notes() -> Iterator[Html]:
@@ -92,7 +92,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     for score, name in NAMES.items():
         if curves := _score_curves(runs, score):
             chart = Chart(name.capitalize(), curves, percent=score != "loss")
-            charts.append(figure(chart, *steps_span(runs)))
+            charts.append(chart_figure(chart, *steps_span(runs)))
     yield tag("div", *charts, class_="charts")
     scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in every)]
     most = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))

@@ -39,14 +39,14 @@ def _card(example: Example) -> Html:
         "article",
         tag("p", tag("b", verdict), " ", tag("span", example.where, class_="quiet")),
         *([tag("div", *images, class_="pictures")] if images else []),
-        tag("p", short(example.prompt), class_="said"),
+        tag("p", shortened(example.prompt), class_="said"),
         tag("dl", *_said("answer", example.answer), *_said("model", example.prediction)),
         class_=f"card {name}",
     )
 
 
 def _said(who: str, text: str) -> tuple[Html, Html]:
-    return tag("dt", who, class_="quiet"), tag("dd", short(text), class_="said")
+    return tag("dt", who, class_="quiet"), tag("dd", shortened(text), class_="said")
 
 
 def picture(uri: str) -> Html:
@@ -54,7 +54,7 @@ def picture(uri: str) -> Html:
     return tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
 
 
-def short(text: str) -> str:
+def shortened(text: str) -> str:
     """A run of placeholders of an image as one, a long text without its middle."""
     text = _PADS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
     if len(text) <= _MOST_TEXT:

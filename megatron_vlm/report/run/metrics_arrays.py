@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.metrics_lines import (
     EvalLine,
     EventLine,
@@ -118,7 +118,7 @@ def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
 def read_metrics(path: Path) -> RunMetrics:
     """All lines of the file. Lines of an unknown kind are skipped."""
     reading = _Reading()
-    file = Outside(str(path), remedy="give the folder of a run")
+    file = UntrustedFile(str(path), remedy="give the folder of a run")
     file.regular()
     with file.border("cannot be read"), path.open(encoding="utf-8", errors="replace") as lines:
         while line := lines.readline(_LONGEST):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_vlm.io.numbers_as_text import number
-from megatron_vlm.report.charts import Chart, figure
+from megatron_vlm.report.charts import Chart, chart_figure
 from megatron_vlm.report.html import Html, tag
 from megatron_vlm.report.run.curves import chart_notes, of_step, step_curves, steps_span
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics
@@ -60,13 +60,13 @@ def sample_curves(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     yield from chart_notes()
     span = steps_span(runs)
     reward = step_curves(runs, _REWARD.keys, _of_sample)
-    yield figure(Chart(_REWARD.title, reward, _REWARD.unit, height=300), *span)
+    yield chart_figure(Chart(_REWARD.title, reward, _REWARD.unit, height=300), *span)
     names = dict.fromkeys(
         name for run in runs for line in run.metrics.samples for name in line.figures
     )
     small = [_chart(runs, _SPREAD), *(_figure(runs, name) for name in [*names][:_MOST_FIGURES])]
     small += [_chart(runs, plan) for plan in _CHARTS]
-    shown = [figure(chart, *span) for chart in small if chart is not None]
+    shown = [chart_figure(chart, *span) for chart in small if chart is not None]
     yield tag("div", *shown, class_="charts")
     if len(names) > _MOST_FIGURES:
         text = f"The first {_MOST_FIGURES} of {len(names):,} figures of rewards are shown."

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron_vlm.errors import DataError
-from megatron_vlm.io.untrusted import Field, Outside
+from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 
 _LONGEST = 2**26  # bytes of a line
 _MOST_LINES = 10_000
@@ -44,7 +44,7 @@ class ShownPrompt:
     episodes: tuple[ShownEpisode, ...]
 
     @staticmethod
-    def of(line: Field) -> "ShownPrompt":
+    def of(line: JsonField) -> "ShownPrompt":
         """A DataError where a line is not one."""
         return ShownPrompt(
             step=line["step"].whole(),
@@ -67,7 +67,7 @@ class SampleLines:
 
 def read_samples(path: Path, last_step: int) -> SampleLines:
     """Of the steps to `last_step`: the first, the last and a few between them."""
-    file = Outside(str(path))
+    file = UntrustedFile(str(path))
     file.regular()
     with file.border("cannot be read"), path.open("rb") as opened:
         index = _Index(opened, file)
@@ -83,7 +83,7 @@ def read_samples(path: Path, last_step: int) -> SampleLines:
 class _Index:
     """Where the lines of each step begin: a file may be larger than the memory."""
 
-    def __init__(self, opened: BinaryIO, file: Outside):
+    def __init__(self, opened: BinaryIO, file: UntrustedFile):
         self.opened, self.file = opened, file
         self.places: dict[int, list[int]] = {}
         self.asked: set[str] = set()  # where the prompts of the last step come from
@@ -102,7 +102,7 @@ class _Index:
         return self._parsed(self.opened.readline(_LONGEST))
 
     def _parsed(self, line: bytes) -> ShownPrompt:
-        return ShownPrompt.of(Field(self.file.parsed(line), "", self.file))
+        return ShownPrompt.of(JsonField(self.file.parsed(line), "", self.file))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Where each begins, and its content: cut off where it is too long, which is no JSON."""
@@ -131,7 +131,7 @@ class _Index:
         self.places.setdefault(prompt.step, []).append(place)
 
 
-def _episode(line: Field) -> ShownEpisode:
+def _episode(line: JsonField) -> ShownEpisode:
     heard = ((each["text"].string(), _strings(each["images"])) for each in line["heard"].items())
     figures = line["figures"].object()
     if not isinstance(line["cut"].value, bool):
@@ -146,5 +146,5 @@ def _episode(line: Field) -> ShownEpisode:
     )
 
 
-def _strings(line: Field) -> tuple[str, ...]:
+def _strings(line: JsonField) -> tuple[str, ...]:
     return tuple(each.string() for each in line.items())

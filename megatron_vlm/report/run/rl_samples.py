@@ -11,7 +11,7 @@ from megatron_vlm.errors import DataError
 from megatron_vlm.io.numbers_as_text import number
 from megatron_vlm.report.html import Html, tag
 from megatron_vlm.report.metrics_lines import SAMPLES
-from megatron_vlm.report.run.examples import picture, short
+from megatron_vlm.report.run.examples import picture, shortened
 from megatron_vlm.report.run.metrics_arrays import RunMetrics
 from megatron_vlm.report.run.rl_sample_lines import (
     SampleLines,
@@ -85,12 +85,12 @@ class _Cards:
         shown = np.linspace(0, len(ranked) - 1, min(len(ranked), _MOST_EPISODES)).astype(int)
         count = f"{len(shown)} of {len(ranked):,}" if len(shown) < len(ranked) else f"{len(shown)}"
         mean = _mean([each.reward for each in ranked])
-        facts = f"{short(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
+        facts = f"{shortened(prompt.where)} \u00b7 {count} episodes, mean reward {mean}"
         return tag(
             "article",
             tag("p", facts, class_="quiet"),
             *self._pictures(prompt.images),
-            tag("p", short(prompt.question), class_="said"),
+            tag("p", shortened(prompt.question), class_="said"),
             tag("div", *(self._episode(ranked[place]) for place in shown), class_="episodes"),
             class_="card",
         )
@@ -99,10 +99,10 @@ class _Cards:
         said: list[Html] = []
         for place, answer in enumerate(episode.answers[:_MOST_ANSWERS]):
             nothing = tag("span", "(nothing)", class_="quiet")
-            said.append(tag("p", short(answer) if answer else nothing, class_="said"))
+            said.append(tag("p", shortened(answer) if answer else nothing, class_="said"))
             if place < min(len(episode.heard), _MOST_ANSWERS - 1):
                 text, images = episode.heard[place]
-                heard = tag("p", short(text), class_="said quiet")
+                heard = tag("p", shortened(text), class_="said quiet")
                 said.append(tag("div", heard, *self._pictures(images), class_="heard"))
         if (more := len(episode.answers) - _MOST_ANSWERS) > 0:
             said.append(tag("p", f"[... {more:,} more answers]", class_="quiet"))
@@ -131,7 +131,7 @@ def _facts(episode: ShownEpisode) -> Iterator[str]:
     if episode.cut:
         yield "cut by its length"
     for name in [*episode.figures][:_MOST_FIGURES]:
-        yield f"{short(name)} {number(episode.figures[name])}"
+        yield f"{shortened(name)} {number(episode.figures[name])}"
 
 
 def _mean(rewards: Sequence[float]) -> str:

@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 
 from megatron_vlm.errors import ConfigError, DataError, show_value
 from megatron_vlm.rl.environment import EnvStep, Message
-from megatron_vlm.rl.rewards.reward_process import GoneError, Judge, Life, WrongError
+from megatron_vlm.rl.rewards.reward_process import (
+    RewardCallError,
+    RewardProcess,
+    RewardProcessDiedError,
+    RewardWorker,
+)
 from megatron_vlm.rl.rewards.serialize import PackingError
 
 _MOST_DEATHS = 3  # of processes, by one call
@@ -40,14 +45,14 @@ class _Episode:
     number: int
     record: Mapping[str, Any]
     where: str
-    judge: Judge
+    judge: RewardWorker
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call at a time
-    life: Life | None = None  # of the process that has its environment
+    life: RewardProcess | None = None  # of the process that has its environment
     answers: list[str] = field(default_factory=list)  # which that has taken
     failed: bool = False
 
 
-class Judges:
+class RewardPool:
     """The processes; its methods may be called from any thread. Futures end in a DataError that
     names the record where the user's code is wrong, and cannot be cancelled."""
 
@@ -69,7 +74,7 @@ class Judges:
         # The processes end with the thread that starts them, and so with this one.
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
-        self._judges: list[Judge] = []
+        self._judges: list[RewardWorker] = []
         try:
             self._do(self._start()).result()
         except BaseException:
@@ -127,7 +132,9 @@ class Judges:
 
     async def _start(self) -> None:
         kind, target, timeout_s = self.kind, self.target, self.settings.timeout_s
-        self._judges = [Judge(kind, target, timeout_s) for _ in range(self.settings.processes)]
+        self._judges = [
+            RewardWorker(kind, target, timeout_s) for _ in range(self.settings.processes)
+        ]
         starting = (judge.alive() for judge in self._judges)
         for found in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(found, BaseException):
@@ -181,12 +188,12 @@ class Judges:
         counted as failed."""
         try:
             return await self._asked(episode, request)
-        except (WrongError, PackingError) as error:
+        except (RewardCallError, PackingError) as error:
             if self.settings.failed_reward is not None:
                 episode.failed = True
                 return None
             of_method = f": {method}" if self.kind == "environment" else ""
-            wrong = error if isinstance(error, WrongError) else f"cannot be given it: {error}"
+            wrong = error if isinstance(error, RewardCallError) else f"cannot be given it: {error}"
             raise DataError(
                 f"{of_method} {wrong}".lstrip(),
                 place=episode.where,
@@ -207,15 +214,17 @@ class Judges:
                     answer = await life.ask(request)
                     episode.life = life
                     return answer
-            except GoneError as error:
+            except RewardProcessDiedError as error:
                 lost += 1
                 deaths += error.suspects > 0
                 suspected = suspected or error.suspects > 1
                 if deaths >= _MOST_DEATHS or lost >= _MOST_LOST:
                     times = deaths if deaths >= _MOST_DEATHS else lost
-                    raise WrongError(f"was asked {times} times, and its process {error}") from None
+                    raise RewardCallError(
+                        f"was asked {times} times, and its process {error}"
+                    ) from None
 
-    async def _restore(self, episode: _Episode, life: Life) -> None:
+    async def _restore(self, episode: _Episode, life: RewardProcess) -> None:
         """In a new process, an environment that has taken the same answers."""
         if episode.life is not life:
             await life.ask(_beginning(episode))

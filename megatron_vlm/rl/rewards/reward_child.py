@@ -24,13 +24,13 @@ from typing import Any, BinaryIO
 
 from megatron_vlm.data.records.keys import Keys
 from megatron_vlm.data.records.messages import parse_messages
-from megatron_vlm.distributed.error_json import to_json
+from megatron_vlm.distributed.error_json import error_to_json
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.io.parent_death import signal_when_parent_dies
 from megatron_vlm.io.printable import visible
 from megatron_vlm.rl.environment import Environment, EnvStep
-from megatron_vlm.rl.rewards.serialize import HEADER, PackingError, pack, repacked, unpack
-from megatron_vlm.rl.rewards.user_code import load, place_of, said
+from megatron_vlm.rl.rewards.serialize import HEADER, PackingError, deserialize, repacked, serialize
+from megatron_vlm.rl.rewards.user_code import load_user_code, place_of_function, said
 
 Request = dict[str, Any]
 _MOST_SHOWN = 200  # characters of a wrong result
@@ -54,14 +54,14 @@ class _Link:
         self.reading: BinaryIO = self.socket.makefile("rb")
 
     def send(self, message: Request) -> None:
-        self.socket.sendall(pack(message))
+        self.socket.sendall(serialize(message))
 
     def listen(self, take: Callable[[Request], object]) -> None:
         """Pass on every request, and end the process after the last."""
         with contextlib.suppress(OSError):
             while header := self.reading.read(HEADER.size):
                 text, body = HEADER.unpack(header)
-                take(unpack(self.reading.read(text), self.reading.read(body)))
+                take(deserialize(self.reading.read(text), self.reading.read(body)))
         os._exit(0)  # nobody is left to answer
 
 
@@ -107,7 +107,7 @@ class _Bench:
 
     def _place(self, error: BaseException) -> str:
         """Where it was raised; the first time there, it is printed as Python does."""
-        place = place_of(error, self.home)
+        place = place_of_function(error, self.home)
         if place not in self.shown:
             self.shown.add(place)
             print(_traceback(error), file=sys.stderr, flush=True)
@@ -230,7 +230,7 @@ async def _serve(link: _Link, bench: _Bench) -> None:
     await asyncio.Event().wait()
 
 
-def main(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) -> None:
+def run_reward_child(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) -> None:
     """Say whether the function is there, then serve it."""
     signal_when_parent_dies(signal.SIGKILL)
     if os.getppid() != int(parent):  # it was gone before we asked
@@ -238,13 +238,13 @@ def main(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) 
     faulthandler.enable()  # a crash in C says where it was
     link = _Link(int(socket_file))
     try:
-        found, home = load(kind, target)
+        found, home = load_user_code(kind, target)
     except MegatronVLMError as error:
-        link.send({"id": 0, "wrong": str(error), "fields": to_json(error)})
+        link.send({"id": 0, "wrong": str(error), "fields": error_to_json(error)})
         return
     link.send({"id": 0, "answer": None})
     asyncio.run(_serve(link, _Bench(found, home, float(timeout_s))))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_reward_child(*sys.argv[1:])

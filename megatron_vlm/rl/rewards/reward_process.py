@@ -1,5 +1,5 @@
 """One process of rewards and environments, seen from the trainer: it is asked, timed, ended where
-it hangs, and started again where it is gone. All of this runs on the event loop of Judges.
+it hangs, and started again where it is gone. All of this runs on the event loop of RewardPool.
 
 Calls that share a process may hang or kill it together. Those that were begun by then are asked
 again, each alone, so that the one that is to blame is known.
@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from megatron_vlm.distributed.error_json import from_json
+from megatron_vlm.distributed.error_json import error_from_json
 from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.rl.rewards.serialize import HEADER, pack, unpack
+from megatron_vlm.rl.rewards.serialize import HEADER, deserialize, serialize
 
 _GRACE_S = 3.0  # after its time, for a coroutine to be cancelled; at most as long as its time
 _START_S = 600.0  # for a user's file to be imported
 _LAST_S = 2.0  # for the last answers of a process that has ended
 
 
-class WrongError(Exception):
+class RewardCallError(Exception):
     """A user's code is wrong: the end of a sentence that begins with its name. Where the process
     has an error of the whole sentence, its fields."""
 
@@ -37,7 +37,7 @@ class WrongError(Exception):
         self.fields = {"problem": text} if fields is None else fields
 
 
-class GoneError(Exception):
+class RewardProcessDiedError(Exception):
     """The process is gone without an answer; says how it ended."""
 
     def __init__(self, ending: str, suspects: int):
@@ -52,7 +52,7 @@ class _Call:
 
 
 @dataclass(eq=False)
-class Life:
+class RewardProcess:
     """A process from its start to its end."""
 
     process: asyncio.subprocess.Process
@@ -65,7 +65,7 @@ class Life:
     ended: bool = False
 
     @staticmethod
-    async def start(kind: str, target: str, timeout_s: float) -> "Life":
+    async def start(kind: str, target: str, timeout_s: float) -> "RewardProcess":
         """A new process that has found the function; ConfigError where it has not."""
         ours, theirs = socket.socketpair()
         words = [str(theirs.fileno()), str(os.getpid()), kind, target, repr(timeout_s)]
@@ -83,7 +83,7 @@ class Life:
                 start_new_session=True,  # Ctrl-C is ours, and what it starts is ended with it
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
-        life = Life(process, reader, writer, timeout_s)
+        life = RewardProcess(process, reader, writer, timeout_s)
         loaded = life.calls[0] = _Call(asyncio.get_running_loop().create_future())
         life.following = asyncio.create_task(life._follow())
         try:
@@ -96,13 +96,13 @@ class Life:
         return life
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer. WrongError where the user's code is wrong, or known to take too long;
-        GoneError where the process is gone."""
+        """The answer. RewardCallError where the user's code is wrong, or known to take too long;
+        RewardProcessDiedError where the process is gone."""
         number = next(self.numbers)
         call = _Call(asyncio.get_running_loop().create_future())
         if self.ended:
-            raise GoneError("is gone", 0)
-        frame = pack({"id": number, **request})
+            raise RewardProcessDiedError("is gone", 0)
+        frame = serialize({"id": number, **request})
         self.calls[number] = call
         self.writer.write(frame)  # its thread reads at once, so nothing needs to wait for it
         try:
@@ -113,8 +113,8 @@ class Life:
             if not call.answered.done():
                 alone = self._busy() == 1
                 await self.end()
-                if alone and isinstance(call.answered.exception(), GoneError):
-                    raise WrongError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
+                if alone and isinstance(call.answered.exception(), RewardProcessDiedError):
+                    raise RewardCallError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
             return await call.answered
         finally:  # it may be cancelled
             self.calls.pop(number, None)
@@ -123,7 +123,7 @@ class Life:
     def tell(self, request: Mapping[str, Any]) -> None:
         """What needs no answer."""
         if not self.ended:
-            self.writer.write(pack(request))
+            self.writer.write(serialize(request))
 
     async def end(self) -> None:
         """Kill it, with whatever it has started."""
@@ -152,7 +152,7 @@ class Life:
         busy = self._busy()
         for call in self.calls.values():
             if not call.answered.done():
-                lost = GoneError(_ending(status), busy if call.begun.is_set() else 0)
+                lost = RewardProcessDiedError(_ending(status), busy if call.begun.is_set() else 0)
                 call.answered.set_exception(lost)
                 call.begun.set()
 
@@ -161,7 +161,9 @@ class Life:
             while True:
                 text, body = HEADER.unpack(await self.reader.readexactly(HEADER.size))
                 self._take(
-                    unpack(await self.reader.readexactly(text), await self.reader.readexactly(body))
+                    deserialize(
+                        await self.reader.readexactly(text), await self.reader.readexactly(body)
+                    )
                 )
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -171,28 +173,28 @@ class Life:
         if "begun" in message:
             call.begun.set()
         elif "wrong" in message:
-            call.answered.set_exception(WrongError(message["wrong"], message.get("fields")))
+            call.answered.set_exception(RewardCallError(message["wrong"], message.get("fields")))
         else:
             call.answered.set_result(message["answer"])
 
 
-class Judge:
+class RewardWorker:
     """A process that is there whenever it is asked, and whose turn it is to ask it."""
 
     def __init__(self, kind: str, target: str, timeout_s: float):
         self.kind, self.target, self.timeout_s = kind, target, timeout_s
-        self.life: Life | None = None
+        self.life: RewardProcess | None = None
         self.episodes = 0  # under way
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._inside = 0  # who ask it now
         self._alone = 0  # who ask it, or wait to ask it, with nobody beside them
 
-    async def alive(self) -> Life:
+    async def alive(self) -> RewardProcess:
         """Its process, which is started where there is none."""
         async with self._starting:
             if self.life is None or self.life.ended:
-                self.life = await Life.start(self.kind, self.target, self.timeout_s)
+                self.life = await RewardProcess.start(self.kind, self.target, self.timeout_s)
             return self.life
 
     @asynccontextmanager
@@ -219,9 +221,9 @@ class Judge:
 
 def _of_start(error: BaseException, key: str, target: str) -> ConfigError | None:
     """What keeps a process from starting, as a sentence."""
-    if isinstance(error, WrongError):
-        return ConfigError(**from_json(error.fields))
-    if isinstance(error, GoneError):
+    if isinstance(error, RewardCallError):
+        return ConfigError(**error_from_json(error.fields))
+    if isinstance(error, RewardProcessDiedError):
         return ConfigError(f": its process {error} while it was imported", key=key, found=target)
     if isinstance(error, TimeoutError):
         return ConfigError(

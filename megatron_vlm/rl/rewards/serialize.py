@@ -32,23 +32,23 @@ class PackingError(TypeError):
     """A value that cannot be sent; says which."""
 
 
-def pack(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """A frame; PackingError where there is none."""
     body: list[bytes] = []
     text = json.dumps(_packed(value, body, ""), separators=(",", ":")).encode()
     return b"".join((HEADER.pack(len(text), sum(map(len, body))), text, *body))
 
 
-def unpack(text: bytes, body: bytes) -> Any:
+def deserialize(text: bytes, body: bytes) -> Any:
     """The value of a frame's two parts."""
     return _unpacked(json.loads(text), memoryview(body))
 
 
 def repacked(value: Any) -> Any:
     """The value as it arrives at the other end."""
-    frame = pack(value)
+    frame = serialize(value)
     middle = HEADER.size + HEADER.unpack_from(frame)[0]
-    return unpack(frame[HEADER.size : middle], frame[middle:])
+    return deserialize(frame[HEADER.size : middle], frame[middle:])
 
 
 def _packed(value: Any, body: list[bytes], place: str) -> Any:

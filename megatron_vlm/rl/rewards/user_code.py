@@ -29,7 +29,7 @@ _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
 }
 
 
-def load(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
+def load_user_code(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
     """The reward function, or the class of environments, and the folder that it is in: `kind` is
     the key of `rl` that names it. ConfigError, with the reason, where there is none."""
     place, _, name = target.rpartition(":")
@@ -52,7 +52,7 @@ def said(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
-def place_of(error: BaseException, home: Path) -> str:
+def place_of_function(error: BaseException, home: Path) -> str:
     """Where a user's code was when this was raised: the innermost line in their own folder."""
     frames = [
         f"{frame.filename}:{frame.lineno}"
@@ -81,7 +81,7 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
     try:
         module = _of_file(path) if is_file else importlib.import_module(place)
     except BaseException as error:  # SystemExit, too
-        where = place_of(error, home)
+        where = place_of_function(error, home)
         raise ConfigError(
             f"cannot be imported: {said(error)}{where}", key=f"rl.{kind}", found=target
         ) from error

@@ -17,13 +17,19 @@ from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.media.media import data_uri
 from megatron_vlm.data.tokens.sample_views import ShownTurn
 from megatron_vlm.distributed.collectives import all_gather_json
-from megatron_vlm.distributed.grid import Axis
+from megatron_vlm.distributed.grid import GroupAxis
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.atomic import write_text
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.report.example_lines import Example, Examples
 from megatron_vlm.run.evaluation.held_out_sets import EvalSet
-from megatron_vlm.run.evaluation.scores import Answer, Voice, exact_match, ranking, token_scores
+from megatron_vlm.run.evaluation.scores import (
+    Answer,
+    AnswerDecoder,
+    exact_match,
+    ranking,
+    token_scores,
+)
 from megatron_vlm.training.worker import MegatronWorker
 
 
@@ -37,7 +43,7 @@ class Evaluation:
     examples: list[Example]  # a few of them, with prompt and pictures
 
 
-class Examiner:
+class Evaluator:
     """The held-out sets of a run. Its methods are collectives."""
 
     def __init__(self, worker: MegatronWorker, cfg: Config):
@@ -49,9 +55,9 @@ class Examiner:
         self.sets = [EvalSet.open(worker, cfg, entry) for entry in cfg.data.eval]
 
     @cached_property
-    def voice(self) -> Voice:
+    def voice(self) -> AnswerDecoder:
         """Read once, and only if answers are asked for."""
-        return Voice.of(self.cfg)
+        return AnswerDecoder.of(self.cfg)
 
     def examine(self) -> Iterator[Evaluation]:
         """Every set in turn."""
@@ -86,7 +92,9 @@ class Examiner:
 def read_candidates(value: str | Sequence[str]) -> list[str]:
     """eval.candidates: a list, or a text file with one in each line."""
     if isinstance(value, str):
-        file = Outside(os.path.expanduser(value), ConfigError, "eval.candidates names a text file")
+        file = UntrustedFile(
+            os.path.expanduser(value), ConfigError, "eval.candidates names a text file"
+        )
         value = [line for line in file.text().splitlines() if line.strip()]
     check_candidates(value)
     return list(value)
@@ -105,7 +113,7 @@ def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
     Examples(evaluation.name, step, tuple(evaluation.examples)).write(run)
 
 
-def _gathered(answers: Sequence[Answer], dp: Axis, device: torch.device) -> list[Answer]:
+def _gathered(answers: Sequence[Answer], dp: GroupAxis, device: torch.device) -> list[Answer]:
     """The answers of all replicas, in the order in which the questions were dealt out."""
     found = all_gather_json([astuple(answer) for answer in answers], dp.group, device)
     turns = itertools.zip_longest(*found)

@@ -57,7 +57,7 @@ class EvalSet:
             data = open_data(specs, "data.eval", cfg.data, path, sizes, share, train=False)
             assert isinstance(data, DataSet)
             remarks = asdict(Remarks.of(data, name, cfg.data))
-            data = first_of(data, cfg.eval.samples)
+            data = first_samples(data, cfg.eval.samples)
             return data, (len(data.order), remarks)
 
         data, (samples, remarks) = open_together(name, grid, device, opening, worker.watchdog)
@@ -79,7 +79,7 @@ class EvalSet:
         mine: Any = None
         if self.data is not None:
             most, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
-            data = self.data if most is None else first_of(self.data, most)
+            data = self.data if most is None else first_samples(self.data, most)
             mine = data.order.epoch(0)[dp.rank :: dp.size].tolist()
         return [(source, index) for source, index in self._shared(mine)]
 
@@ -110,7 +110,7 @@ class EvalSet:
         return share_json(mine, self.worker.grid, self.worker.platform.device)
 
 
-def first_of(data: DataSet, samples: int | None) -> DataSet:
+def first_samples(data: DataSet, samples: int | None) -> DataSet:
     """At most this many samples of one source, spread over all of it, since files are often sorted.
     The same ones each time; all of them, in their order, if there are no more."""
     length = len(data.indexes[0])

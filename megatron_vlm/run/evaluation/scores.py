@@ -55,7 +55,7 @@ def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, floa
 
 
 def exact_match(
-    held_out: EvalSet, voice: "Voice", alive: Callable[[], None]
+    held_out: EvalSet, voice: "AnswerDecoder", alive: Callable[[], None]
 ) -> tuple[float, list[Answer]]:
     """The share of questions that the model answers word for word; this replica's answers."""
     asked = held_out.cfg.eval
@@ -70,7 +70,7 @@ def exact_match(
 
 
 def ranking(
-    held_out: EvalSet, voice: "Voice", candidates: Sequence[str], alive: Callable[[], None]
+    held_out: EvalSet, voice: "AnswerDecoder", candidates: Sequence[str], alive: Callable[[], None]
 ) -> tuple[float, list[Answer]]:
     """The share of questions whose right answer has the highest log-prob of all candidates; this
     replica's answers. A candidate follows eval.prefill."""
@@ -101,7 +101,7 @@ def ranking(
 
 
 @dataclass(frozen=True)
-class Voice:
+class AnswerDecoder:
     """The tokenizer, and the tokens that every answer begins with."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -109,12 +109,12 @@ class Voice:
     prefill_ids: tuple[int, ...]
 
     @staticmethod
-    def of(cfg: Config) -> "Voice":
+    def of(cfg: Config) -> "AnswerDecoder":
         tokenizer = read_tokenizer(cfg.model.path, cfg.data.add_tokens)
         # A space belongs to the token of the word after it.
         prefill = cfg.eval.prefill.rstrip()
         ids = tokenizer(prefill)["input_ids"] if prefill else []
-        return Voice(tokenizer, tokenizer.convert_tokens_to_ids(END), tuple(ids))
+        return AnswerDecoder(tokenizer, tokenizer.convert_tokens_to_ids(END), tuple(ids))
 
     def prompt(self, question: Question) -> Row:
         """The question with the beginning of its answer."""
@@ -128,7 +128,7 @@ class Voice:
 
 def _answers(
     held_out: EvalSet,
-    voice: Voice,
+    voice: AnswerDecoder,
     answer: Callable[[Sequence[Question]], list[str]],
     alive: Callable[[], None],
 ) -> tuple[float, list[Answer]]:

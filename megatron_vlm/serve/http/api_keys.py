@@ -14,7 +14,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from megatron_vlm.errors import ConfigError
-from megatron_vlm.serve.http.responses import Refused
+from megatron_vlm.serve.http.responses import HttpError
 
 _log = logging.getLogger(__name__)
 LOCAL = "local"  # who everybody is where no keys are asked for
@@ -99,9 +99,9 @@ def key_of(request: Request, keys: ApiKeys | None) -> str:
         name = None if given is None else keys.name_of(given)
     except ConfigError as error:
         _log.error("%s", error)
-        raise Refused(503, "the server's file of keys cannot be read at the moment") from error
+        raise HttpError(503, "the server's file of keys cannot be read at the moment") from error
     if name is None:
-        raise Refused(
+        raise HttpError(
             401,
             "no such API key; set TINKER_API_KEY to one that this server's file of keys knows",
             WWW_Authenticate='Basic realm="megatron-vlm", charset="UTF-8"',

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_vlm.serve.http import run_routes, sampling_routes, session_routes, training_routes
 from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.bodies import Bodies
-from megatron_vlm.serve.http.context import Acceptor, FrontDesk, ServerFacts, Waiters
-from megatron_vlm.serve.http.dependencies import AtDesk, Key
+from megatron_vlm.serve.http.context import AppContext, GroupCommit, ResultWaiters, ServerFacts
+from megatron_vlm.serve.http.dependencies import Context, Key
 from megatron_vlm.serve.http.page import service_page
 from megatron_vlm.serve.http.prometheus import Metrics
 from megatron_vlm.serve.http.request_limits import RequestLimits
@@ -41,9 +41,9 @@ def make_app(
     metrics = Metrics()
     journal.listen(metrics.kept)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.desk = FrontDesk(
+    app.state.desk = AppContext(
         *(journal, limits, keys, facts, Bodies(limits), metrics),
-        *(Acceptor(journal), Waiters(journal), {} if gauges is None else gauges),
+        *(GroupCommit(journal), ResultWaiters(journal), {} if gauges is None else gauges),
     )
     app.state.tickets = run_routes.Tickets()
     add_handlers(app)
@@ -83,7 +83,7 @@ def _name(host: str) -> str:
 
 
 @_pages.get("/metrics")
-async def figures(desk: AtDesk, key: Key) -> PlainTextResponse:
+async def figures(desk: Context, key: Key) -> PlainTextResponse:
     """For Prometheus, which gives the key as the password of basic authentication."""
     now = time.time()
     waiting = desk.journal.waiting()
@@ -105,14 +105,14 @@ async def figures(desk: AtDesk, key: Key) -> PlainTextResponse:
 
 
 @_pages.get("/")
-async def page(desk: AtDesk, key: Key) -> HTMLResponse:
+async def page(desk: Context, key: Key) -> HTMLResponse:
     """Runs, checkpoints and what waits, of this key."""
     return HTMLResponse(service_page(desk.journal, desk.facts, key))
 
 
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    desk: FrontDesk = app.state.desk
+    desk: AppContext = app.state.desk
     task = asyncio.create_task(_sweep(desk.journal))
     try:
         yield

@@ -6,8 +6,8 @@ import zstandard
 from starlette.requests import ClientDisconnect, Request
 
 from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.http.responses import Refused
-from megatron_vlm.serve.protocol.compression import MOST_WINDOW, unpacked
+from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.protocol.compression import MOST_WINDOW, decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 _HEAD = 4096
@@ -36,18 +36,20 @@ class Bodies:
         most = getattr(self._limits, limit)
         packed = request.headers.get("content-encoding", "identity").strip().lower()
         if packed not in ("identity", "zstd"):
-            raise Refused(415, f"Content-Encoding {packed[:40]!r}: send zstd, or the body as it is")
+            raise HttpError(
+                415, f"Content-Encoding {packed[:40]!r}: send zstd, or the body as it is"
+            )
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 whole = await self._receive(request, body, most)
         except TimeoutError as error:
             seconds = self._limits.body_seconds
-            raise Refused(
+            raise HttpError(
                 408, f"the body was not there after {seconds:g} s, which is limit body_seconds"
             ) from error
         except ClientDisconnect as error:
-            raise Refused(400, "the connection ended within the body") from error
+            raise HttpError(400, "the connection ended within the body") from error
         finally:
             self.held -= len(body)
         if not whole:
@@ -84,7 +86,7 @@ class Bodies:
 
     def _hold(self, size: int) -> None:
         if self.held + size > self._limits.bodies_bytes:
-            raise Refused(
+            raise HttpError(
                 429,
                 f"{self.held} bytes are being received, and limit bodies_bytes is "
                 f"{self._limits.bodies_bytes}",
@@ -94,8 +96,8 @@ class Bodies:
     async def _unpacked(self, body: bytes, most: int) -> bytes:
         try:
             if len(body) < BACKGROUND:
-                return unpacked(body, most)
-            return await asyncio.to_thread(unpacked, body, most)
+                return decompress(body, most)
+            return await asyncio.to_thread(decompress, body, most)
         except RequestError as error:
             raise Unreadable(422, str(error), _head(body)) from error
 

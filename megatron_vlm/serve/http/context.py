@@ -16,10 +16,16 @@ from megatron_vlm.serve.http.api_keys import ApiKeys
 from megatron_vlm.serve.http.bodies import Bodies, Unreadable
 from megatron_vlm.serve.http.prometheus import Metrics
 from megatron_vlm.serve.http.request_limits import RequestLimits
-from megatron_vlm.serve.http.responses import Refused
+from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.schemas import JsonForm
 from megatron_vlm.serve.journal.journal import Journal
-from megatron_vlm.serve.journal.journal_records import Conflict, Full, KeptPromise, NewCall, Promise
+from megatron_vlm.serve.journal.journal_records import (
+    CompletedCall,
+    Conflict,
+    NewCall,
+    Promise,
+    QuotaExceeded,
+)
 
 _BATCH = 256
 T = TypeVar("T")
@@ -42,7 +48,7 @@ class ServerFacts:
 
 
 @dataclass(frozen=True)
-class FrontDesk:
+class AppContext:
     """The journal, who may ask for how much, and who waits."""
 
     journal: Journal
@@ -51,8 +57,8 @@ class FrontDesk:
     facts: ServerFacts
     bodies: Bodies
     metrics: Metrics
-    acceptor: "Acceptor"
-    waiters: "Waiters"
+    acceptor: "GroupCommit"
+    waiters: "ResultWaiters"
     gauges: Mapping[str, float] = field(default_factory=dict)  # of the engine
 
     async def form(self, request: Request, of: type[AForm]) -> AForm:
@@ -64,14 +70,14 @@ class FrontDesk:
         try:
             return await self.bodies.read(request, limit)
         except Unreadable as error:
-            raise Refused(error.status, error.text) from error
+            raise HttpError(error.status, error.text) from error
 
     def read(self, body: bytes, of: type[AForm]) -> AForm:
         """A body as a form."""
         try:
             return of.model_validate_json(body or b"{}")
         except ValidationError as error:
-            raise Refused(422, complaints(error)) from error
+            raise HttpError(422, complaints(error)) from error
 
     async def write(self, function: Callable[..., T], *values: Any) -> T:
         """Have the journal write beside the loop, which would wait for the disk."""
@@ -82,15 +88,15 @@ class FrontDesk:
         word, where there is no room for the moment."""
         given = await self.acceptor.accept(new)
         if isinstance(given, Conflict):
-            raise Refused(422, given.text)  # a 409 would be sent again
-        if isinstance(given, Full):
-            raise Refused(429 if given.passing else 422, given.text)
+            raise HttpError(422, given.text)  # a 409 would be sent again
+        if isinstance(given, QuotaExceeded):
+            raise HttpError(429 if given.passing else 422, given.text)
         if given.new:
             self.metrics.accepted(new.kind)
         return given.request_id
 
 
-class Acceptor:
+class GroupCommit:
     """Accepts calls that arrive together in one transaction: the disk is waited for once."""
 
     def __init__(self, journal: Journal) -> None:
@@ -121,7 +127,7 @@ class Acceptor:
                     promise.set_result(one)
 
 
-class Waiters:
+class ResultWaiters:
     """Polls that wait for a promise; woken from the engine's thread."""
 
     def __init__(self, journal: Journal) -> None:
@@ -156,7 +162,7 @@ class Waiters:
             woken = [future for futures in self._of.values() for future in futures]
         self._wake(woken)
 
-    def _kept(self, promises: Sequence[KeptPromise]) -> None:
+    def _kept(self, promises: Sequence[CompletedCall]) -> None:
         with self._lock:
             woken = [f for kept in promises for f in self._of.get(kept.request_id, ())]
         self._wake(woken)

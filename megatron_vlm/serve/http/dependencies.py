@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from megatron_vlm.serve.http.api_keys import key_of
-from megatron_vlm.serve.http.context import FrontDesk
-from megatron_vlm.serve.http.responses import Refused
+from megatron_vlm.serve.http.context import AppContext
+from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.journal.journal_records import (
     Model,
     NamedCheckpoint,
@@ -16,7 +16,7 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 
 
-async def _desk(request: Request) -> FrontDesk:
+async def _desk(request: Request) -> AppContext:
     return request.app.state.desk
 
 
@@ -24,45 +24,45 @@ async def _key(request: Request) -> str:
     return key_of(request, request.app.state.desk.keys)
 
 
-AtDesk = Annotated[FrontDesk, Depends(_desk)]
+Context = Annotated[AppContext, Depends(_desk)]
 Key = Annotated[str, Depends(_key)]
 Answer = dict[str, Any]
 
 
-def own_session(desk: FrontDesk, key: str, session: str) -> Session:
+def own_session(desk: AppContext, key: str, session: str) -> Session:
     """The session; 404 where it is another's, as where there is none."""
     found = desk.journal.session(session)
     if found is None or found.key != key:
-        raise Refused(404, f"session_id: there is no session {session!r}; make a new client")
+        raise HttpError(404, f"session_id: there is no session {session!r}; make a new client")
     return found
 
 
-def open_session(desk: FrontDesk, key: str, session: str) -> Session:
+def open_session(desk: AppContext, key: str, session: str) -> Session:
     """A session that was not finished."""
     found = own_session(desk, key, session)
     if found.finished is not None:
-        raise Refused(410, f"session_id: session {session} was finished; make a new client")
+        raise HttpError(410, f"session_id: session {session} was finished; make a new client")
     return found
 
 
-def own_model(desk: FrontDesk, key: str, model: str, usable: bool = False) -> Model:
+def own_model(desk: AppContext, key: str, model: str, usable: bool = False) -> Model:
     """The model; 404 where it is another's, as where there is none."""
     found = desk.journal.model(model)
     if found is None or found.key != key:
-        raise Refused(404, f"there is no model {model!r}")
+        raise HttpError(404, f"there is no model {model!r}")
     if usable and found.state in ("failed", "unloaded"):
         what = "could not be made" if found.state == "failed" else "was unloaded"
-        raise Refused(
+        raise HttpError(
             404, f"model {model} {what}; make another, from a checkpoint of it if need be"
         )
     return found
 
 
-def own_sampler(desk: FrontDesk, key: str, sampler: str) -> SamplingSession:
+def own_sampler(desk: AppContext, key: str, sampler: str) -> SamplingSession:
     """The sampling session; 404 where it is another's, as where there is none."""
     found = desk.journal.sampler(sampler)
     if found is None or found.key != key:
-        raise Refused(
+        raise HttpError(
             404,
             f"there is no sampling session {sampler!r}, its session has ended, or its model has "
             "had newer snapshots for longer than limit snapshot_seconds; make it again",
@@ -70,11 +70,11 @@ def own_sampler(desk: FrontDesk, key: str, sampler: str) -> SamplingSession:
     return found
 
 
-def own_checkpoint(desk: FrontDesk, key: str, path: str) -> NamedCheckpoint:
+def own_checkpoint(desk: AppContext, key: str, path: str) -> NamedCheckpoint:
     """The checkpoint; 404 where it is another's, as where there is none."""
     found = desk.journal.checkpoint(path)
     if found is None or found.key != key:
-        raise Refused(404, f"there is no checkpoint {path!r}, or it has expired")
+        raise HttpError(404, f"there is no checkpoint {path!r}, or it has expired")
     return found
 
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.serve.http.connection import Connection
-from megatron_vlm.serve.http.context import FrontDesk
+from megatron_vlm.serve.http.context import AppContext
 
 _STOP_SECONDS = 5
 _OTHER_FILES = 256  # left to checkpoints and to whatever else the process opens
@@ -21,7 +21,7 @@ class FrontServer:
     """The application on a port."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._desk: FrontDesk = app.state.desk
+        self._desk: AppContext = app.state.desk
         if self._desk.keys is None and not _is_loopback(host):
             raise ConfigError(
                 ": without keys everybody who reaches it may do everything",

@@ -5,7 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_vlm.serve.journal.journal_records import KeptPromise
+from megatron_vlm.serve.journal.journal_records import CompletedCall
 
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -26,7 +26,7 @@ class Metrics:
         with self._lock:
             self._accepted[kind] += 1
 
-    def kept(self, promises: Sequence[KeptPromise]) -> None:
+    def kept(self, promises: Sequence[CompletedCall]) -> None:
         """Promises were kept."""
         with self._lock:
             for kept in promises:

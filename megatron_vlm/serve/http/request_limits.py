@@ -44,7 +44,7 @@ class RequestLimits:
     client_samples: int = 512  # that one client has in flight
 
 
-def check_data(data: tuple[Datum, ...], limits: RequestLimits) -> None:
+def check_datums(data: tuple[Datum, ...], limits: RequestLimits) -> None:
     """Refuse a forward_backward that is too large, naming the datum."""
     if len(data) > limits.data:
         raise RequestError(f"has {len(data)} datums, and limit data is {limits.data}", key="data")

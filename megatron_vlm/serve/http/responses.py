@@ -12,7 +12,7 @@ from megatron_vlm.io.printable import visible
 _log = logging.getLogger(__name__)
 
 
-class Refused(Exception):  # noqa: N818 - it is an answer, not an error of ours
+class HttpError(Exception):
     """An answer with this status. 408, 409, 429 and 5xx the client sends again by itself."""
 
     def __init__(self, status: int, text: str, **headers: str) -> None:
@@ -38,8 +38,8 @@ def not_supported(path: str) -> str:
 def add_handlers(app: FastAPI) -> None:
     """Every way in which a request can go wrong ends in a JSON body."""
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
+    @app.exception_handler(HttpError)
+    async def refused(_: Request, error: HttpError) -> JSONResponse:
         headers = {name.replace("_", "-"): value for name, value in error.headers.items()}
         return refusal(error.status, error.text, headers)
 

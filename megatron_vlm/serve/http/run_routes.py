@@ -10,18 +10,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
 from megatron_vlm.serve.http import schemas
-from megatron_vlm.serve.http.context import FrontDesk
+from megatron_vlm.serve.http.context import AppContext
 from megatron_vlm.serve.http.dependencies import (
     Answer,
-    AtDesk,
+    Context,
     Key,
     moment,
     own_checkpoint,
     own_model,
     texts,
 )
-from megatron_vlm.serve.http.responses import Refused
-from megatron_vlm.serve.http.session_routes import page
+from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.session_routes import bounded_page
 from megatron_vlm.serve.journal.journal_records import Model, NamedCheckpoint
 
 router = APIRouter(prefix="/api/v1")
@@ -31,9 +31,9 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
 
 @router.get("/training_runs")
-async def training_runs(desk: AtDesk, key: Key, limit: int = 20, offset: int = 0) -> Answer:
+async def training_runs(desk: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
     """Models, newest first."""
-    limit, offset = page(limit, offset)
+    limit, offset = bounded_page(limit, offset)
     models = desk.journal.models(key)
     return {
         "training_runs": [_run(desk, model) for model in models[offset : offset + limit]],
@@ -42,22 +42,22 @@ async def training_runs(desk: AtDesk, key: Key, limit: int = 20, offset: int = 0
 
 
 @router.get(_RUN)
-async def training_run(run: str, desk: AtDesk, key: Key) -> Answer:
+async def training_run(run: str, desk: Context, key: Key) -> Answer:
     """One of them."""
     return _run(desk, own_model(desk, key, run))
 
 
 @router.get(_RUN + "/checkpoints")
-async def checkpoints_of(run: str, desk: AtDesk, key: Key) -> Answer:
+async def checkpoints_of(run: str, desk: Context, key: Key) -> Answer:
     """All of its checkpoints."""
     own_model(desk, key, run)
     return {"checkpoints": [_shown(c) for c in desk.journal.checkpoints(key, run)]}
 
 
 @router.get("/checkpoints")
-async def checkpoints(desk: AtDesk, key: Key, limit: int = 100, offset: int = 0) -> Answer:
+async def checkpoints(desk: Context, key: Key, limit: int = 100, offset: int = 0) -> Answer:
     """Those of all runs."""
-    limit, offset = page(limit, offset)
+    limit, offset = bounded_page(limit, offset)
     found = desk.journal.checkpoints(key)
     return {
         "checkpoints": [_shown(c) for c in found[offset : offset + limit]],
@@ -66,9 +66,9 @@ async def checkpoints(desk: AtDesk, key: Key, limit: int = 100, offset: int = 0)
 
 
 @router.post("/weights_info")
-async def weights_info(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def weights_info(request: Request, desk: Context, key: Key) -> Answer:
     """What must be known to load a checkpoint."""
-    form = await desk.form(request, schemas.OfPath)
+    form = await desk.form(request, schemas.PathForm)
     checkpoint = own_checkpoint(desk, key, form.tinker_path)
     model = own_model(desk, key, checkpoint.model)
     lora = {name: model.facts.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
@@ -82,7 +82,7 @@ async def weights_info(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.delete(_CHECKPOINT)
-async def delete(run: str, kind: str, name: str, desk: AtDesk, key: Key) -> Answer:
+async def delete(run: str, kind: str, name: str, desk: Context, key: Key) -> Answer:
     """Its folder goes when no model and no sampling session needs it."""
     checkpoint = _checkpoint(desk, key, run, kind, name)
     await desk.write(desk.journal.delete_checkpoint, checkpoint.path)
@@ -90,7 +90,7 @@ async def delete(run: str, kind: str, name: str, desk: AtDesk, key: Key) -> Answ
 
 
 @router.put(_CHECKPOINT + "/ttl")
-async def ttl(run: str, kind: str, name: str, request: Request, desk: AtDesk, key: Key) -> Answer:
+async def ttl(run: str, kind: str, name: str, request: Request, desk: Context, key: Key) -> Answer:
     """When it goes by itself."""
     form = await desk.form(request, schemas.Ttl)
     checkpoint = _checkpoint(desk, key, run, kind, name)
@@ -101,17 +101,17 @@ async def ttl(run: str, kind: str, name: str, request: Request, desk: AtDesk, ke
 
 @router.post(_CHECKPOINT + "/publish")
 @router.delete(_CHECKPOINT + "/publish")
-async def publish(run: str, kind: str, name: str, desk: AtDesk, key: Key) -> Answer:
+async def publish(run: str, kind: str, name: str, desk: Context, key: Key) -> Answer:
     """There is no public to publish to."""
-    raise Refused(422, "publish: checkpoints of this service belong to the key that made them")
+    raise HttpError(422, "publish: checkpoints of this service belong to the key that made them")
 
 
 @router.get(_CHECKPOINT + "/external_weights_urls")
-async def urls(run: str, kind: str, name: str, request: Request, desk: AtDesk, key: Key) -> Answer:
+async def urls(run: str, kind: str, name: str, request: Request, desk: Context, key: Key) -> Answer:
     """An address for each file, for everybody who knows it, for a while."""
     checkpoint = _checkpoint(desk, key, run, kind, name)
     if checkpoint.kind != "external":
-        raise Refused(
+        raise HttpError(
             422,
             f"{checkpoint.path} holds {kind}, in a form of our own; save_weights_external makes a "
             "folder to download",
@@ -136,7 +136,7 @@ async def download(ticket: str, file: str, request: Request) -> FileResponse:
     tickets: Tickets = request.app.state.tickets
     path = tickets.path(ticket, file)
     if path is None or not path.is_file():
-        raise Refused(404, "no such file, or its address has expired: ask for another")
+        raise HttpError(404, "no such file, or its address has expired: ask for another")
     return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
 
@@ -164,11 +164,11 @@ class Tickets:
         return known[0] / file
 
 
-def _checkpoint(desk: FrontDesk, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
+def _checkpoint(desk: AppContext, key: str, run: str, kind: str, name: str) -> NamedCheckpoint:
     return own_checkpoint(desk, key, f"tinker://{run}/{kind}/{name}")
 
 
-def _run(desk: FrontDesk, model: Model) -> Answer:
+def _run(desk: AppContext, model: Model) -> Answer:
     found = desk.journal.checkpoints(model.key, model.id)
     last = {kind: next((_shown(c) for c in found if c.kind == kind), None) for kind in _KINDS}
     return {

@@ -9,10 +9,10 @@ from fastapi.responses import JSONResponse, Response
 
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.http.bodies import BACKGROUND
-from megatron_vlm.serve.http.context import FrontDesk
+from megatron_vlm.serve.http.context import AppContext
 from megatron_vlm.serve.http.dependencies import (
     Answer,
-    AtDesk,
+    Context,
     Key,
     open_session,
     own_checkpoint,
@@ -20,7 +20,7 @@ from megatron_vlm.serve.http.dependencies import (
     own_sampler,
 )
 from megatron_vlm.serve.http.request_limits import RequestLimits, check_chunks
-from megatron_vlm.serve.http.responses import Refused, refusal
+from megatron_vlm.serve.http.responses import HttpError, refusal
 from megatron_vlm.serve.journal.calls import sampler_id
 from megatron_vlm.serve.journal.journal_records import SAMPLE, Failure, NewCall, NewSampler, Result
 from megatron_vlm.serve.protocol.payloads import RequestError
@@ -30,7 +30,7 @@ _PROTOBUF = "application/x-protobuf"
 
 
 @router.post("/create_sampling_session")
-async def create_sampling_session(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def create_sampling_session(request: Request, desk: Context, key: Key) -> Answer:
     """Sampling from a checkpoint, or from the base model."""
     form = await desk.form(request, schemas.CreateSamplingSession)
     session = open_session(desk, key, form.session_id)
@@ -38,7 +38,7 @@ async def create_sampling_session(request: Request, desk: AtDesk, key: Key) -> A
     if form.model_path is not None:
         checkpoint = own_checkpoint(desk, key, form.model_path)
         if checkpoint.kind == "external":
-            raise Refused(
+            raise HttpError(
                 422,
                 f"model_path: {form.model_path} was made to be downloaded; sample from weights or "
                 "sampler_weights",
@@ -51,7 +51,7 @@ async def create_sampling_session(request: Request, desk: AtDesk, key: Key) -> A
     elif form.base_model in desk.facts.base_models:
         new = NewSampler(sampler, session.id, None, form.base_model)
     else:
-        raise Refused(
+        raise HttpError(
             422,
             f"base_model: {form.base_model!r}, and this server has "
             f"{' or '.join(desk.facts.base_models)}; or give a model_path",
@@ -61,23 +61,23 @@ async def create_sampling_session(request: Request, desk: AtDesk, key: Key) -> A
 
 
 @router.get("/samplers/{sampler}")
-async def sampler(sampler: str, desk: AtDesk, key: Key) -> Answer:
+async def sampler(sampler: str, desk: Context, key: Key) -> Answer:
     """What it samples from."""
     found = own_sampler(desk, key, sampler)
     return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.path}
 
 
 @router.post("/join_sampling_session")
-async def join(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def join(request: Request, desk: Context, key: Key) -> Answer:
     """A number for another client of a session, from which its seq_ids begin."""
-    form = await desk.form(request, schemas.OfSampler)
+    form = await desk.form(request, schemas.SamplerIdForm)
     found = own_sampler(desk, key, form.sampling_session_id)
     number = await desk.write(desk.journal.join_sampler, found.id)
     return {"type": "join_sampling_session", "client_counter": number}
 
 
 @router.post("/asample")
-async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def asample(request: Request, desk: Context, key: Key) -> Answer:
     """Samples of one prompt, in any order with others."""
     body = await desk.body(request, "sample_bytes")
     if len(body) > BACKGROUND:
@@ -89,7 +89,7 @@ async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
         if desk.facts.vocabulary is not None:
             schemas.check_top_k(form, desk.facts.vocabulary)
     except RequestError as error:
-        raise Refused(422, str(error)) from error
+        raise HttpError(422, str(error)) from error
     own_sampler(desk, key, form.sampling_session_id)
     new = NewCall(SAMPLE, form.sampling_session_id, form.seq_id, key, body)
     request_id = await desk.promise(new)
@@ -98,16 +98,16 @@ async def asample(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/cancel_future")
-async def cancel(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def cancel(request: Request, desk: Context, key: Key) -> Answer:
     """A sample that nobody waits for. One that was begun is finished all the same."""
-    form = await desk.form(request, schemas.OfRequest)
+    form = await desk.form(request, schemas.RequestIdForm)
     return {"cancelled": await desk.write(desk.journal.cancel, form.request_id, key)}
 
 
 @router.post("/retrieve_future")
-async def retrieve(request: Request, desk: AtDesk, key: Key) -> Response:
+async def retrieve(request: Request, desk: Context, key: Key) -> Response:
     """The result, as soon as it is there. 408 asks to ask again."""
-    form = await desk.form(request, schemas.OfRequest)
+    form = await desk.form(request, schemas.RequestIdForm)
     name = form.request_id
     result = desk.journal.result(name)
     if result is None or result.key != key:
@@ -127,7 +127,7 @@ async def retrieve(request: Request, desk: AtDesk, key: Key) -> Response:
     return _answer(desk, request, result)
 
 
-def _answer(desk: FrontDesk, request: Request, result: Result) -> Response:
+def _answer(desk: AppContext, request: Request, result: Result) -> Response:
     outcome = result.outcome
     assert outcome is not None
     if isinstance(outcome, Failure):

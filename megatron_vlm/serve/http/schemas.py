@@ -38,31 +38,31 @@ class CreateSession(JsonForm):
     display_name: Text | None = None
 
 
-class OfSession(JsonForm):
+class SessionIdForm(JsonForm):
     """session_heartbeat"""
 
     session_id: Id
 
 
-class OfModel(JsonForm):
+class ModelIdForm(JsonForm):
     """get_info, unload_model"""
 
     model_id: Id
 
 
-class OfPath(JsonForm):
+class PathForm(JsonForm):
     """weights_info"""
 
     tinker_path: Text
 
 
-class OfRequest(JsonForm):
+class RequestIdForm(JsonForm):
     """retrieve_future, cancel_future"""
 
     request_id: Id
 
 
-class OfSampler(JsonForm):
+class SamplerIdForm(JsonForm):
     """join_sampling_session"""
 
     sampling_session_id: Id

@@ -5,21 +5,21 @@ from fastapi import APIRouter, Request
 from megatron_vlm.serve.http.context import parsed_object
 from megatron_vlm.serve.http.dependencies import (
     Answer,
-    AtDesk,
+    Context,
     Key,
     open_session,
     own_session,
     texts,
 )
-from megatron_vlm.serve.http.responses import Refused
-from megatron_vlm.serve.http.schemas import CreateSession, Finish, OfSession
+from megatron_vlm.serve.http.responses import HttpError
+from megatron_vlm.serve.http.schemas import CreateSession, Finish, SessionIdForm
 
 router = APIRouter(prefix="/api/v1")
 _ACTIVE = 600.0  # seconds since a session was heard of; clients are heard of every 10
 
 
 @router.post("/client/config")
-async def client_config(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def client_config(request: Request, desk: Context, key: Key) -> Answer:
     """Every flag of the client, so that none follows a default that changes."""
     await desk.body(request)
     return {
@@ -40,7 +40,7 @@ async def client_config(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def dynamic_config(request: Request, desk: Context, key: Key) -> Answer:
     """Flags that clients ask for again and again."""
     await desk.body(request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
@@ -53,7 +53,7 @@ async def healthz() -> Answer:
 
 
 @router.get("/get_server_capabilities")
-async def capabilities(desk: AtDesk, key: Key) -> Answer:
+async def capabilities(desk: Context, key: Key) -> Answer:
     """The model of this server, by the names that it is known by."""
     facts = desk.facts
     return {
@@ -70,19 +70,19 @@ async def capabilities(desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/telemetry")
-async def telemetry(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def telemetry(request: Request, desk: Context, key: Key) -> Answer:
     """Read and forgotten."""
     await desk.body(request)
     return {"status": "accepted"}
 
 
 @router.post("/create_session")
-async def create_session(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def create_session(request: Request, desk: Context, key: Key) -> Answer:
     """A client announces itself."""
     form = await desk.form(request, CreateSession)
     active = desk.journal.active_sessions(key, _ACTIVE)
     if active >= desk.limits.sessions:
-        raise Refused(
+        raise HttpError(
             422,
             f"{active} sessions are active, and limit sessions is {desk.limits.sessions}: close() "
             f"some, or wait; one that ended without it does not count after {_ACTIVE:g} s",
@@ -94,15 +94,15 @@ async def create_session(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/session_heartbeat")
-async def heartbeat(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def heartbeat(request: Request, desk: Context, key: Key) -> Answer:
     """It is still there. 410 ends its heartbeats."""
-    form = await desk.form(request, OfSession)
+    form = await desk.form(request, SessionIdForm)
     desk.journal.heard(open_session(desk, key, form.session_id).id)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish(session_id: str, request: Request, desk: AtDesk, key: Key) -> Answer:
+async def finish(session_id: str, request: Request, desk: Context, key: Key) -> Answer:
     """It goes. What it made for itself alone is let go of some minutes later."""
     body = await desk.body(request)
     form = desk.read(body, Finish)
@@ -113,15 +113,15 @@ async def finish(session_id: str, request: Request, desk: AtDesk, key: Key) -> A
 
 
 @router.get("/sessions")
-async def sessions(desk: AtDesk, key: Key, limit: int = 20, offset: int = 0) -> Answer:
+async def sessions(desk: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
     """Ids, newest first."""
-    limit, offset = page(limit, offset)
+    limit, offset = bounded_page(limit, offset)
     found = desk.journal.sessions(key)
     return {"sessions": [session.id for session in found[offset : offset + limit]]}
 
 
 @router.get("/sessions/{session_id}")
-async def session(session_id: str, desk: AtDesk, key: Key) -> Answer:
+async def session(session_id: str, desk: Context, key: Key) -> Answer:
     """What it made."""
     found = own_session(desk, key, session_id)
     models = [m.id for m in desk.journal.models(key) if m.session == found.id]
@@ -134,8 +134,8 @@ async def session(session_id: str, desk: AtDesk, key: Key) -> Answer:
     }
 
 
-def page(limit: int, offset: int) -> tuple[int, int]:
+def bounded_page(limit: int, offset: int) -> tuple[int, int]:
     """The part of a list that is asked for; a limit of 0 is all of it, as the client means it."""
     if limit < 0 or offset < 0:
-        raise Refused(422, f"limit {limit}, offset {offset}: give numbers from 0")
+        raise HttpError(422, f"limit {limit}, offset {offset}: give numbers from 0")
     return min(limit or 1000, 1000), offset

@@ -8,17 +8,17 @@ from pydantic import ValidationError
 
 from megatron_vlm.serve.http import schemas
 from megatron_vlm.serve.http.bodies import BACKGROUND, Unreadable, place_of
-from megatron_vlm.serve.http.context import FrontDesk, complaints, parsed_object
+from megatron_vlm.serve.http.context import AppContext, complaints, parsed_object
 from megatron_vlm.serve.http.dependencies import (
     Answer,
-    AtDesk,
+    Context,
     Key,
     open_session,
     own_checkpoint,
     own_model,
 )
-from megatron_vlm.serve.http.request_limits import check_data
-from megatron_vlm.serve.http.responses import Refused
+from megatron_vlm.serve.http.request_limits import check_datums
+from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.journal.calls import model_id
 from megatron_vlm.serve.journal.journal_records import Failure, NamedCheckpoint, NewCall, NewModel
 from megatron_vlm.serve.protocol.payloads import RequestError
@@ -28,7 +28,7 @@ router = APIRouter(prefix="/api/v1")
 
 
 @router.post("/create_model")
-async def create_model(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def create_model(request: Request, desk: Context, key: Key) -> Answer:
     """A new model on the base model: rank 0 trains all weights."""
     body = await desk.body(request)
     form = desk.read(body, schemas.CreateModel)
@@ -41,7 +41,7 @@ async def create_model(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/load_weights")
-async def load_weights(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
     """A checkpoint as a new model, or the older way: into a model that is there."""
     body = await desk.body(request)
     if parsed_object(body).get("session_id") is None:
@@ -64,7 +64,7 @@ async def load_weights(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/forward_backward")
-async def forward_backward(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def forward_backward(request: Request, desk: Context, key: Key) -> Answer:
     """A part of a batch, as protobuf. One that is wrong takes its turn all the same, and fails."""
     try:
         body = await desk.bodies.read(request, "body_bytes")
@@ -74,7 +74,7 @@ async def forward_backward(request: Request, desk: AtDesk, key: Key) -> Answer:
     except Unreadable as error:
         place = place_of(error.head)
         if place is None:
-            raise Refused(error.status, error.text) from error
+            raise HttpError(error.status, error.text) from error
         own_model(desk, key, place[0], usable=True)
         failure = Failure(error.text, "user")
         return await _promise(desk, NewCall("forward_backward", *place, key, b"", failure=failure))
@@ -85,21 +85,21 @@ async def forward_backward(request: Request, desk: AtDesk, key: Key) -> Answer:
 
 
 @router.post("/optim_step")
-async def optim_step(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def optim_step(request: Request, desk: Context, key: Key) -> Answer:
     """AdamW with the gradients that have added up."""
     body = await desk.body(request)
     return await _training(desk, key, "optim_step", schemas.OptimStep, body, True)
 
 
 @router.post("/save_weights")
-async def save_weights(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def save_weights(request: Request, desk: Context, key: Key) -> Answer:
     """Weights and optimizer, by a name."""
     body = await desk.body(request)
     return await _training(desk, key, "save_weights", schemas.SaveWeights, body)
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def save_weights_for_sampler(request: Request, desk: Context, key: Key) -> Answer:
     """Weights to sample from, by a name or for one sampling session."""
     body = await desk.body(request)
     form = schemas.SaveWeightsForSampler
@@ -107,26 +107,26 @@ async def save_weights_for_sampler(request: Request, desk: AtDesk, key: Key) -> 
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def save_weights_external(request: Request, desk: Context, key: Key) -> Answer:
     """Weights as a folder that others read, to be downloaded."""
     body = await desk.body(request)
     return await _training(desk, key, "save_weights_external", schemas.SaveWeightsExternal, body)
 
 
 @router.post("/unload_model")
-async def unload_model(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def unload_model(request: Request, desk: Context, key: Key) -> Answer:
     """The model is no longer needed; its checkpoints stay."""
     body = await desk.body(request)
-    form = desk.read(body, schemas.OfModel)
+    form = desk.read(body, schemas.ModelIdForm)
     own_model(desk, key, form.model_id)
     # It has no number: a model is unloaded once.
     return await _promise(desk, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
 
 
 @router.post("/get_info")
-async def get_info(request: Request, desk: AtDesk, key: Key) -> Answer:
+async def get_info(request: Request, desk: Context, key: Key) -> Answer:
     """What kind of model it is."""
-    form = await desk.form(request, schemas.OfModel)
+    form = await desk.form(request, schemas.ModelIdForm)
     model = own_model(desk, key, form.model_id)
     return {
         "type": "get_info",
@@ -143,17 +143,17 @@ async def get_info(request: Request, desk: AtDesk, key: Key) -> Answer:
     }
 
 
-def _read(desk: FrontDesk, body: bytes) -> tuple[str, int, bool]:
+def _read(desk: AppContext, body: bytes) -> tuple[str, int, bool]:
     try:
         request = read_forward_backward(body)
-        check_data(request.data, desk.limits)
+        check_datums(request.data, desk.limits)
     except RequestError as error:
         raise Unreadable(422, str(error), body[:4096]) from error
     return request.model_id, request.seq_id, request.forward_only
 
 
 async def _training(
-    desk: FrontDesk,
+    desk: AppContext,
     key: str,
     kind: str,
     of: type[schemas.OrderedForm],
@@ -172,7 +172,7 @@ async def _training(
     except ValidationError as error:
         place = _place(parsed_object(body))
         if place is None:
-            raise Refused(422, complaints(error)) from error
+            raise HttpError(422, complaints(error)) from error
         (model, seq), failure = place, Failure(complaints(error), "user")
     own_model(desk, key, model, usable=True)
     return await _promise(
@@ -191,18 +191,18 @@ def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     return model, int(seq)
 
 
-def _refusal(desk: FrontDesk, key: str, path: str) -> Failure | None:
+def _refusal(desk: AppContext, key: str, path: str) -> Failure | None:
     try:
         _training_checkpoint(desk, key, path)
-    except Refused as error:
+    except HttpError as error:
         return Failure(error.text, "user")
     return None
 
 
-def _training_checkpoint(desk: FrontDesk, key: str, path: str) -> NamedCheckpoint:
+def _training_checkpoint(desk: AppContext, key: str, path: str) -> NamedCheckpoint:
     checkpoint = own_checkpoint(desk, key, path)
     if checkpoint.kind != "training":
-        raise Refused(
+        raise HttpError(
             422,
             f"path: {path} holds {checkpoint.id.split('/')[0]}, and training goes on from weights, "
             "which save_state saves",
@@ -210,20 +210,20 @@ def _training_checkpoint(desk: FrontDesk, key: str, path: str) -> NamedCheckpoin
     return checkpoint
 
 
-def _check_base(desk: FrontDesk, name: str) -> None:
+def _check_base(desk: AppContext, name: str) -> None:
     if name not in desk.facts.base_models:
-        raise Refused(
+        raise HttpError(
             422,
             f"base_model: {name!r}, and this server trains {' or '.join(desk.facts.base_models)}",
         )
 
 
 async def _create(
-    desk: FrontDesk, key: str, kind: str, seq: int, body: bytes, model: NewModel
+    desk: AppContext, key: str, kind: str, seq: int, body: bytes, model: NewModel
 ) -> Answer:
     new = NewCall(kind, model.session, seq, key, body, model=model)
     return {"request_id": await desk.promise(new), "model_id": model.id}
 
 
-async def _promise(desk: FrontDesk, new: NewCall) -> Answer:
+async def _promise(desk: AppContext, new: NewCall) -> Answer:
     return {"request_id": await desk.promise(new), "model_id": new.owner.removesuffix(":unload")}

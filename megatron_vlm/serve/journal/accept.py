@@ -18,10 +18,10 @@ from megatron_vlm.serve.journal.journal_records import (
     Accepted,
     Conflict,
     Failure,
-    Full,
     NewCall,
     NewModel,
     Promise,
+    QuotaExceeded,
 )
 
 SEED_BITS = 62
@@ -62,13 +62,13 @@ def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -
     return Accepted(_insert(store, db, new, digest)) if full is None else full
 
 
-def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
+def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> QuotaExceeded | None:
     if new.failure is not None:
         return None
     if new.model is not None:
         models = len(live_models(db, bounds, new.key))
         if models >= bounds.models:
-            return Full(
+            return QuotaExceeded(
                 f"{models} models of running clients are there, and limit models is "
                 f"{bounds.models}: unload one, or end a client; models of one that ended without "
                 f"close() do not count after {bounds.silent_s:g} s",
@@ -83,8 +83,10 @@ def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Full | None:
     if new.kind in TRAINING and _next_seq(db, new.owner) == new.seq:
         return None  # The others wait for this one: refusing it would hold them for ever.
     if calls >= bounds.open_calls:
-        return Full(f"{calls} calls are waiting, and limit open_calls is {bounds.open_calls}")
-    return Full(
+        return QuotaExceeded(
+            f"{calls} calls are waiting, and limit open_calls is {bounds.open_calls}"
+        )
+    return QuotaExceeded(
         f"{size} bytes are waiting and {len(new.body)} were sent: limit open_bytes is "
         f"{bounds.open_bytes}"
     )

@@ -12,9 +12,9 @@ from megatron_vlm.serve.journal.journal_records import (
     CREATION,
     SAMPLE,
     Call,
+    CompletedCall,
     Failure,
     Finished,
-    KeptPromise,
     ModelChange,
     Outcome,
     Result,
@@ -90,7 +90,7 @@ def body(db: sqlite3.Connection, request_id: str) -> bytes:
     return row["body"]
 
 
-def begun(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[str]:
+def mark_started(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[str]:
     """Count an attempt of each; those that are still to be done."""
     found = []
     for request_id in request_ids:
@@ -103,7 +103,7 @@ def begun(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[str]:
     return found
 
 
-def given_back(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
+def undo_attempt(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
     """An attempt that was not one: the process ends before it, and in good order."""
     db.executemany(
         "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL",
@@ -111,7 +111,7 @@ def given_back(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
     )
 
 
-def finish(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str]:
+def finish_call(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str]:
     """Write a result with what it changes; nothing where there is one. Returns the calls that are
     now done: this one, and those that fail with it."""
     row = db.execute(
@@ -154,7 +154,7 @@ def sampler_id(session: str, seq: int) -> str:
     return f"{session}:sample:{seq}"
 
 
-def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[KeptPromise]:
+def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCall]:
     """What is told of those of these calls that are done."""
     found = []
     for request_id in request_ids:
@@ -165,12 +165,12 @@ def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[KeptPromise
         ).fetchone()
         if row is not None:
             found.append(
-                KeptPromise(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
+                CompletedCall(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
             )
     return found
 
 
-def poisoned(db: sqlite3.Connection) -> list[str]:
+def over_attempt_limit(db: sqlite3.Connection) -> list[str]:
     """Calls during which the process ended too often."""
     rows = db.execute(
         "SELECT request_id FROM calls WHERE done IS NULL AND attempts >= ? ORDER BY number",

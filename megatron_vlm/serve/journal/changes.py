@@ -27,7 +27,7 @@ def apply(store: Store, db: sqlite3.Connection, changes: Changes, now: float) ->
     for sampler in changes.samplers:
         put_sampler(store, db, sampler, now)
     for saved in changes.saved:
-        save(store, db, saved, now)
+        record_checkpoint(store, db, saved, now)
     return ended
 
 
@@ -97,7 +97,7 @@ def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: floa
     )
 
 
-def save(store: Store, db: sqlite3.Connection, saved: Saved, now: float) -> None:
+def record_checkpoint(store: Store, db: sqlite3.Connection, saved: Saved, now: float) -> None:
     """The durable state of a model. Bodies of calls that it holds are no longer needed."""
     folder = store.kept(saved.folder)
     for column in ("folder", "source"):

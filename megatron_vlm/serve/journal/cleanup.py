@@ -13,8 +13,8 @@ from megatron_vlm.serve.journal.database import Store
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Changes,
+    CompletedCall,
     Failure,
-    KeptPromise,
     ModelChange,
 )
 
@@ -26,7 +26,7 @@ _USED = (
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Seconds for which things are kept."""
 
     fetched: float = 600.0  # a result that was fetched, since a client may ask for it again
@@ -40,7 +40,7 @@ class Keep:
     superseded: float = 1800.0
 
 
-def sweep(store: Store, keep: Keep) -> list[KeptPromise]:
+def sweep(store: Store, keep: RetentionPolicy) -> list[CompletedCall]:
     """Returns the calls that fail because nobody will send what they wait for."""
     now = time.time()
     with store.write() as db:
@@ -53,7 +53,7 @@ def sweep(store: Store, keep: Keep) -> list[KeptPromise]:
     return ended
 
 
-def _drop_results(db: sqlite3.Connection, keep: Keep, now: float) -> None:
+def _drop_results(db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> None:
     old = (
         "done IS NOT NULL AND dropped = 0 AND (fetched < ? OR done < ?)",
         (now - keep.fetched, now - keep.unfetched),
@@ -74,7 +74,7 @@ def _expire(db: sqlite3.Connection, now: float) -> None:
     db.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))
 
 
-def _end_sessions(db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
+def _end_sessions(db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> list[str]:
     over = "(SELECT id FROM sessions WHERE finished < ? OR heard < ?)"
     times = (now - keep.finished, now - keep.silent)
     unused = (
@@ -112,7 +112,7 @@ def _end_superseded(db: sqlite3.Connection, now: float, before: float) -> None:
         db.execute("UPDATE samplers SET ended = ? WHERE id = ?", (now, row["id"]))
 
 
-def _unload(store: Store, db: sqlite3.Connection, keep: Keep, now: float) -> list[str]:
+def _unload(store: Store, db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> list[str]:
     """Models whose client has gone: their checkpoints stay, and what only they need goes."""
     rows = db.execute(
         "SELECT id FROM models WHERE state = 'ready' AND session IN"

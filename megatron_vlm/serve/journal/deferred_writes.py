@@ -5,7 +5,7 @@ import threading
 import time
 
 
-class Touched:
+class DeferredWrites:
     """Kept in memory until the next sweep. A crash loses them, and things are kept longer."""
 
     def __init__(self) -> None:

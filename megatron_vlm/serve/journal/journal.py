@@ -23,10 +23,10 @@ from typing import Any
 from megatron_vlm.serve.journal import calls, queries
 from megatron_vlm.serve.journal.accept import Bounds, accept, live_models
 from megatron_vlm.serve.journal.attempts import Reads
-from megatron_vlm.serve.journal.changes import put_sampler, release, save
-from megatron_vlm.serve.journal.cleanup import Keep, folders, sweep
+from megatron_vlm.serve.journal.changes import put_sampler, record_checkpoint, release
+from megatron_vlm.serve.journal.cleanup import RetentionPolicy, folders, sweep
 from megatron_vlm.serve.journal.database import Store
-from megatron_vlm.serve.journal.deferred_writes import Touched
+from megatron_vlm.serve.journal.deferred_writes import DeferredWrites
 from megatron_vlm.serve.journal.journal_records import (
     SAMPLE,
     Accepted,
@@ -46,7 +46,7 @@ from megatron_vlm.serve.journal.journal_records import (
     Saved,
     Session,
 )
-from megatron_vlm.serve.journal.notifier import Bell, Listener
+from megatron_vlm.serve.journal.notifier import Listener, Notifier
 
 _POISON = Failure(
     f"the server ended {calls.MOST_ATTEMPTS} times while it did this call, and does not try again"
@@ -56,16 +56,18 @@ _POISON = Failure(
 class Journal:
     """RUN/journal.sqlite. One process at a time may open it."""
 
-    def __init__(self, run: Path, bounds: Bounds = Bounds(), keep: Keep = Keep()) -> None:
+    def __init__(
+        self, run: Path, bounds: Bounds = Bounds(), keep: RetentionPolicy = RetentionPolicy()
+    ) -> None:
         self._store = Store(run)
-        self._bell = Bell()
+        self._bell = Notifier()
         self._bounds, self._keep = bounds, keep
-        self._touched = Touched()
+        self._touched = DeferredWrites()
         self.contradictions = 0  # calls whose number another has
         self.reads = Reads(self.run)
         self.begun(*self.reads.left())
         self.reads.forget()
-        self.finish_all([Finished(r, _POISON) for r in self._read(calls.poisoned)])
+        self.finish_all([Finished(r, _POISON) for r in self._read(calls.over_attempt_limit)])
         self._bell.ring()
 
     @property
@@ -111,7 +113,7 @@ class Journal:
                 (request_id, key, SAMPLE),
             ).fetchone()
             failure = Failure("the client cancelled it", "user")
-            done = calls.finish(self._store, db, Finished(request_id, failure)) if row else []
+            done = calls.finish_call(self._store, db, Finished(request_id, failure)) if row else []
             kept = calls.kept(db, done)
         self._bell.kept(kept)
         return bool(done)
@@ -153,12 +155,12 @@ class Journal:
         """Say that these are about to be done. Returns those that still have to be: others were
         cancelled. A call that is begun three times and never finished is not tried again."""
         with self._store.write(on_disk=False) as db:  # it is about processes that die
-            return calls.begun(db, request_ids)
+            return calls.mark_started(db, request_ids)
 
     def given_back(self, *request_ids: str) -> None:
         """These were begun and will not be done by this process, which ends in good order."""
         with self._store.write() as db:
-            calls.given_back(db, request_ids)
+            calls.undo_attempt(db, request_ids)
 
     def finish(
         self, request_id: str, outcome: Outcome | Failure, changes: Changes = Changes()
@@ -173,7 +175,7 @@ class Journal:
         if not finished:
             return []
         with self._store.write() as db:
-            done = [calls.finish(self._store, db, one) for one in finished]
+            done = [calls.finish_call(self._store, db, one) for one in finished]
             kept = calls.kept(db, [request_id for ids in done for request_id in ids])
         self._bell.kept(kept)
         self._bell.ring()
@@ -190,7 +192,7 @@ class Journal:
         run and complete. The folder before is removed when nothing else needs it. `Changes.saved`
         does the same together with a result."""
         with self._store.write() as db:
-            save(self._store, db, Saved(model, seq, folder), time.time())
+            record_checkpoint(self._store, db, Saved(model, seq, folder), time.time())
 
     # -- both: what there is
 
@@ -225,7 +227,7 @@ class Journal:
         """Checkpoints that are there, of a key, of a model; newest first."""
         now = time.time()
         with self._store.read() as db:
-            return queries.checkpoints(
+            return queries.read_checkpoints(
                 self._store,
                 db,
                 "coalesce(key = ?, 1) AND coalesce(model = ?, 1) AND coalesce(expires > ?, 1)",
@@ -236,7 +238,7 @@ class Journal:
         """The checkpoint with this tinker path."""
         with self._store.read() as db:
             where = "path = ? AND coalesce(expires > ?, 1)"
-            return _only(queries.checkpoints(self._store, db, where, (path, time.time())))
+            return _only(queries.read_checkpoints(self._store, db, where, (path, time.time())))
 
     def folders(self) -> set[Path]:
         """Every folder that a row names."""
@@ -246,12 +248,12 @@ class Journal:
     def sessions(self, key: str | None = None) -> list[Session]:
         """All sessions, or those of a key; newest first."""
         with self._store.read() as db:
-            return queries.sessions(db, "coalesce(key = ?, 1)", (key,))
+            return queries.read_sessions(db, "coalesce(key = ?, 1)", (key,))
 
     def session(self, session: str) -> Session | None:
         """One of them."""
         with self._store.read() as db:
-            return _only(queries.sessions(db, "id = ?", (session,)))
+            return _only(queries.read_sessions(db, "id = ?", (session,)))
 
     def active_sessions(self, key: str | None, seconds: float) -> int:
         """Sessions that were not finished and were heard of within so many seconds."""

@@ -89,7 +89,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Full:
+class QuotaExceeded:
     """Nothing was promised: there is no room, until others are done where it is `passing`."""
 
     text: str
@@ -103,7 +103,7 @@ class Conflict:
     text: str
 
 
-Promise: TypeAlias = Accepted | Full | Conflict
+Promise: TypeAlias = Accepted | QuotaExceeded | Conflict
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class KeptPromise:
+class CompletedCall:
     """A promise that was just kept, and the seconds it took."""
 
     request_id: str

@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from megatron_vlm.serve.journal.journal_records import KeptPromise
+from megatron_vlm.serve.journal.journal_records import CompletedCall
 
-Listener = Callable[[Sequence[KeptPromise]], None]
+Listener = Callable[[Sequence[CompletedCall]], None]
 
 
-class Bell:
+class Notifier:
     """The engine's thread waits here for calls; the front hears which promises were kept."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Bell:
         with self._condition:
             self._listeners.append(listener)
 
-    def kept(self, promises: Sequence[KeptPromise]) -> None:
+    def kept(self, promises: Sequence[CompletedCall]) -> None:
         """These promises were kept."""
         if not promises:
             return

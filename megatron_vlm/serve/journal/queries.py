@@ -14,7 +14,7 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 
 
-def sessions(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Session]:
+def read_sessions(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Session]:
     """Sessions, newest first. `where` is SQL of ours, never of a client."""
     rows = _rows(db, "sessions", where, values)
     return [Session(**_fields(Session, row)) for row in rows]
@@ -36,7 +36,7 @@ def samplers(
     ]
 
 
-def checkpoints(
+def read_checkpoints(
     store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]
 ) -> list[NamedCheckpoint]:
     """Checkpoints, newest first."""

@@ -13,7 +13,7 @@ _STEP = 256
 _PLACE = "the packed body"
 
 
-def unpacked(body: bytes, most: int) -> bytes:
+def decompress(body: bytes, most: int) -> bytes:
     """The content of the zstd frames in `body`; more than `most` bytes are refused as soon as they
     appear."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from megatron_vlm.io.untrusted import Outside
+from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 # Of a request; a thousand datums have about 30,000. A field that takes two bytes in the body may
@@ -59,7 +59,9 @@ def parsed(name: str, body: bytes) -> Any:
     """The message in `body`, which may be anything."""
     _check_fields(name, body)
     found = message(name)
-    what = Outside(f"the body as {name}", RequestError, "send the protobuf message of that name")
+    what = UntrustedFile(
+        f"the body as {name}", RequestError, "send the protobuf message of that name"
+    )
     with what.border("is not readable"):
         found.ParseFromString(body)
     return found
