@@ -138,7 +138,7 @@ SHOWN = [Path("a b"), {1: 2}, {3}, torch.float32, torch.zeros(2), [Path("a")], b
 
 
 @pytest.mark.parametrize("found", [*PLAIN, *SHOWN], ids=repr)
-@pytest.mark.parametrize("allowed", [range(1, 9), ("a b", 2), {"b", "a"}, "more", None], ids=repr)
+@pytest.mark.parametrize("allowed", [range(1, 9), ("a b", 2), {"a"}, "more", None], ids=repr)
 def test_errors_keep_their_fields(found, allowed):
     """From rank to rank, and on to another process."""
     error = DataError("is wrong", place="x.jsonl:3", key="n", found=found, allowed=allowed)

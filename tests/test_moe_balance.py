@@ -27,7 +27,6 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.family import read_sizes
 from megatron_vlm.model import router as routing
-from megatron_vlm.model import router_losses as router_terms
 from megatron_vlm.model.constraints import check_config
 from megatron_vlm.model.router import RouterLosses
 from megatron_vlm.report.metrics_lines import from_json, to_json
@@ -380,13 +379,13 @@ def in_bf16(weights: Tensor, logits: Tensor, probs: Tensor, is_replay: bool) -> 
 
 
 def gradient_twice() -> Any:
-    right = router_terms._AddGradient.backward
+    right = routing._AddGradient.backward
 
     def wrong(ctx, grad):
         grad, one = right(ctx, grad)
         return grad, 2 * one
 
-    return mock.patch.object(router_terms._AddGradient, "backward", staticmethod(wrong))
+    return mock.patch.object(routing._AddGradient, "backward", staticmethod(wrong))
 
 
 MUTANTS: dict[str, Callable[[], Any]] = {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron_vlm.config.data_sources import SourceSpec
 from megatron_vlm.config.schema import DataConfig
 from megatron_vlm.data.records.formats import parse_record
-from megatron_vlm.data.sources import lines as reading
+from megatron_vlm.data.sources import text_files as reading
 from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.data.sources.stream import open_stream
 from megatron_vlm.data.sources.text_files import file_digest, iter_lines, scan_lines
