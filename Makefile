@@ -6,8 +6,8 @@ export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
 # What another version of transformers would change: configs, processors, templates, generation.
-NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat.py sample.py \
-	row_maker.py hf.py tiny.py)
+NEWEST := $(addprefix tests/test_,model_fields.py video.py vision.py decode.py chat_template.py sample.py \
+	row_maker.py hf.py tiny_model.py)
 
 .PHONY: setup trl-env vllm-env tinker-env tinker wheels gpu gpu-dry demo demo-lora reinforce test test-slow test-newest test-torch test-parity lint format docs bench scale clean
 
@@ -39,12 +39,12 @@ test: setup
 
 # SEQUENCES=N plays N random sequences of commands in each of five parts, not 100. What starts jobs
 # and kills them runs alone.
-SIDE_BY_SIDE := $(addprefix tests/test_,agreement_vllm.py fuzz.py sequences.py chains.py what_fits.py lora.py \
+SIDE_BY_SIDE := $(addprefix tests/test_,agree_vllm.py fuzz.py sequences.py fused_ops.py what_fits.py lora.py \
 	lora_checkpoint.py lora_files.py rl_engine.py trl_losses.py moe.py moe_balance.py moe_train.py plan_experts.py \
-	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py sinks.py hostile.py \
-	targets.py likeliest.py shared_weights.py service_losses.py tinker_converters.py tinker_client.py \
-	together.py lora_head.py lora_head_files.py lora_head_vllm.py service_unembed.py service_vllm.py \
-	agreement.py golden.py rl.py loader.py prepare.py run_report.py early.py) tests/device
+	vllm.py vllm_sampler.py wheel.py simulate_scale.py full_disk.py hub.py log_sinks.py hostile.py \
+	prompt_targets.py top_log_probs.py shared_weights.py serve_losses.py tinker_converters.py tinker_client.py \
+	multi_model.py lora_head.py lora_head_files.py lora_head_vllm.py serve_unembed.py serve_vllm.py \
+	agree_command.py golden.py rl.py loader.py prepare.py run_report.py preflight.py) tests/device
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 2 $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m slow $(addprefix --ignore ,$(SIDE_BY_SIDE))

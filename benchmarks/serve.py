@@ -42,7 +42,7 @@ from megatron_vlm.training.backward import LossCall, run_backward
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.pool import free_port
-from tests.service_client import Client, Model, served
+from tests.serve_client import Client, Model, served
 
 VOCAB = 509
 WARM_UP = 1

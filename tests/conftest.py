@@ -7,23 +7,23 @@ import pytest
 
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from megatron_vlm.distributed.device import install_cpu_stand_in
-from tests.nursery import Nursery
 from tests.pool import Pool
+from tests.process_tree import ProcessTree
 
 # Digits depend on the number of threads, and a launcher takes it from the machine's cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def process_tree() -> Iterator[ProcessTree]:
+    process_tree = ProcessTree()
+    yield process_tree
+    process_tree.close()
 
 
 @pytest.fixture(scope="session")
-def pool(nursery: Nursery) -> Iterator[Pool]:
-    pool = Pool(nursery.fork)
+def pool(process_tree: ProcessTree) -> Iterator[Pool]:
+    pool = Pool(process_tree.fork)
     yield pool
     pool.close()
 

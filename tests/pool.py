@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.nursery import Child
+from tests.process_tree import Child
 
 MAX_WORLD = 4
 CASE_TIMEOUT_S = 240

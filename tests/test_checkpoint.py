@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_checkpoint.py
 """A run that was saved, killed and resumed is the run that was not: bit for bit at its own layout,
-within rounding at another. Checkpoints of the tensors; test_checkpoint_store.py has the files."""
+within rounding at another. Checkpoints of the tensors; test_retention.py has the files."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.error_fields import raises
 from tests.limits import files_of_at_most
-from tests.nursery import Nursery
+from tests.process_tree import ProcessTree
 from tests.runs import Case, my_rows
 from tests.test_parity import layout
 
@@ -343,10 +343,10 @@ def run_until_killed(connection: Connection, path: str, run: Path, steps: int) -
 
 
 def train_in_fork(
-    nursery: Nursery, path: str, run: Path, steps: int, kill_at: float | None
+    process_tree: ProcessTree, path: str, run: Path, steps: int, kill_at: float | None
 ) -> None:
     """Train in a process to the last step, or kill it in its second save, `kill_at` of the way."""
-    child, times = nursery.fork(run_until_killed, path, run, steps), []
+    child, times = process_tree.fork(run_until_killed, path, run, steps), []
     with contextlib.suppress(EOFError):
         while True:
             said = child.connection.recv()
@@ -359,18 +359,18 @@ def train_in_fork(
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, nursery):
+def test_killed_run_ends_as_the_run_without_a_break(kills, tiny, tmp_path, process_tree):
     """Killed at random moments of its saves, again and again, and resumed in a new process."""
     steps, cut_short, rng = 2 * kills + 1, 0, random.Random(0)
     run, straight = tmp_path / "run", tmp_path / "straight"
     for _ in range(kills):
         before = find_latest(run)
-        train_in_fork(nursery, tiny(), run, steps, rng.random())
+        train_in_fork(process_tree, tiny(), run, steps, rng.random())
         cut_short += any(run.glob("*.partial"))
         after = find_latest(run)
         assert after is not None and (before is None or after > before)
-    train_in_fork(nursery, tiny(), run, steps, None)
-    train_in_fork(nursery, tiny(), straight, steps, None)
+    train_in_fork(process_tree, tiny(), run, steps, None)
+    train_in_fork(process_tree, tiny(), straight, steps, None)
     assert cut_short >= kills // 4
     for file in step_folder(straight, steps).iterdir():
         assert (step_folder(run, steps) / file.name).read_bytes() == file.read_bytes(), file.name

@@ -1,6 +1,6 @@
 # .venv/bin/python -m pytest tests/test_faults.py
 """Ranks that die or are stuck: the others end too, and the run resumes from its checkpoint.
-test_checkpoint.py kills at random moments, test_checkpoint_store.py during every write."""
+test_checkpoint.py kills at random moments, test_retention.py during every write."""
 
 import contextlib
 import fcntl
@@ -27,8 +27,8 @@ from megatron_vlm.distributed.agreement import Vote, fail_together, store_barrie
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import ConfigError, DataError, LostError
 from megatron_vlm.train import run_train, train
-from tests.nursery import Nursery
 from tests.pool import free_port
+from tests.process_tree import ProcessTree
 from tests.sets import write_set
 from tests.test_train import command, go_pooled, outside_of_jobs, steps_of, values
 
@@ -166,30 +166,34 @@ def run_into(_: Any, words: list[str], err: Path, variables: dict[str, str]) -> 
     ("name", "phase"),
     [("model.safetensors", "start"), ("preprocessor_config.json", "opening data.train")],
 )
-def test_a_file_that_cannot_be_opened_ends_the_run(name, phase, folder, tiny, nursery, tmp_path):
+def test_a_file_that_cannot_be_opened_ends_the_run(
+    name, phase, folder, tiny, process_tree, tmp_path
+):
     """Before the first step, too."""
     model = shutil.copytree(tiny(), tmp_path / "model")
     more = ("parallel.pp=1", "launch.timeout_minutes=0.05")
     words = arguments(folder, str(model), "blocked", *more)[4:]
     with opening_blocks(model / name):
-        err = words_of_the_end(nursery, words, tmp_path / "err")
+        err = words_of_the_end(process_tree, words, tmp_path / "err")
     assert "rank 0 has been stuck for" in err and f"it was at step 0: {phase}." in err
 
 
-def words_of_the_end(nursery: Nursery, words: list[str], err: Path, **variables: str) -> str:
+def words_of_the_end(
+    process_tree: ProcessTree, words: list[str], err: Path, **variables: str
+) -> str:
     """What a rank that ends itself says."""
-    child = nursery.fork(run_into, words, err, variables)
+    child = process_tree.fork(run_into, words, err, variables)
     assert child.connection.poll(40), "it still waits"
     child.kill()
     return err.read_text()
 
 
-def test_a_meeting_place_that_says_nothing_ends_the_run(folder, tiny, nursery, tmp_path):
+def test_a_meeting_place_that_says_nothing_ends_the_run(folder, tiny, process_tree, tmp_path):
     words = arguments(folder, tiny(), "alone", "launch.timeout_minutes=0.05")[4:]
     with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-        err = words_of_the_end(nursery, words, tmp_path / "err", **rank, **address)
+        err = words_of_the_end(process_tree, words, tmp_path / "err", **rank, **address)
     place = ":".join(address.values())
     assert "rank 1 has been stuck for" in err and f"meeting the other ranks at {place}." in err
 
@@ -378,7 +382,7 @@ def test_a_job_whose_data_worker_is_killed(restarts, folder, tiny):
     assert status == (0 if restarts else 1), err
 
 
-def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, nursery, tmp_path):
+def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, process_tree, tmp_path):
     """As two terminals would start them."""
     words = arguments(folder, tiny(), "disagree", "parallel.pp=1")[4:]
     port = str(free_port())
@@ -386,7 +390,7 @@ def test_started_ranks_that_disagree_about_their_number_end(folder, tiny, nurser
     ranks = []
     for rank, world in enumerate(("2", "3")):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world}
-        ranks.append(nursery.fork(run_into, words, tmp_path / str(rank), shared | own))
+        ranks.append(process_tree.fork(run_into, words, tmp_path / str(rank), shared | own))
     for child in ranks:
         assert child.connection.poll(60), "it still waits"
         child.kill()

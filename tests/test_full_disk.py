@@ -14,9 +14,9 @@ import pytest
 
 from megatron_vlm.errors import sentence
 from tests.pool import free_port
-from tests.service_client import Client, FailedError, Running, wait_for
+from tests.serve_client import Client, FailedError, Running, wait_for
 from tests.sets import write_set
-from tests.test_service import STEPS, VOCAB, data_of
+from tests.test_serve import STEPS, VOCAB, data_of
 from tests.test_train import command, outside_of_jobs
 
 # The disk is memory in a namespace of its own: that needs no rights, and leaves nothing behind.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import fuzz
-from tests.alone import alone
+from tests.single_process import run_alone
 
 # Inputs of each kind in the slow tests; those that take long to read are fewer.
 SLOW = {
@@ -70,7 +70,7 @@ def test_every_kind_is_in_a_group():
     ["model", "tables", "media", *(pytest.param(g, marks=pytest.mark.slow) for g in OTHERS)],
 )
 def test_some_mutated_files(group, tmp_path):
-    for found in alone(some, GROUPS[group], str(tmp_path)).result:
+    for found in run_alone(some, GROUPS[group], str(tmp_path)).result:
         check(found, QUICK)
 
 
@@ -84,7 +84,7 @@ def test_mutated_files(kind, tmp_path):
         folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
         halves = [
-            pool.submit(alone, fuzz.run, kind, str(folder), place * half, half)
+            pool.submit(run_alone, fuzz.run, kind, str(folder), place * half, half)
             for place, folder in enumerate(folders)
         ]
     for each in halves:

@@ -29,7 +29,7 @@ from megatron_vlm.data.sources.source import open_source
 from megatron_vlm.distributed.process import guarded
 from megatron_vlm.errors import DataError, MegatronVLMError
 from megatron_vlm.run.log import RunLog
-from tests.alone import alone
+from tests.single_process import run_alone
 
 # Arrow files with flipped bits.
 
@@ -98,7 +98,7 @@ def read_flipped(folder: str, start: int, count: int) -> dict[str, int]:
 )
 def test_a_flipped_bit_in_an_arrow_file_kills_nobody(count, tmp_path):
     """Arrow itself looks where a damaged offset points: SIGBUS or SIGSEGV, without a name."""
-    outcomes = alone(read_flipped, str(tmp_path), 0, count).result
+    outcomes = run_alone(read_flipped, str(tmp_path), 0, count).result
     assert sum(outcomes.values()) == count
     assert len(outcomes) == 3, outcomes
 
@@ -118,7 +118,7 @@ def read_with_offsets(folder: str, values: list[int]) -> list[str]:
 
 @pytest.mark.slow  # the flipped bits find such offsets, too
 def test_an_arrow_offset_outside_the_file(tmp_path):
-    outcomes = alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
+    outcomes = run_alone(read_with_offsets, str(tmp_path), [2**30, -(2**30), -1]).result
     assert outcomes == ["a record refused"] * 3
 
 
@@ -154,7 +154,7 @@ def test_a_packed_bomb_is_refused(packing, content, tmp_path):
     path = tmp_path / f"a.jsonl.{packing}"
     path.write_bytes(packed * 128)
     assert path.stat().st_size < 2**23
-    found = alone(read_bomb, str(path), str(tmp_path / "cache"))
+    found = run_alone(read_bomb, str(path), str(tmp_path / "cache"))
     assert found.result.startswith(f"{path}: unpacks to more than "), found
     assert found.grown < 200
     assert not list((tmp_path / "cache").rglob("*.*"))
@@ -182,7 +182,7 @@ def read_large(path: str) -> list[str]:
 def test_a_record_is_bounded_and_others_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     write_lines(path)
-    found = alone(read_large, str(path))
+    found = run_alone(read_large, str(path))
     assert found.result == [
         f"{path}:1: is larger than 256 MiB; split it, or give its images as files",
         f"{path}:2: has about {2**24} values in one record, above the limit of {2**22}; mend the "
@@ -225,7 +225,7 @@ def test_frames_of_a_video_are_bounded(tmp_path):
     large_frames = write_video(large, (4800, 4800), 2)
     growing.write_bytes(write_video(small, (64, 64), 8) + large_frames)
     assert large.stat().st_size < 2**22
-    found = alone(watch_all, [str(path) for path in (small, large, growing)])
+    found = run_alone(watch_all, [str(path) for path in (small, large, growing)])
     assert found.result[0] == "8 frames"
     for path, message in zip((large, growing), found.result[1:], strict=True):
         assert message.startswith(f"{path}: cannot be read as a video")
@@ -251,7 +251,7 @@ def encode_word(model: str) -> str:
 @pytest.mark.slow
 def test_a_word_of_10_mb_is_not_tokenized(tiny):
     """3,000 MiB where it is; 510 where not, of which 100 are for imports."""
-    assert alone(encode_word, tiny()).grown < 1000
+    assert run_alone(encode_word, tiny()).grown < 1000
 
 
 # Names that would steer a terminal.
@@ -313,7 +313,7 @@ def look(path: str) -> list[str]:
 def test_tiles_of_a_tiff_are_bounded(tmp_path):
     (tmp_path / "a.tif").write_bytes(tiled(12_000))
     (tmp_path / "b.tif").write_bytes(tiled(1024))
-    found = alone(look, str(tmp_path / "a.tif"))
+    found = run_alone(look, str(tmp_path / "a.tif"))
     assert (
         found.result
         == [

@@ -28,11 +28,11 @@ from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.hf.push import check_push, push
 from megatron_vlm.io.hub import HubName, folder_of, hub_name, pin
 from megatron_vlm.run.resolve_model import with_model
-from tests.alone import ROOT
 from tests.chats import say, text
 from tests.error_fields import raises
 from tests.hub_server import HubServer, Repo, hub_server
 from tests.sets import write_set
+from tests.single_process import ROOT
 from tests.test_train import command, outside_of_jobs, run_rank, steps_of
 
 NAME = "some/tiny-vl"

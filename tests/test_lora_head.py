@@ -34,7 +34,6 @@ from tests.peft_reference import (
 from tests.reference import row_logits
 from tests.runs import Case, Outcome, call, collect_grads, loss_and_grads, train
 from tests.test_decode import continue_row
-from tests.test_likeliest import asked_rows
 from tests.test_lora import (
     BATCHES,
     MAX_TOLERANCE_LR,
@@ -46,7 +45,8 @@ from tests.test_lora import (
     compared,
 )
 from tests.test_parity import layout
-from tests.test_targets import targeted
+from tests.test_prompt_targets import targeted
+from tests.test_top_log_probs import asked_rows
 
 pytestmark = [
     # PEFT's: that the head is tied, and that it writes the head's weight as well.

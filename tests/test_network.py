@@ -20,9 +20,9 @@ from megatron_vlm.distributed.launch.local_launcher import variables_of
 from megatron_vlm.distributed.process import LAUNCHER, SECRET
 from megatron_vlm.distributed.rendezvous import join_world
 from megatron_vlm.distributed.watchdog import Watchdog
-from tests.nursery import Child, Nursery
 from tests.pool import free_port
 from tests.ports import is_loopback, listening, outward_address
+from tests.process_tree import Child, ProcessTree
 
 WORLD, TIMEOUT_S = 2, 2.0
 
@@ -47,10 +47,10 @@ def be_rank(connection: Connection, variables: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def job(nursery: Nursery) -> Iterator[tuple[list[Child], int]]:
+def job(process_tree: ProcessTree) -> Iterator[tuple[list[Child], int]]:
     """The ranks of a job of one machine, as the launcher starts them, and the port of its store."""
     given = variables_of(WORLD, 0, free_port())
-    ranks = [nursery.fork(be_rank, given | {"RANK": str(rank)}) for rank in range(WORLD)]
+    ranks = [process_tree.fork(be_rank, given | {"RANK": str(rank)}) for rank in range(WORLD)]
     # Without these, gloo would listen at whatever the machine's name resolves to.
     assert [hear(rank, 60) for rank in ranks] == [["lo", "lo"]] * WORLD
     yield ranks, int(given["MASTER_PORT"])
@@ -100,11 +100,11 @@ def forge_all(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_stranger_cannot_end_the_job(job, nursery):
+def test_a_stranger_cannot_end_the_job(job, process_tree):
     """It can reach the store, list its keys and write to them, but does not have the secret. It is
     in a process of its own: a client closes a file twice once its store is gone (torch 2.13)."""
     ranks, port = job
-    nursery.printed(forge_all, port)
+    process_tree.printed(forge_all, port)
     assert all(rank.alive for rank in ranks)
     ranks[0].connection.send("meet")
     assert not ranks[0].connection.poll(1)  # the other has not come, whatever the store says

@@ -61,8 +61,8 @@ def look_for_it() -> None:
     print(hasattr(torch.cuda, "_megatron_vlm_stand_in"))
 
 
-def test_nothing_is_installed_on_import(nursery):
-    assert nursery.printed(look_for_it) == "False\n"
+def test_nothing_is_installed_on_import(process_tree):
+    assert process_tree.printed(look_for_it) == "False\n"
 
 
 def use_it() -> None:
@@ -90,13 +90,13 @@ def set_variables(given: dict[str, str]) -> None:
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_CUDNN_SDPA_DEPRIORITIZED")
 
 
-def test_what_the_user_chose_of_cuda_stays(nursery):
-    assert nursery.printed(set_variables, {}) == "1 1\n"
-    assert nursery.printed(set_variables, dict(zip(VARIABLES, "80", strict=True))) == "8 0\n"
+def test_what_the_user_chose_of_cuda_stays(process_tree):
+    assert process_tree.printed(set_variables, {}) == "1 1\n"
+    assert process_tree.printed(set_variables, dict(zip(VARIABLES, "80", strict=True))) == "8 0\n"
 
 
-def test_cpu(nursery):
-    assert nursery.printed(use_it).splitlines() == [
+def test_cpu(process_tree):
+    assert process_tree.printed(use_it).splitlines() == [
         "cpu cpu gloo torch.float32 None",
         "cpu cpu torch.cuda.FloatTensor",
         "cpu",
@@ -115,11 +115,11 @@ def run_hugging_face(path: str, installed: bool) -> None:
     print(model(input_ids=torch.arange(9)[None]).logits.double().sum().item())
 
 
-def test_hugging_face_computes_the_same_beside_the_stand_in(tiny, nursery):
+def test_hugging_face_computes_the_same_beside_the_stand_in(tiny, process_tree):
     """The stand-in is process-wide: loading and running a model must not notice it."""
-    without = nursery.printed(run_hugging_face, tiny(), False)
+    without = process_tree.printed(run_hugging_face, tiny(), False)
     assert without.startswith("meta meta meta")
-    assert nursery.printed(run_hugging_face, tiny(), True) == without
+    assert process_tree.printed(run_hugging_face, tiny(), True) == without
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -138,11 +138,11 @@ def pick_with_driver(folder: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_gpu_that_torch_does_not_see_is_no_cpu(nursery, tmp_path):
-    assert nursery.printed(pick_with_driver, str(tmp_path)) == "cpu cpu\n"  # there is none
+def test_a_gpu_that_torch_does_not_see_is_no_cpu(process_tree, tmp_path):
+    assert process_tree.printed(pick_with_driver, str(tmp_path)) == "cpu cpu\n"  # there is none
     program = tmp_path / "nvidia-smi"
     program.touch(0o755)
-    said, names = nursery.printed(pick_with_driver, str(tmp_path)).splitlines()
+    said, names = process_tree.printed(pick_with_driver, str(tmp_path)).splitlines()
     assert said.startswith("platform=auto: ") and str(program) in said
     assert "platform=cpu" in said
     # Chosen once, it is what this process has.
@@ -156,8 +156,8 @@ def build_a_worker(path: str, asked: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_large_model_on_a_cpu_is_said(nursery, tiny):
-    (said,) = nursery.printed(build_a_worker, tiny(), "auto").splitlines()
+def test_a_large_model_on_a_cpu_is_said(process_tree, tiny):
+    (said,) = process_tree.printed(build_a_worker, tiny(), "auto").splitlines()
     assert "there is no GPU here, so a model of " in said and "platform=cpu says that" in said
-    assert nursery.printed(build_a_worker, tiny(), "cpu") == ""
+    assert process_tree.printed(build_a_worker, tiny(), "cpu") == ""
     assert pick_platform("cpu").remark("auto", 10**7) is None

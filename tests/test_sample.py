@@ -27,7 +27,7 @@ from megatron_vlm.data.tokens.sample import RecordDropped, Sample, Span, cut_sam
 from megatron_vlm.errors import ConfigError, DataError
 from tests.chats import image, say, text
 from tests.error_fields import raises
-from tests.test_chat import reader  # noqa: F401 - a fixture
+from tests.test_chat_template import reader  # noqa: F401 - a fixture
 
 PICTURES = [image(*size) for size in ((64, 64), (100, 60), (40, 90), (33, 32))]
 PAD, VIDEO, TEXT = 1, 2, 0

@@ -37,9 +37,9 @@ from megatron_vlm.training.worker import MegatronWorker
 from tests.batches import MIXED, make_rows
 from tests.chats import image, say, text
 from tests.error_fields import raises
+from tests.fake_engine import DEADLY, DEADLY_ONCE, HELD, number_of
 from tests.moe import stored_as
 from tests.runs import Case, call, my_rows
-from tests.stand_in_engine import DEADLY, DEADLY_ONCE, HELD, number_of
 from tests.test_parity import layout
 from tests.videos import make_video
 
@@ -446,8 +446,8 @@ def _trainer(connection: Connection, settings: EngineSettings) -> None:
     run(settings, steps)
 
 
-def test_no_engine_outlives_a_killed_trainer(settings, nursery):
-    trainer = nursery.fork(_trainer, settings)
+def test_no_engine_outlives_a_killed_trainer(settings, process_tree):
+    trainer = process_tree.fork(_trainer, settings)
     engine, fork = trainer.connection.recv()
     try:
         assert not gone_already(engine)

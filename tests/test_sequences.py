@@ -502,9 +502,9 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def own_pool(nursery):
+def own_pool(process_tree):
     """Its processes are killed."""
-    pool = Pool(nursery.fork)
+    pool = Pool(process_tree.fork)
     yield pool
     pool.close()
 

@@ -16,7 +16,7 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family import read_sizes
 from tests.chats import hf_encode, hf_processor, image, say, text
 from tests.error_fields import raises
-from tests.test_chat import trained_text
+from tests.test_chat_template import trained_text
 
 # In the manner of Qwen3-VL's Thinking templates: thoughts are taken from their own field or from
 # the text, and shown in answers to the last question only.

@@ -16,7 +16,7 @@ from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.http.http_server import FrontServer
 from megatron_vlm.serve.http.request_limits import RequestLimits
 from megatron_vlm.serve.journal.accept import Bounds
-from tests.stand_in_calls import StandIn, opened
+from tests.fake_calls import StandIn, opened
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.pool import free_port
 from tests.recipes import MISSING, PYTHON, Cookbook
-from tests.service_client import served
+from tests.serve_client import served
 
 pytestmark = [
     pytest.mark.slow,

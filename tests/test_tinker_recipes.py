@@ -15,7 +15,7 @@ from megatron_vlm.commands.demo.coloured_shapes import COLOURS
 from megatron_vlm.commands.demo.tiny_model import TinySpec, write_tiny
 from tests.pool import free_port
 from tests.recipes import MISSING, PYTHON, Cookbook, Trained, write_pictures, write_sums
-from tests.service_client import served
+from tests.serve_client import served
 
 pytestmark = [
     pytest.mark.slow,

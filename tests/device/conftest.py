@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.nursery import Nursery
 from tests.pool import Pool
+from tests.process_tree import ProcessTree
 
 
 @pytest.fixture(scope="session")
-def device_pool(nursery: Nursery) -> Iterator[Pool]:
-    pool = Pool(nursery.fork)
+def device_pool(process_tree: ProcessTree) -> Iterator[Pool]:
+    pool = Pool(process_tree.fork)
     yield pool
     pool.close()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.batches import MIXED, TEXT_ON_ONE_RANK, make_rows
-from tests.nursery import Child
 from tests.pool import Pool
+from tests.process_tree import Child
 from tests.reference import run_reference
 from tests.runs import Case, loss_and_grads
 from tests.test_parity import errors, layout

@@ -1,0 +1,384 @@
+# .venv/bin/python -m pytest tests/test_agree_command.py
+"""`megatron-vlm agree` finds every difference of what an engine sees and says, and nothing else. A
+process that replays what is written here stands in for vLLM: tests/test_agree_vllm.py has the
+real one."""
+
+import contextlib
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import methodcaller
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_vlm.cli import main
+from megatron_vlm.commands.agree.agree_ranks import run_agree
+from megatron_vlm.commands.agree.compare import (
+    Agreement,
+    ComparedPrompt,
+    TokenPair,
+    compare,
+    token_pairs,
+)
+from megatron_vlm.commands.agree.page import render_agreement
+from megatron_vlm.commands.agree.plots import plots
+from megatron_vlm.commands.agree.token_text import TokenText
+from megatron_vlm.data.media.normalize import PixelTables
+from megatron_vlm.data.tokens.row import Row
+from megatron_vlm.distributed.process import UNLIKE
+from megatron_vlm.engines.inspection import EngineMedia, EngineView
+from megatron_vlm.engines.prompts import Prompts
+from megatron_vlm.engines.vllm_process import EngineSettings
+from megatron_vlm.run.evaluation.held_out_sets import question_of
+from megatron_vlm.training.completions import Completion, SamplingSettings
+from tests.fake_engine import REPLAYS, replay_of
+from tests.runs import call
+from tests.sets import open_set, write_set
+from tests.test_parity import layout
+
+ROWS, NEW_TOKENS = 5, 6
+STAND_IN = Path(__file__).parent / "stand_in_engine.py"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, its prompts, and what the trainer says to them."""
+
+    folder: str
+    data: str
+    rows: list[Row]
+    answers: list[Completion]
+    tables: PixelTables
+
+
+@pytest.fixture(scope="module")
+def world(tiny, pool, tmp_path_factory) -> World:
+    """Prompts with 0, 1, 2, 3 and 0 pictures."""
+    folder, data = tiny(), write_set(tmp_path_factory.mktemp("prompts"), ROWS)
+    opened = open_set(data, folder, None, train=False)
+    rows = [question_of(opened, opened.handle(number)).prompt for number in range(ROWS)]
+    drawn = methodcaller("sample", rows, SamplingSettings(NEW_TOKENS), 1, range(ROWS))
+    answers = [each for [each] in pool.run(call, 1, folder, layout(), drawn)[0]]
+    return World(folder, data, rows, answers, PixelTables(folder, CPU))
+
+
+def honest(row: Row, tables: PixelTables) -> EngineView:
+    """What the trainer sees, as an engine would say it."""
+    values_PC = tables.images(row.pixel_values_PC)
+    if row.image_grid_I3 is None or values_PC is None:
+        return EngineView(tuple(row.ids_S.tolist()), (), (), "vLLM 0")
+    grids = [tuple(grid) for grid in row.image_grid_I3.tolist()]
+    parts = values_PC.split([math.prod(grid) for grid in grids])
+    media = tuple(EngineMedia(*pair) for pair in zip(grids, parts, strict=True))
+    return EngineView(tuple(row.ids_S.tolist()), media, (), "vLLM 0")
+
+
+def changed(seen: EngineView, media: Callable[[EngineMedia], EngineMedia]) -> EngineView:
+    """With another first picture."""
+    return replace(seen, images=(media(seen.images[0]), *seen.images[1:]))
+
+
+def moved(by: float) -> Callable[[EngineMedia], EngineMedia]:
+    """One value of the patches."""
+
+    def move(media: EngineMedia) -> EngineMedia:
+        patches_PC = media.patches_PC.clone()
+        patches_PC[-1, 7] += by
+        return replace(media, patches_PC=patches_PC)
+
+    return move
+
+
+def turned(media: EngineMedia) -> EngineMedia:
+    time, high, wide = media.grid
+    assert high != wide
+    return replace(media, grid=(time, wide, high))
+
+
+def other_id(seen: EngineView) -> EngineView:
+    return replace(seen, ids=(*seen.ids[:4], seen.ids[4] + 1, *seen.ids[5:]))
+
+
+SEEN: dict[str, tuple[Callable[[EngineView], EngineView], str | None]] = {
+    "nothing": (lambda seen: seen, None),
+    "rounding": (lambda seen: changed(seen, moved(1e-6)), None),
+    "an id": (other_id, "1 of 1 prompts have other ids, the first here"),
+    "a missing id": (
+        lambda seen: replace(seen, ids=seen.ids[:-1]),
+        "1 of 1 prompts have other ids, the first here",
+    ),
+    "a grid": (lambda seen: changed(seen, turned), "1 of 1 prompts have other grids"),
+    "a pixel": (lambda seen: changed(seen, moved(1 / 127.5)), "prompts have other patches"),
+    "no number": (lambda seen: changed(seen, moved(math.nan)), "prompts have other patches"),
+    "a smaller picture": (
+        lambda seen: changed(seen, lambda m: replace(m, patches_PC=m.patches_PC[1:])),
+        "prompts have other patches",
+    ),
+    "a picture fewer": (
+        lambda seen: replace(seen, images=seen.images[:1]),
+        "prompts have other grids, the first here; 1 of 1 prompts have other patches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_an_engine_sees_otherwise_is_found(name, world):
+    change, fault = SEEN[name]
+    row = world.rows[2]
+    found = compare("here", row, change(honest(row, world.tables)), world.tables)
+    faults = agreement([found]).faults
+    assert (not faults) if fault is None else fault in "; ".join(faults)
+    assert found.same_input == (fault is None)
+
+
+def test_patches_are_compared_in_the_engines_type(world):
+    row = world.rows[1]
+    rounded = changed(
+        honest(row, world.tables), lambda m: replace(m, patches_PC=m.patches_PC.bfloat16())
+    )
+    assert compare("here", row, rounded, world.tables).patches == 0
+
+
+def agreement(prompts: list[ComparedPrompt], bound: float = 1e-4) -> Agreement:
+    return Agreement("model", "TP1", "float32", 1.0, bound, tuple(prompts))
+
+
+def said(world: World, engine: list[list[float]]) -> Agreement:
+    """Of prompts whose answers have these log-probs by the engine, and -1, -2 and so on by us."""
+    seen = [honest(row, world.tables) for row in world.rows]
+    pairs = zip(world.rows, seen, engine, strict=False)
+    return agreement(
+        [
+            replace(
+                compare(f"folder/file:{place}", row, each, world.tables),
+                tokens=token_pairs(
+                    range(len(theirs)), theirs, [-1.0 - i for i in range(len(theirs))]
+                ),
+            )
+            for place, (row, each, theirs) in enumerate(pairs)
+        ]
+    )
+
+
+def test_figures_are_those_of_all_tokens(world):
+    found = said(world, [[-1.0, -2.00003], [-1.00006, -2.0, -3.0]])
+    assert found.worst == pytest.approx(6e-5) and found.mean == pytest.approx(9e-5 / 5)
+    assert found.faults == []
+    assert [(p.where, t.place) for p, t in found.worst_tokens(2)] == [
+        ("folder/file:1", 0),
+        ("folder/file:0", 1),
+    ]
+    assert replace(found, bound=5e-5).faults == [
+        "1 of 5 log-probs differ by more than 5e-05, by 6e-05 at most"
+    ]
+
+
+def test_a_log_prob_that_is_no_number_is_a_difference(world):
+    for wrong in (math.nan, -math.inf):
+        found = said(world, [[-1.0], [-1.0, wrong]])
+        assert "1 of 3 log-probs differ" in found.faults[0]
+        [(prompt, token)] = found.worst_tokens(1)
+        assert (prompt.where, token.place) == ("folder/file:1", 1)
+        assert "They differ" in render_agreement(found, TokenText.of(world.folder))
+
+
+def test_the_page_has_the_figures_and_the_pictures(world):
+    found = said(world, [[-1.0], [-1.0, -2.00002], [-1.00004]])
+    page = render_agreement(found, TokenText.of(world.folder))
+    assert "<b>4.0e-05</b><span>worst difference of a log-prob" in page
+    assert "<b>4</b><span>tokens" in page and "<b>3</b><span>prompts" in page
+    worst = page[page.index("The tokens that differ most") :]
+    first, second, *_ = re.findall(r"<article.*?</article>", worst, re.DOTALL)
+    assert "<b>4.0e-05</b>" in first and "folder/file:2, token 0 of the answer" in first
+    assert first.count("<img") == 2 and second.count("<img") == 1
+    assert "engine -1.000040" in first and "trainer -1.000000" in first
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", page)][1:]
+    assert [row[0] for row in cells] == ["file:0", "file:1", "file:2"]
+    assert [row[3] for row in cells] == ["equal"] * 3
+    assert [row[-2] for row in cells] == ["0", "2.0e-05", "4.0e-05"]
+
+
+def test_every_token_is_a_point_where_it_belongs(world):
+    """Differences are on a logarithmic scale; those that are 0 lie on its lowest line."""
+    found = said(world, [[-1.0, -2.001], [-1.00001]])
+    against, differences = re.findall(r"<svg.*?</svg>", plots(found), re.DOTALL)
+    for drawn in (against, differences):
+        assert drawn.count("<circle") == 3
+    places = [
+        (float(y), title)
+        for y, title in re.findall(r'cy="([\d.]+)" r="2.5"><title>(.*?)</title>', differences)
+    ]
+    assert len(places) == 3
+    ordered = [title.rpartition(" ")[2] for _, title in sorted(places)]
+    assert ordered == ["1.0e-03", "1.0e-05", "0.0e+00"]
+    [bound] = re.findall(r'y1="([\d.]+)"[^>]*class="bound"', differences)
+    assert sorted(places)[0][0] < float(bound) < sorted(places)[1][0]
+
+
+def test_where_ids_differ_is_said(world):
+    row = world.rows[0]
+    prompt = compare("here", row, other_id(honest(row, world.tables)), world.tables)
+    ids = row.ids_S.tolist()
+    assert prompt.first_unlike == (4, ids[4], ids[4] + 1)
+    page = render_agreement(agreement([prompt]), TokenText.of(world.folder))
+    assert f"here: the trainer has {len(ids)} ids and the engine {len(ids)}; at 4" in page
+
+
+# The whole command.
+
+
+@pytest.fixture
+def replays(world, tmp_path) -> Path:
+    """A stand-in that has seen and says what the trainer does."""
+    folder = tmp_path / "replays"
+    folder.mkdir()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n{REPLAYS}={folder} exec {sys.executable} {STAND_IN} "$@"\n')
+    python.chmod(0o755)
+    for row, answer in zip(world.rows, world.answers, strict=True):
+        write_replay(folder, world, row, honest(row, world.tables), answer)
+    return folder
+
+
+def write_replay(
+    folder: Path, world: World, row: Row, seen: EngineView, answer: Completion
+) -> None:
+    request = Prompts(EngineSettings("", world.folder)).request(row, SamplingSettings(1), [])
+    file = folder / replay_of(request.fields["prompt"])
+    images = [
+        {"grid": media.grid, "dtype": "float32", "shape": list(media.patches_PC.shape)}
+        for media in seen.images
+    ]
+    one = {"ids": answer.ids, "log_probs": answer.log_probs, "ended": answer.ended}
+    said = {
+        "inspect": {"ids": seen.ids, "image": images, "video": [], "vllm": "0.0"},
+        "sample": {"samples": [one], "version": 0},
+    }
+    file.write_text(json.dumps(said))
+    values = b"".join(media.patches_PC.numpy().tobytes() for media in seen.images)
+    Path(f"{file}.bin").write_bytes(values)
+
+
+def words(world: World, replays: Path, **keys: object) -> list[str]:
+    given = [f"{key}={value}" for key, value in keys.items()]
+    given += [f"data.eval={world.data}", "data.cache_dir=null", "launch.timeout_minutes=2"]
+    python = replays.parent / "python"
+    options = [f"--engine={python}", f"--max-tokens={NEW_TOKENS}"]
+    return [world.folder, *given, *options, f"--html={replays.parent / 'page.html'}"]
+
+
+def _agree(words: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return run_agree(words), said.getvalue()
+
+
+LAYOUTS = {"1x1x1": (1, {}), "tp2-pp2": (4, {"parallel.tp": 2, "parallel.pp": 2}), "dp2": (2, {})}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_engine_that_says_what_the_trainer_does_agrees(name, world, pool, replays):
+    """Measured: 4.8e-7."""
+    size, keys = LAYOUTS[name]
+    found = pool.run(_agree, size, words(world, replays, **keys))
+    assert {status for status, _ in found} == {0}
+    assert "They agree" in found[0][1] and all(text == "" for _, text in found[1:])
+    worst = re.search(r"worst difference of a log-prob: (\S+),", found[0][1])
+    assert worst and float(worst[1]) < 4e-6
+    count = sum(len(answer.ids) for answer in world.answers)
+    assert f"tokens: {count}, prompts: {ROWS}, largest difference of patches: 0" in found[0][1]
+    page = (replays.parent / "page.html").read_text()
+    assert "Engine and trainer agree" in page and page.count("<article") == 8
+
+
+def shifted(answer: Completion) -> Completion:
+    *first, last = answer.log_probs
+    return replace(answer, log_probs=(*first, last + 2e-4))
+
+
+WRONG: dict[
+    str, tuple[Callable[[EngineView], EngineView], Callable[[Completion], Completion], str]
+] = {
+    "a log-prob": (lambda seen: seen, shifted, "1 of {count} log-probs differ by more than 0.0001"),
+    "an id": (other_id, lambda answer: answer, "1 of 5 prompts have other ids"),
+    "a grid": (lambda seen: changed(seen, turned), lambda answer: answer, "1 of 5.*other grids"),
+}
+
+
+def test_a_replica_without_a_prompt_of_its_own_takes_part(world, pool, replays):
+    given = [*words(world, replays), "--samples=1"]
+    found = pool.run(_agree, 2, given)
+    assert {status for status, _ in found} == {0}
+    assert f"tokens: {len(world.answers[0].ids)}, prompts: 1, " in found[0][1]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_that_does_not_is_unlike(name, world, pool, replays):
+    """On every rank. A prompt whose ids differ is not asked."""
+    seen, answer, fault = WRONG[name]
+    row, own = world.rows[2], world.answers[2]
+    write_replay(replays, world, row, seen(honest(row, world.tables)), answer(own))
+    found = pool.run(_agree, 2, words(world, replays, **{"parallel.tp": 2}))
+    assert [status for status, _ in found] == [UNLIKE] * 2
+    count = sum(len(each.ids) for each in world.answers)
+    assert re.search(f"They differ: {fault.format(count=count)}", found[0][1])
+    left = count - len(own.ids) * (name == "an id")
+    assert f"tokens: {left}, " in found[0][1]
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_1_where_they_differ(world, replays, capfd):
+    row, own = world.rows[1], world.answers[1]
+    write_replay(replays, world, row, honest(row, world.tables), shifted(own))
+    status = main(["agree", *words(world, replays, **{"parallel.tp": 2})])
+    said, errors = capfd.readouterr()
+    assert status == 1 and "They differ: 1 of" in said
+    assert "exit status" not in errors
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--samples=2"], "--engine is not set.*make vllm-env"),
+        (["--engine=x"], "data.eval is not set.*data.train"),
+        (["--engine=x", "--samples=0"], "--samples=0; give at least 1"),
+        (["--engine=x", "--max-tokens=0"], "--max-tokens=0; give at least 1"),
+        (["--engine=x", "--bound=0"], "--bound=0.0; give a finite number above 0"),
+        (["--engine=x", "--bound=nan"], "--bound=nan; give a finite number above 0"),
+        (["--engine=x", "--temperature=-1"], "--temperature=-1.0; give a finite number"),
+        (["--engine=x", "data.train={path: hub:a, streaming: true}"], "data.train is a stream"),
+        (["--engine=x", "data.eval=x.jsonl", "lora.rank=4"], "lora.rank=4.*--as merged"),
+        (["--engine=x", "data.eval=x.jsonl", "data.add_tokens=[<new>]"], "data.add_tokens=.*<new>"),
+        (["--engine=x", "data.eval=/no/file.jsonl"], "data.eval=/no/file.jsonl: "),
+        (["--enjine=x"], "--enjine=x is not an option; did you mean --engine"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(given, said, tiny, capsys):
+    assert main(["agree", tiny(), *given]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_an_engine_that_is_none_is_refused_on_every_rank(world, pool, replays):
+    given = [*words(world, replays, **{"parallel.tp": 2}), "--engine=/no/such/python"]
+    found = pool.run(_refused, 2, given)
+    assert all("python=/no/such/python " in each for each in found)
+
+
+def _refused(words: list[str]) -> str:
+    try:
+        run_agree(words)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_token_pairs_are_in_order():
+    found = token_pairs([5, 6], [-1.0, -2.0], [-1.5, -2.0])
+    assert found == (TokenPair(0, 5, -1.0, -1.5), TokenPair(1, 6, -2.0, -2.0))
+    assert [each.difference for each in found] == [0.5, 0]

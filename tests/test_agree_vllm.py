@@ -1,0 +1,152 @@
+# make vllm-env, then .venv/bin/python -m pytest tests/test_agree_vllm.py
+"""`megatron-vlm agree` with real vLLM: it sees and says what the trainer does, videos included, and
+what is broken on the way is found. tests/test_agree_command.py has what needs no vLLM."""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.distributed.process import UNLIKE
+from megatron_vlm.train import run_train
+from tests.chats import picture, say, text
+from tests.engine import ENVIRONMENT, MISSING, READY
+from tests.test_agree_command import _agree
+from tests.videos import make_video
+
+pytestmark = [
+    pytest.mark.slow,  # each engine takes 15 s to start
+    pytest.mark.skipif(not READY, reason=MISSING),
+]
+
+PROMPTS = 12
+SERVER = Path(__file__).parent.parent / "megatron_vlm" / "engines" / "server"
+TP2_PP2 = {"parallel.tp": 2, "parallel.pp": 2}
+# Pictures and videos that vLLM's own processor would make smaller: here it takes 65536 pixels.
+LARGE = {"data.min_pixels": 80_000, "data.max_pixels": 120_000, "data.video_max_pixels": 200_000}
+LARGE |= {"data.video_min_pixels": 100_000}
+
+
+@pytest.fixture(scope="module")
+def base(tiny) -> str:
+    """32 is the least width of a head that vLLM's attention on the CPU takes."""
+    return tiny(head_dim=32, from_scratch=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    """Text, one picture, several and a video, of odd sizes, and a video between two pictures."""
+    folder, rng, lines = tmp_path_factory.mktemp("asked"), random.Random(0), []
+    make_video(folder / "a.mp4", 23, size=(128, 96))
+    make_video(folder / "b.mp4", 9, size=(100, 70))
+    for number in range(PROMPTS):
+        parts = [text(" ".join(rng.choices(["what", "red", "0"], k=1 + number % 6)))]
+        for place in range(number % 4):
+            name = f"{number}-{place}.png"
+            picture(rng.randint(20, 330), rng.randint(20, 330), place).save(folder / name)
+            parts.insert(rng.randint(0, len(parts)), {"type": "image", "image": name})
+        if number % 3 == 1:
+            parts.insert(len(parts) // 2, {"type": "video", "video": "ab"[number % 2] + ".mp4"})
+        lines.append({"messages": [say("user", *parts), say("assistant", "red")]})
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def words(
+    where: str, data: str, engine: str = str(ENVIRONMENT / "bin" / "python"), **keys: object
+) -> list[str]:
+    given = [f"{key}={value}" for key, value in keys.items()]
+    return [where, *given, f"data.eval={data}", "data.cache_dir=null", f"--engine={engine}"]
+
+
+def figures(said: str) -> tuple[float, int, int, float]:
+    """Worst difference, tokens, prompts, difference of patches."""
+    found = re.search(
+        r"of a log-prob: (\S+), .*tokens: (\d+), prompts: (\d+), .*patches: (\S+)\n", said
+    )
+    assert found, said
+    return float(found[1]), int(found[2]), int(found[3]), float(found[4])
+
+
+@pytest.mark.parametrize("keys", [{}, TP2_PP2, LARGE | TP2_PP2], ids=["1x1x1", "tp2-pp2", "large"])
+def test_vllm_and_the_trainer_agree(keys, base, data, pool):
+    """Measured: log-probs 1.9e-6, patches 1.2e-7."""
+    size = 4 if "parallel.tp" in keys else 1
+    found = pool.run(_agree, size, words(base, data, **keys))
+    assert {status for status, _ in found} == {0}, found[0][1]
+    worst, tokens, prompts, patches = figures(found[0][1])
+    print(f"{worst:.1e} {patches:.1e} {tokens}")
+    assert worst < 1e-5 and patches < 1e-6
+    assert prompts == PROMPTS and tokens > 20 * PROMPTS
+
+
+def test_in_bf16_they_agree_less(base, data, pool):
+    """Measured: 0.024; 0.032 of longer answers. The bound is of deeper models, too."""
+    [(status, said)] = pool.run(_agree, 1, words(base, data, **{"train.precision": "bf16"}))
+    worst, *_ = figures(said)
+    print(said[said.index("worst difference") :])
+    assert status == 0 and 1e-3 < worst < 0.25
+
+
+BROKEN = {
+    # what is broken: file, what is there, what takes its place, what is found
+    "a resize": ("given.py", '"do_resize": False', '"do_resize": True', "10 of 12.*other grids"),
+    "the times of frames": ("given.py", "_FPS = 10.0", "_FPS = 9.0", "4 of 12.*other ids"),
+    "the order of pixels": (
+        "given.py",
+        ".reshape(frames, high, wide, 3)",
+        ".reshape(frames, high, wide, 3)[::-1].copy()",
+        "They differ: 4 of 12 prompts have other patches",
+    ),
+}
+
+
+def broken(folder: Path, file: str, there: str, instead: str) -> str:
+    """A python whose engines have another server."""
+    server = folder / "server"
+    shutil.copytree(SERVER, server)
+    source = (server / file).read_text()
+    assert there in source
+    (server / file).write_text(source.replace(there, instead))
+    python = folder / "python"
+    real = ENVIRONMENT / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nshift\nexec {real} {server / "serve.py"} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(name, base, data, pool, tmp_path):
+    file, there, instead, fault = BROKEN[name]
+    python = broken(tmp_path, file, there, instead)
+    [(status, said)] = pool.run(_agree, 1, words(base, data, python, **LARGE))
+    assert status == UNLIKE and re.search(fault, said), said
+
+
+@pytest.fixture(scope="module")
+def trained(base, data, pool, tmp_path_factory) -> str:
+    """A run that has changed all weights."""
+    run = str(tmp_path_factory.mktemp("runs") / "run")
+    keys = ["train.steps=2", "train.global_batch_size=4", "optim.lr=0.01", "data.num_workers=0"]
+    given = [f"model.path={base}", f"data.train={data}", "data.cache_dir=null", f"run={run}"]
+    [status] = pool.run(run_train, 1, [*given, *keys, "checkpoint.export=false"])
+    assert status == 0
+    return run
+
+
+def test_a_run_is_compared_with_its_own_weights(trained, base, data, pool, tmp_path):
+    """Its weights are streamed from TP2 x PP2; an engine that keeps some of the former is found.
+    Measured: 1.2e-6."""
+    found = pool.run(_agree, 4, words(trained, data, **TP2_PP2))
+    assert {status for status, _ in found} == {0}, found[0][1]
+    worst, tokens, *_ = figures(found[0][1])
+    print(f"{worst:.1e} {tokens}")
+    assert worst < 1e-5
+    stale = "if 'layers.1.mlp' not in about['name']: yield about["
+    python = broken(tmp_path, "serve.py", "yield about[", stale)
+    [(status, said)] = pool.run(_agree, 1, words(trained, data, python))
+    assert status == UNLIKE and re.search(r"log-probs differ by more than 0.0001", said), said

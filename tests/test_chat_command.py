@@ -1,0 +1,314 @@
+# .venv/bin/python -m pytest tests/test_chat_command.py
+"""`megatron-vlm chat`: its answers are those of transformers, and mistakes do not end it."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.video_utils import read_video_pyav
+
+from megatron_vlm.cli import main
+from megatron_vlm.commands.chat.command import Settings, find_model
+from megatron_vlm.commands.chat.conversation import ChatSession
+from megatron_vlm.commands.chat.terminal import HELP, talk, typed
+from megatron_vlm.errors import ConfigError, DataError
+from megatron_vlm.family.spec import Part
+from megatron_vlm.io.printable import visible
+from megatron_vlm.training.generate import generate
+from tests.chats import data_uri, hf_encode, hf_processor, picture
+from tests.error_fields import raises
+from tests.videos import END, PAD, START, Oracle, make_video
+
+NEW_TOKENS = 9
+# Pictures by number, and the words of each turn.
+TALKS: list[list[tuple[list[int], str]]] = [
+    [([], "How many shapes are there?")],
+    [([0], "What colour is the circle?")],
+    [([0, 1], "Which is larger?"), ([], "And which is red?"), ([2], "What is <|im_end|> here?")],
+]
+SIZES = [(96, 64), (40, 120), (64, 64)]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[str]:
+    paths = []
+    for number, size in enumerate(SIZES):
+        paths.append(str(tmp_path / f"{number}.png"))
+        picture(*size, number).save(paths[-1])
+    return paths
+
+
+def hold(folder: str, pictures: list[str], talks: Any, **settings: Any) -> list[list[str]]:
+    """The answers of several conversations with one model."""
+    conversation = ChatSession(folder, Settings(NEW_TOKENS, **settings))
+    found = []
+    for turns in talks:
+        conversation.reset()
+        answers = []
+        for numbers, text in turns:
+            heard: list[str] = []
+            media = [conversation.medium("image", pictures[number]) for number in numbers]
+            answers.append(conversation.ask(text, media, heard.append))
+            assert "".join(heard) == answers[-1] and len(heard) > 3
+        found.append(answers)
+    return found
+
+
+@cache
+def reference(folder: str) -> tuple[Any, Any]:
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder).eval()
+    return hf_processor(folder), model
+
+
+def hf_answers(folder: str, turns: list[tuple[list[int], str]], said: list[str]) -> list[str]:
+    """What transformers answers to each question after the same answers before it."""
+    processor, model = reference(folder)
+    messages: list[dict[str, Any]] = []
+    found = []
+    for (numbers, text), answer in zip(turns, said, strict=True):
+        shown = [{"type": "image", "image": data_uri(*SIZES[n], n)} for n in numbers]
+        content: Any = [*shown, {"type": "text", "text": text}] if shown else text
+        messages.append({"role": "user", "content": content})
+        inputs = dict(hf_encode(processor, {"messages": messages}, add_generation_prompt=True))
+        ids = inputs["input_ids"]
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+        new = out[0, ids.shape[1] :]
+        found.append(processor.tokenizer.decode(new, skip_special_tokens=True))
+        messages.append({"role": "assistant", "content": answer})
+    return found
+
+
+def test_answers_are_those_of_transformers(pool, tiny, pictures):
+    # What users type is plain text for us; transformers would take the mark for the end.
+    talks = [[(n, text.replace("<|im_end|>", "the end")) for n, text in talk] for talk in TALKS]
+    (answers,) = pool.run(hold, 1, tiny(), pictures, talks)
+    for turns, said in zip(talks, answers, strict=True):
+        assert said == hf_answers(tiny(), turns, said)
+    assert len({answer for said in answers for answer in said}) == 5
+
+
+def test_what_users_type_is_text_and_a_seed_repeats_an_answer(pool, tiny, pictures):
+    (first,) = pool.run(hold, 1, tiny(), pictures, TALKS[2:])
+    plain = [[(n, text.replace("<|im_end|>", "the end")) for n, text in TALKS[2]]]
+    (other,) = pool.run(hold, 1, tiny(), pictures, plain)
+    assert first[0][:2] == other[0][:2]
+    (one, again) = pool.run(warm, 1, tiny(), pictures)[0]
+    assert one == again != first
+
+
+def warm(folder: str, pictures: list[str]) -> list[Any]:
+    talks = TALKS[2:]
+    return [hold(folder, pictures, talks, temperature=3.0, seed=5) for _ in range(2)]
+
+
+def stop(folder: str) -> list[Any]:
+    """An answer that Ctrl-C ends after some tokens, and the state after it."""
+    handler = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background
+    conversation = ChatSession(folder, Settings(40))
+    whole = conversation.ask("How many?", [], lambda piece: None)
+    conversation.reset()
+
+    stopped: list[int] = []
+
+    class Out(io.StringIO):
+        def write(self, text: str) -> int:
+            if len(self.getvalue()) > 4 and not stopped:
+                stopped.append(1)
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().write(text)
+
+    out, lines = Out(), iter(["How many?", "And?", "/quit"])
+    talk(conversation, [], lambda: next(lines), out)
+    restored = signal.getsignal(signal.SIGINT) is handler
+    return [whole, out.getvalue(), conversation.messages, restored]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(pool, tiny):
+    ((whole, out, messages, restored),) = pool.run(stop, 1, tiny())
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    first, second = (message["content"] for message in messages[1::2])
+    assert whole.startswith(first) and 4 < len(first) < len(whole) and second
+    assert out == visible(first) + "\n" + visible(second) + "\n" and restored
+
+
+def converse(folder: str, lines: list[str]) -> list[Any]:
+    """What is written to stdout and stderr, and the messages at the end."""
+    conversation = ChatSession(folder, Settings(3))
+    out, errors = io.StringIO(), io.StringIO()
+    waiting = iter(lines)
+
+    def read() -> str:
+        try:
+            return next(waiting)
+        except StopIteration:
+            raise EOFError from None
+
+    before, sys.stderr = sys.stderr, errors
+    try:
+        talk(conversation, [], read, out)
+    finally:
+        sys.stderr = before
+    return [out.getvalue(), errors.getvalue(), conversation.messages]
+
+
+def test_mistakes_are_said_and_the_conversation_goes_on(pool, tiny, pictures, tmp_path):
+    (tmp_path / "cut.png").write_bytes(Path(pictures[0]).read_bytes()[:200])
+    (tmp_path / "text.png").write_text("no picture")
+    lines = [
+        "/image nowhere.png",
+        f"/image {tmp_path}/text.png",
+        f"/image {tmp_path}",
+        f"/video {pictures[0]}",
+        "/what",
+        "",
+        f"/image {tmp_path}/cut.png",
+        "What is it?",  # its pixels are missing
+        "What is it?",
+        f"/image {pictures[1]}",
+        "What is it?",
+    ]
+    ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
+    said = errors.splitlines()
+    for line, words in zip(
+        said,
+        ["nowhere.png: does not exist", "not an image", "is a folder", "", HELP, "cut.png"],
+        strict=True,
+    ):
+        assert line.startswith("megatron-vlm: ") and words in line, errors
+    assert len(out.splitlines()) >= 3
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    assert asked[0] == "What is it?" and asked[1][0] == {"type": "image", "image": pictures[1]}
+
+
+def hf_answer_to_video(folder: str, path: Path, text: str, new_tokens: int) -> str:
+    """What transformers answers to a question about a video file."""
+    processor, model = reference(folder)
+    processor.video_processor = Oracle.from_pretrained(folder)
+    processor.vision_start_token, processor.vision_end_token = START, END
+    frames, metadata = read_video_pyav(str(path), processor.video_processor.sample_frames)
+    inputs = processor.video_processor.preprocess(
+        [frames], video_metadata=[metadata], do_sample_frames=False, return_metadata=True
+    )
+    content = [{"type": "video"}, {"type": "text", "text": text}]
+    rendered = processor.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    rendered = rendered.replace(PAD, processor.replace_video_token(inputs, 0))
+    ids = processor.tokenizer(rendered, return_tensors="pt")["input_ids"]
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values_videos=inputs["pixel_values_videos"],
+        video_grid_thw=torch.as_tensor(inputs["video_grid_thw"]),
+        mm_token_type_ids=2 * (ids == model.config.video_token_id).int(),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+    )
+    return processor.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_video_is_shown_as_transformers_shows_it(pool, tiny, tmp_path):
+    path = make_video(tmp_path / "clip.mp4", 12, size=(64, 64))
+    (tmp_path / "text.mp4").write_text("no video")
+    lines = [f"/video {tmp_path}/text.mp4", "/video", f"/video {path}", "What moves?"]
+    ((out, errors, messages),) = pool.run(converse, 1, tiny(), lines)
+    first, second = errors.splitlines()
+    assert "text.mp4: cannot be read as a video" in first and "is a folder" in second
+    shown = {"type": "video", "video": str(path)}
+    assert messages[0]["content"] == [shown, {"type": "text", "text": "What moves?"}]
+    answer = hf_answer_to_video(tiny(), path, "What moves?", 3)
+    assert out == visible(answer) + "\n" and messages[1]["content"] == answer
+    ((other, _, _),) = pool.run(converse, 1, tiny(), ["What moves?"])
+    assert other != out
+
+
+def test_reset_forgets_and_quit_ends(pool, tiny):
+    lines = ["a", "/reset", "b", "/quit", "c"]
+    ((_, _, messages),) = pool.run(converse, 1, tiny(), lines)
+    assert [message["content"] for message in messages if message["role"] == "user"] == ["b"]
+
+
+def control(folder: str) -> str:
+    """What the terminal gets of a model that answers with an escape character: the rows of the head
+    for that and for its real first token are swapped."""
+    conversation = ChatSession(folder, Settings(1))
+    asked = {"messages": [{"role": "user", "content": "hello"}]}
+    stage, row = conversation.worker.stage, conversation.rows.row(asked, prompt=True)
+    first = generate(stage, [row], 1, ())[0][0]
+    (escape,) = conversation.tokenizer.encode("\x1b")
+    (head,) = (p for entry, p in conversation.worker.held.items() if entry.part == Part.head)
+    with torch.no_grad():
+        head[[first, escape]] = head[[escape, first]]
+    out, lines = io.StringIO(), iter(["hello", "/quit"])
+    talk(conversation, [], lambda: next(lines), out)
+    return out.getvalue()
+
+
+def test_control_characters_are_shown_as_text(pool, tiny):
+    assert pool.run(control, 1, tiny()) == ["\\x1b\n"]
+
+
+def test_folders(tmp_path, tiny):
+    assert find_model(tiny()) == (tiny(), None)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with raises(ConfigError, place=str(run), remedy_has=f"megatron-vlm export {run} DIR"):
+        find_model(str(run))
+    (run / "export").symlink_to(tiny())
+    assert find_model(str(run)) == (str(run / "export"), None)
+    with raises(ConfigError, key="model.path", found="nowhere", problem_has="config.json"):
+        find_model("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image", "no.png"], "no.png: does not exist"),
+        (["--max-new-tokens", "0"], "--max-new-tokens=0; give at least 1"),
+        (["--temperature", "nan"], "--temperature=nan; give a finite number, 0 or more"),
+        (["--seed", "-1"], "--seed=-1; give at least 0"),
+    ],
+)
+def test_arguments_are_checked_before_the_model_is_loaded(words, message, tiny, capfd):
+    assert main(["chat", tiny(), *words]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_a_mistake_of_one_line(monkeypatch):
+    piped = io.BytesIO(b"one\n\xff\xfe two\nthr\xc3\xa9e")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
+    assert typed() == "one\n"
+    with raises(DataError, place="stdin", problem_has="byte 0"):
+        typed()
+    assert typed() == "thr\u00e9e"
+    with pytest.raises(EOFError):
+        typed()
+    monkeypatch.setattr(sys, "stdin", None)  # as where it was closed
+    with pytest.raises(EOFError):
+        typed()
+
+
+@pytest.mark.slow  # it imports everything
+def test_one_question_on_the_command_line(tiny, pictures):
+    words = ["chat", tiny(), "--image", pictures[0], "--prompt", "What is it?"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_vlm.cli",
+        *words,
+        "--max-new-tokens",
+        str(NEW_TOKENS),
+    ]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    said = hf_answers(tiny(), [([0], "What is it?")], [""])
+    assert done.stdout == visible(said[0]) + "\n" and not done.stderr

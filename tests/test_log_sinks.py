@@ -1,0 +1,143 @@
+# .venv/bin/python -m pytest tests/test_log_sinks.py
+"""TensorBoard and Weights & Biases get what metrics.jsonl gets, under the names of charts."""
+
+import gzip
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from megatron_vlm.config.schema import Config, LogConfig
+from megatron_vlm.distributed.device import pick_platform
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import ConfigError
+from megatron_vlm.report.layout_table import StageReport, layout_table
+from megatron_vlm.report.metrics_lines import StepLine
+from megatron_vlm.run.log import RunLog
+from megatron_vlm.run.log_sinks import check_installed
+from megatron_vlm.run.profiler import Profiler
+from tests.error_fields import raises
+
+FIGURES = StepLine(0, 0, 2.5, 1e-3, 0.5, 0.1, 1000.0, 100.0, 5.0, 0.02, None, 1.5)
+
+
+def write_run(run, first: int, **log):
+    """Two steps, an evaluation and an event."""
+    cfg = Config(run=str(run), log=LogConfig(**log))
+    run_log = RunLog(cfg, True, 10, first)
+    run_log.start(
+        **dict(step=first, platform="cpu", world=1, layout={"tp": 1}, parameters=2, trainable=1),
+        **dict(model="m", samples=3, total_steps=10, versions={}),
+    )
+    for step in range(first, first + 2):
+        run_log.step(replace(FIGURES, step=step, loss=2.5 - step))
+    scores = {"loss": 1.25, "token_accuracy": 0.75, "exact_match": 0.5, "samples": 4, "seconds": 2}
+    run_log.evaluation(first + 2, "held", scores)
+    run_log.event(first + 2, "an event")
+    run_log.close()
+
+
+def test_tensorboard_has_the_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_run(tmp_path, 0, tensorboard=True)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    names = found.Tags()["scalars"]
+    assert {"train/loss", "train/lr", "train/tokens_per_s", "held/exact_match"} <= set(names)
+    assert not [name for name in names if name.endswith(("/step", "/mfu", "/ranking", "/text"))]
+    losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    assert losses == [(0, 2.5), (1, 1.5)]
+    assert [(e.step, e.value) for e in found.Scalars("held/exact_match")] == [(2, 0.5)]
+
+
+def test_frozen_parts_are_in_brackets_and_no_markup_is_printed(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    run_log = RunLog(Config(run=str(tmp_path)), True, 10, console=console)
+    report = StageReport(0, (range(2),), Counter(vision=80_000, head=5000), Counter(head=5000))
+    dims = ParallelDims(tp=1, pp=1, dp=1, ep=1, layers_per_stage=(2,))
+    run_log.say(layout_table(Config(), dims, "cpu", [report]))
+    run_log.close()
+    [row] = [line for line in console.file.getvalue().splitlines() if "(80k)" in line]
+    assert row.split() == ["0", "0-1", "(80k)", "-", "-", "-", "5k", "85k", "5k"]
+
+
+@pytest.mark.slow  # W&B's own process takes its time
+def test_wandb_offline_has_the_figures_and_a_resumed_run_keeps_its_id(tmp_path):
+    """In two processes, as a run and its resume are: within one, W&B's service, which knows the run
+    still, lost the second's lines on a machine under load."""
+    code = "from tests.test_log_sinks import write_run as w; w({!r}, {}, wandb='shapes')"
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+
+    def write(first: int) -> None:
+        command = [sys.executable, "-c", code.format(str(tmp_path), first)]
+        subprocess.run(command, env=environment, check=True, timeout=120)
+
+    write(0)
+    kept = (tmp_path / "wandb_id").read_text()
+    write(2)
+    assert (tmp_path / "wandb_id").read_text() == kept
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert folders and all(folder.name.endswith(kept) for folder in folders)
+    rows = [row for folder in folders for row in wandb_rows(folder / f"run-{kept}.wandb")]
+    assert [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row] == [
+        (0, 2.5),
+        (1, 1.5),
+        (2, 0.5),
+        (3, -0.5),
+    ]
+    assert [row["held/exact_match"] for row in rows if "held/exact_match" in row] == [0.5, 0.5]
+
+
+def wandb_rows(path):
+    """The history in a file that `wandb sync` would send: LevelDB's log format of records."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place = path.read_bytes(), 7  # behind the header of the file
+    assert data[:4] == b":W&B" and len(data) < 32 * 1024  # one block
+    while place + 7 <= len(data):
+        size = int.from_bytes(data[place + 4 : place + 6], "little")
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data[place + 7 : place + 7 + size])
+        place += 7 + size
+        if record.HasField("history"):
+            items = record.history.item
+            yield {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+
+
+@pytest.mark.parametrize("log", [{"tensorboard": True}, {"wandb": "shapes"}])
+def test_what_is_not_installed_is_named(log, monkeypatch):
+    cfg = Config(log=LogConfig(**log))
+    check_installed(cfg)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [(name, value)] = log.items()
+    remedy = "pip install 'megatron_vlm[log]'"
+    with raises(ConfigError, key=f"log.{name}", found=value, remedy_has=remedy):
+        check_installed(cfg)
+    check_installed(Config())
+
+
+def test_a_trace_has_the_chosen_steps_of_the_chosen_ranks(tmp_path):
+    import torch
+
+    cfg = Config(run=str(tmp_path), log=LogConfig(profile_steps=[1, 3], profile_ranks=[0, 2]))
+    profilers = {rank: Profiler(cfg, rank, pick_platform("cpu")) for rank in (0, 1)}
+    sizes = (11, 12, 13, 14)
+    for step, size in enumerate(sizes):
+        for profiler in profilers.values():
+            profiler.at(step)
+        torch.zeros(size, size) @ torch.zeros(size, size)
+    for profiler in profilers.values():
+        profiler.close()
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-0.json.gz"]
+    with gzip.open(tmp_path / "profile" / "rank-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    shapes = [e["args"]["Input Dims"][0] for e in events if e.get("name") == "aten::matmul"]
+    assert shapes == [[12, 12], [13, 13]]

@@ -1,0 +1,168 @@
+# .venv/bin/python -m pytest tests/test_plan_command.py
+"""megatron-vlm plan: layouts that fit, the fastest first, the pipeline drawn, and what to change
+where nothing fits."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_vlm.cli import main
+from megatron_vlm.commands.plan.page import pipeline_picture
+from megatron_vlm.commands.plan.terminal import pipeline_text
+from megatron_vlm.config import load_config
+from megatron_vlm.family import read_sizes
+from megatron_vlm.planner.flops import OpCount
+from megatron_vlm.planner.hardware import Machine, gpu
+from megatron_vlm.planner.memory import USABLE
+from megatron_vlm.planner.pipeline_time import Stages
+from megatron_vlm.planner.row_sizes import assumed_mix
+from megatron_vlm.planner.search import Cluster, polished, search
+from tests.sets import write_set
+
+GIB = 2**30
+H100 = gpu("H100", 989e12)
+
+
+@pytest.fixture(scope="module")
+def eight(tiny, tmp_path_factory):
+    """A folder with the sizes of Qwen3-VL 8B and no weights."""
+    folder = tmp_path_factory.mktemp("eight") / "model"
+    shutil.copytree(tiny(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= dict(num_hidden_layers=36, hidden_size=4096, head_dim=128)
+    config["text_config"] |= dict(intermediate_size=12288, vocab_size=151936)
+    config["text_config"] |= dict(num_attention_heads=32, num_key_value_heads=8)
+    config["text_config"]["rope_parameters"]["mrope_section"] = [24, 20, 20]
+    config["vision_config"] |= dict(depth=27, hidden_size=1152, intermediate_size=4304)
+    config["vision_config"] |= dict(num_heads=16, out_hidden_size=4096)
+    config["vision_config"]["deepstack_visual_indexes"] = [8, 16, 24]
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def found(path: str, gpus: int, memory: int, *overrides: str):
+    cfg = load_config([f"model.path={path}", "train.global_batch_size=64", *overrides])
+    sizes = read_sizes(path)
+    mix = assumed_mix(sizes, cfg.data.max_tokens)
+    cluster = Cluster(gpus, memory * GIB, H100)
+    return search(cfg, sizes, mix, cluster), (cfg, sizes, mix, cluster)
+
+
+def test_layouts_use_all_gpus_fit_and_come_fastest_first(eight):
+    result, (_, sizes, mix, cluster) = found(eight, 8, 80)
+    assert len(result.fitting) > 10 and result.leanest is None
+    speeds = [each.tokens_per_s for each in result.fitting]
+    assert speeds == sorted(speeds, reverse=True)
+    for each in result.fitting:
+        assert each.dims.world_size == 8 and each.need <= USABLE * 80 * GIB
+        assert each.dims.num_layers == 36
+        assert 0 <= each.bubble < 0.8 and (each.bubble > 0.01) == (each.dims.pp > 1)
+    keys = [(each.dims, each.cfg.model, each.step_s) for each in result.fitting]
+    assert len(set(keys)) == len(keys)
+    piped = next(each for each in result.fitting if each.dims.pp > 1)
+    assert polished(piped, sizes, mix, cluster).tokens_per_s >= 0.999 * piped.tokens_per_s
+
+
+def test_predictions_move_as_they_should(eight):
+    """More memory recomputes less, more GPUs are faster, a frozen tower needs less."""
+    tight, roomy = found(eight, 8, 40)[0].fitting[0], found(eight, 8, 141)[0].fitting[0]
+    assert tight.tokens_per_s < roomy.tokens_per_s
+    many = found(eight, 16, 80)[0].fitting[0]
+    assert 1.4 < many.tokens_per_s / found(eight, 8, 80)[0].fitting[0].tokens_per_s < 2.05
+    alone, frozen = (
+        min(each.need for each in found(eight, 4, 141, f"model.freeze_vision={value}")[0].fitting)
+        for value in ("false", "true")
+    )
+    assert frozen < alone
+    # 8.77e9 values of 18 bytes do not fit on one GPU of 141 GiB.
+    nothing, _ = found(eight, 1, 141)
+    assert not nothing.fitting and nothing.leanest.need > 8.7e9 * 18
+
+
+def test_seconds_of_work_by_hand():
+    machine = Machine("by hand", matmul=10, attention=5, moved=2, link=4, network=1, layer_s=3)
+    assert machine.seconds(OpCount(matmul=20, attention=10, moved=4, reduced=8)) == 2 + 2 + 2 + 2
+    assert machine.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 6 + 2  # kernels start late
+    one_by_one = replace(machine, starts_ahead=False)  # a CPU
+    assert one_by_one.seconds(OpCount(matmul=20, reduced=8, layers=2)) == 2 + 2 + 6
+    assert machine.between(8) == 4 and machine.between(9) == 1
+    assert gpu("L40S", 1e14).link < gpu("H100", 1e14).link
+
+
+STAGES = Stages(np.ones((3, 2)), 2 * np.ones((3, 2)), np.zeros((3, 2)))
+
+
+def test_the_pipeline_as_text():
+    """By hand: 12 units, of 1 for a forward and 2 for a backward."""
+    lines = pipeline_text(STAGES, width=12).splitlines()
+    assert lines == ["stage 0  01..aa2bb.cc", "stage 1  .0aa1bb2cc.."]
+
+
+def test_the_pipeline_as_svg():
+    root = ElementTree.fromstring(pipeline_picture(STAGES, "one step"))
+    boxes = [group for group in root if group.tag == "g"]
+    assert len(boxes) == 12
+    rects = [box.find("rect") for box in boxes]
+    last = max(float(rect.get("x")) + float(rect.get("width")) for rect in rects)
+    assert last == pytest.approx(1000, abs=1)
+    widths = {rect.get("class"): float(rect.get("width")) for rect in rects}
+    assert widths["b"] == pytest.approx(2 * widths["f"], rel=0.05)
+
+
+def test_the_command_prints_and_writes_a_page(eight, tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    words = ["plan", f"model.path={eight}", "train.global_batch_size=64", "data.cache_dir=null"]
+    words += [f"data.train={write_set(tmp_path)}", "--html", str(page), "--memory", "80GiB"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Rows: 23 of 23 records of data.train." in out and "593 TFLOP/s" in out
+    assert re.search(r"The fastest: parallel.tp=\d parallel.pp=\d", out)
+    assert "stage 1  " in out and f"wrote {page}" in out
+    fastest = re.search(r"The fastest: (.*)", out)[1]
+    load_config(["model.path=x", *fastest.replace("'", "").split()])
+    text = page.read_text()
+    assert "<svg" in text and "http" not in re.sub(r"http-equiv", "", text)
+    body = text[text.index("<body>") : text.index("</body>") + 7]
+    ElementTree.fromstring(body)  # well formed
+
+
+def test_where_nothing_fits_it_says_what_would(eight, capsys):
+    words = ["plan", f"model.path={eight}", "train.global_batch_size=64", "--gpus", "1"]
+    assert main(words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "does not fit on 1 GPU of 80.0 GiB: the leanest layout" in said
+    need = float(re.search(r"needs ([\d.]+) GiB on its fullest rank", said)[1])
+    assert need == pytest.approx(149, abs=1) and "72.0 GiB can be used" in said
+    count = int(re.search(r"what fits: (\d+) such GPUs", said)[1])
+    assert found(eight, count, 80)[0].fitting and not found(eight, count // 2, 80)[0].fitting
+    assert "1 of 192 GiB" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "0"], "--gpus=0; give from 1 to 4096"),
+        (["--memory", "lots"], "--memory=lots; give the memory of one GPU, such as 80GiB"),
+        (["--gpu", "H12"], "--gpu=H12: its peak is not known; choose from GB200, "),
+        (["--efficiency", "60"], "--efficiency=60.0; give a fraction of the peak, above 0 to 1"),
+        (["--gpus", "7"], "train.global_batch_size=4"),
+        (["parallel.cp=2"], "parallel.cp=2"),
+    ],
+)
+def test_mistakes_are_explained(words, said, tiny, capsys):
+    assert main(["plan", f"model.path={tiny(layers=3)}", "train.global_batch_size=4", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_it_needs_no_megatron():
+    """So that it starts quickly, on any machine."""
+    code = "import sys, megatron_vlm.commands.plan.command; print('megatron.core' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,129 @@
+# .venv/bin/python -m pytest tests/test_serve_model_cache.py
+"""Which models are in memory and which folders on disk, with ranks that only write folders."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megatron_vlm.config.schema import ServeConfig
+from megatron_vlm.errors import CheckpointError
+from megatron_vlm.serve.journal.journal import Journal
+from megatron_vlm.serve.journal.journal_records import Changes, ModelChange, NewCall
+from megatron_vlm.serve.model_cache import ModelCache
+from megatron_vlm.serve.rank_models import ModelForm
+from megatron_vlm.serve.training_calls import ModelCalls
+from tests.fake_calls import opened
+from tests.test_serve_journal import DONE, a_model, a_step, pass_time
+
+FORM = ModelForm(2, 0)
+
+
+@dataclass
+class Ranks:
+    """What is in their memory, and what they wrote."""
+
+    there: list[str] = field(default_factory=list)
+    full: bool = False
+
+    def make(self, name: str, *_: object) -> None:
+        self.there.append(name)
+
+    def drop(self, name: str) -> None:
+        self.there.remove(name)
+
+    def save(self, name: str, folder: str, moments: bool) -> None:
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "state.json").write_text("{}")
+        if self.full:
+            raise CheckpointError(f"{folder}: No space left on device")
+
+    def wait(self) -> None:
+        pass
+
+
+def residents_of(journal: Journal, ranks: Ranks) -> ModelCache:
+    return ModelCache(ServeConfig(), ranks, journal, lambda resident, call: None)  # type: ignore[arg-type]
+
+
+def in_memory(journal: Journal, residents: ModelCache) -> tuple[str, str]:
+    """A session, and a model of it that has done a step."""
+    session, model = a_model(journal)
+    call = journal.accept(a_step(model, 1)).request_id
+    facts = ModelChange(model, facts={"form": FORM.plain()})
+    journal.finish(call, DONE, Changes(models=(facts,)))
+    residents.create(model, FORM)
+    residents.models[model].changed(1)
+    return session, model
+
+
+def states(journal: Journal) -> set[Path]:
+    return {path for kind in ("states", "weights") for path in (journal.run / kind).glob("*")}
+
+
+def test_models_of_silent_clients_wait_on_disk(tmp_path):
+    with opened(tmp_path) as journal:
+        residents = residents_of(journal, ranks := Ranks())
+        _, silent = in_memory(journal, residents)
+        session, here = in_memory(journal, residents)
+        gone, unloaded = in_memory(journal, residents)
+        closed, ending = in_memory(journal, residents)
+        pass_time(journal, 1000)
+        journal.heard(session)
+        for each in (gone, closed):
+            journal.finish_session(each, "success")
+        journal.sweep()
+        with journal._store.write() as db:
+            db.execute("UPDATE models SET state = 'unloaded' WHERE id = ?", (unloaded,))
+        residents.put_away_silent()
+        # One whose client has said that it goes ends soon: it is not written before.
+        assert ranks.there == [here, ending] and list(residents.models) == [here, ending]
+        saved = journal.model(silent)
+        assert saved.saved == 1 and states(journal) == {saved.folder}
+        assert residents.model(silent).applied == 1 and ranks.there == [here, ending, silent]
+        ranks.full = True  # a disk that is full loses nothing: it stays in memory
+        residents.models[silent].changed(2)
+        with pytest.raises(CheckpointError):
+            residents.put_away_silent()
+        assert list(residents.models) == [here, ending, silent]
+
+
+def test_folders_that_no_row_names_are_removed(tmp_path):
+    with opened(tmp_path) as journal:
+        residents = residents_of(journal, ranks := Ranks())
+        _, model = in_memory(journal, residents)
+        residents.keep(residents.models[model])
+        kept = journal.model(model).folder
+        for left in ("states/a", "weights/b", "weights/c.partial"):
+            (journal.run / left / "inner").mkdir(parents=True)
+        ranks.full = True
+        residents.models[model].changed(2)
+        with pytest.raises(CheckpointError):
+            residents.keep(residents.models[model])
+        assert len(states(journal)) == 4  # a save that fails leaves nothing
+        residents.delete_orphan_folders()
+        assert states(journal) == {kept}
+        # One that a row lets go of is left until its time has come: a download may be under way.
+        ranks.full = False
+        residents.keep(residents.models[model])
+        residents.delete_orphan_folders()
+        assert states(journal) == {kept, journal.model(model).folder}
+
+
+def test_a_download_leaves_nothing_else_behind(tmp_path, monkeypatch):
+    def export(folder: str, out: str, *_: object, **__: object) -> None:
+        assert (Path(folder) / "state.json").is_file()
+        Path(out).mkdir()
+        (Path(out) / "adapter_model.safetensors").write_bytes(b"w")
+
+    monkeypatch.setattr("megatron_vlm.serve.training_calls.export_checkpoint", export)
+    with opened(tmp_path) as journal:
+        residents = residents_of(journal, ranks := Ranks())
+        _, model = in_memory(journal, residents)
+        calls = ModelCalls(ranks, residents, journal)  # type: ignore[arg-type]
+        body = f'{{"model_id": "{model}", "seq_id": 2, "path": "out"}}'.encode()
+        promise = journal.accept(NewCall("save_weights_external", model, 2, "k", body))
+        (call,) = journal.next_calls()
+        journal.finish(promise.request_id, *calls.save_weights_external(call, body))
+        (made,) = journal.checkpoints()
+        assert states(journal) == {made.folder}

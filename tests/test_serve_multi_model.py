@@ -1,0 +1,285 @@
+# .venv/bin/python -m pytest tests/test_serve_multi_model.py
+"""What a service does in one turn: which calls go together, and that each gets what it gets
+alone."""
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from megatron_vlm.config.schema import Config, ParallelConfig, TrainConfig
+from megatron_vlm.distributed.dims import ParallelDims
+from megatron_vlm.errors import DataError
+from megatron_vlm.serve.call_batching import FULL, CallBatcher
+from megatron_vlm.serve.journal.journal_records import Call, Changes, Failure, Outcome
+from megatron_vlm.serve.loop import finished_by
+from tests.pool import free_port
+from tests.serve_client import (
+    Client,
+    FailedError,
+    Model,
+    log_probs_of,
+    read_output,
+    served,
+    tokens_of,
+)
+from tests.test_serve import PROMPTS, STEPS, VOCAB, data_of
+
+
+def call(name: str, model: str, kind: str = "forward_backward", attempts: int = 0) -> Call:
+    return Call(name, 0, kind, model, 1, "", 0, attempts, 0.0, 0, True)
+
+
+@dataclass(frozen=True)
+class Read:
+    """As much of a request as is looked at."""
+
+    rows: tuple[int, ...]
+    forward_only: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.rows)
+
+
+@dataclass(frozen=True)
+class ReadCalls:
+    of: dict[str, Read | None]
+
+    def look(self, call: Call) -> Read | None:
+        return self.of[call.request_id]
+
+
+def rows(count: int, tokens: int = 10) -> Read:
+    return Read((tokens,) * count)
+
+
+def grouping(reads: dict[str, Read | None], pp: int = 2, dp: int = 1, **more: Any) -> CallBatcher:
+    cfg = Config(parallel=ParallelConfig(pp=pp, **more), train=TrainConfig(micro_batch_size=2))
+    dims = ParallelDims.create(cfg.parallel, pp * dp, 8)
+    there = lambda model: model != "away"  # noqa: E731
+    return CallBatcher(cfg, dims, ReadCalls(reads), lambda call: call.owner, there)  # type: ignore[arg-type]
+
+
+def names(found: list[Call]) -> list[str]:
+    return [each.request_id for each in found]
+
+
+ROOM = 2 * FULL * 2  # rows of a pass at PP2 with two rows in a micro-batch
+
+
+def test_small_calls_fill_the_pipeline():
+    reads = {"a": rows(3), "b": rows(ROOM - 6), "c": rows(4), "d": rows(2), "e": rows(1)}
+    calls = [call(name, f"model {name}") for name in reads]
+    # Two micro-batches of a and all but three of b leave one: not for c, but for d, and then none.
+    assert names(grouping(reads).of(calls[0], calls)) == ["a", "b", "d"]
+    assert names(grouping(reads, dp=2).of(calls[0], calls)) == ["a", "b", "c", "d", "e"]
+    assert names(grouping(reads, pp=4).of(calls[3], calls)) == ["d", "a", "b", "c", "e"]
+
+
+def test_a_large_call_fills_it_alone():
+    reads = {"a": rows(ROOM), "b": rows(1)}
+    calls = [call(name, f"model {name}") for name in reads]
+    assert names(grouping(reads).of(calls[0], calls)) == ["a"]
+    assert names(grouping(reads).of(calls[1], calls)) == ["b"]
+
+
+@pytest.mark.parametrize("more", [dict(pp=1), dict(overlap_grad_reduce=True, dp=2)])
+def test_where_a_pass_cannot_be_shared_each_is_alone(more):
+    reads: dict[str, Read | None] = {"a": rows(1), "b": rows(1)}
+    calls = [call(name, name) for name in reads]
+    assert names(grouping(reads, **more).of(calls[0], calls)) == ["a"]
+
+
+def test_what_goes_with_no_other():
+    reads: dict[str, Read | None] = {
+        "fine": rows(1),
+        "forward": replace(rows(1), forward_only=True),
+        "unread": None,
+        "away": rows(1),
+        "again": rows(1),
+        "step": None,
+        "also fine": rows(1),
+    }
+    calls = [
+        call("fine", "1"),
+        call("forward", "2"),
+        call("unread", "3"),
+        call("away", "away"),
+        call("again", "5", attempts=1),
+        call("step", "6", "optim_step"),
+        call("also fine", "7"),
+    ]
+    group = grouping(reads)
+    assert names(group.of(calls[0], calls)) == ["fine", "also fine"]
+    for alone in calls[1:-1]:
+        assert names(group.of(alone, calls)) == [alone.request_id]
+
+
+def test_time_is_shared_by_tokens():
+    reads: dict[str, Read | None] = {"a": rows(1, 30), "b": rows(2, 45), "c": rows(0)}
+    calls = [call(name, name) for name in reads]
+    assert grouping(reads).sizes(calls) == {"a": 30, "b": 90, "c": 1}
+    assert grouping(reads).sizes(calls[:1]) == {"a": 1.0}
+
+
+RANKS = (2, 0, 3, 4)
+SETTINGS = ("parallel.pp=2", "train.micro_batch_size=2", "serve.adapters=3")
+
+
+def in_turns(models: list[Model], path: str, step: int) -> list[Any]:
+    return [read_output(model.client.result(ask(model, path, step))) for model in models]
+
+
+def at_once(models: list[Model], path: str, step: int) -> list[Any]:
+    """While the service does a call that fills the pipeline, the others arrive."""
+    data = data_of(path, 9) * 20
+    long = models[0].ask_gradients(data)
+    promises = [ask(model, path, step) for model in models]
+    read_output(models[0].client.result(long))
+    return [read_output(m.client.result(each)) for m, each in zip(models, promises, strict=True)]
+
+
+def ask(model: Model, path: str, step: int) -> str:
+    number = int(model.id[-1])
+    data = data_of(path, step + number)[: 1 + number]
+    if number % 2 == 0:
+        return model.ask_gradients(data)
+    samples = [
+        (
+            chunks,
+            {
+                "target_tokens": i["target_tokens"],
+                "advantages": i["weights"],
+                "logprobs": i["weights"] - 6,
+            },
+        )
+        for chunks, i in data
+    ]
+    return model.ask_gradients(samples, "importance_sampling")
+
+
+def lives(running: Any, path: str, asking: Any) -> list[Any]:
+    """Steps of several models; the first one's first gradients are those of the long call too."""
+    with Client(running.url, path) as client:
+        models = [client.model(rank, seed=rank) for rank in RANKS]
+        found = []
+        for step in range(3):
+            if asking is in_turns:
+                models[0].gradients(data_of(path, 9) * 20)
+            for metrics, arrays in asking(models, path, step):
+                found.append((metrics, [np.array(each).tolist() for each in arrays]))
+            found += [model.step(**STEPS[step]) for model in models]
+        return found
+
+
+@pytest.mark.slow
+def test_models_that_share_a_pass_get_what_they_get_in_turns(tiny, tmp_path):
+    path, port = tiny(vocab=VOCAB), free_port()
+    with served(path, tmp_path / "turns", port, *SETTINGS) as running:
+        want = lives(running, path, in_turns)
+        assert shared_passes(running.url) == 0
+    with served(path, tmp_path / "at once", port, *SETTINGS) as running:
+        found = lives(running, path, at_once)
+        assert shared_passes(running.url) >= 3
+    assert found == want
+
+
+def shared_passes(url: str) -> float:
+    name = "megatron_vlm_passes_of_several_models_total"
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    [line] = [line for line in lines if line.startswith(f"{name} ")]
+    return float(line.split()[1])
+
+
+@dataclass
+class PickyCalls:
+    """Takes no calls together with a bad one."""
+
+    asked: list[list[str]]
+
+    def forward_backward(self, calls: list[tuple[Call, Any]]) -> Any:
+        self.asked.append(names([each for each, _ in calls]))
+        if any(each.owner == "bad" for each, _ in calls):
+            raise DataError("the rows are bad")
+        return [(Outcome(each.owner.encode()), Changes()) for each, _ in calls]
+
+
+def test_one_that_is_refused_takes_no_others_along():
+    picky = PickyCalls([])
+    read = [(call("a", "fine"), None), (call("b", "bad"), None), (call("c", "good"), None)]
+    found = finished_by(picky.forward_backward, read)
+    assert [each.request_id for each in found] == ["a", "b", "c"]
+    assert [each.outcome for each in found] == [
+        Outcome(b"fine"),
+        Failure("the rows are bad", "user"),
+        Outcome(b"good"),
+    ]
+    assert picky.asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+
+
+DRAWN: list[dict[str, Any]] = [
+    dict(max_tokens=50, temperature=1.0, stop=[]),
+    dict(max_tokens=5, temperature=0.7, stop=[]),
+    dict(max_tokens=30, temperature=1.3, top_k=50, stop=[7, 8, 9, 10]),
+    dict(max_tokens=33, temperature=0.0, stop=[]),
+    dict(max_tokens=40, temperature=1.0, top_p=0.8, stop=["ab", "e", "th"]),
+    dict(max_tokens=40, temperature=0.6, stop=[]),
+]
+
+
+def done_at(run: Path, promise: str) -> float:
+    """When a call was done, as the journal has it."""
+    with closing(sqlite3.connect(run / "journal.sqlite")) as db:
+        [(done,)] = db.execute("SELECT done FROM calls WHERE request_id = ?", (promise,))
+    return float(done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [(), ("parallel.pp=2",), ("launch.processes=2",)],
+    ids=["1x1x1", "pp2", "dp2"],
+)
+def test_samples_come_and_go_and_wait_between_turns(layout, tiny, tmp_path):
+    """Turns that end after one look at who is there: whoever is drawn with whom, whatever else is
+    done between, and though the model learns meanwhile, each answer is the one that it is alone."""
+    path, port = tiny(vocab=VOCAB), free_port()
+    few = ("serve.sampler_rows=3", "serve.sampling_seconds=0.001", *layout)
+    with served(path, tmp_path, port, *few) as running, Client(running.url, path) as client:
+        model, other = client.model(2, seed=1), client.sampler(base_model=path)
+        model.gradients(data_of(path, 0))
+        model.step(**STEPS[0])
+        sampler = model.sampler()
+
+        def ask(whose: Any, place: int, **more: Any) -> str:
+            n = 1 + place % 3
+            return str(whose.ask(PROMPTS[place % 2], n, seed=place, **DRAWN[place], **more))
+
+        every = [(whose, place) for whose in (sampler, other) for place in range(len(DRAWN))]
+        alone = [client.sampled(ask(*each)) for each in every]
+        long = sampler.ask(PROMPTS[0], 1, max_tokens=500, seed=1, stop=[])
+        small = model.ask_gradients(data_of(path, 1))  # at once: they are to meet
+        together = [ask(*each) for each in every[:6]]
+        bad = sampler.ask([[VOCAB + 7]], 1, max_tokens=40)
+        read_output(client.result(small))
+        model.step(**STEPS[1])
+        together += [ask(*each) for each in every[6:]]
+        newer = ask(model.sampler(), 0)
+        found = [client.sampled(each) for each in together]
+        with pytest.raises(FailedError, match=str(VOCAB + 7)):
+            client.result(bad)
+        for mine, its in zip(found, alone, strict=True):
+            assert tokens_of(mine) == tokens_of(its)
+            for a, b in zip(log_probs_of(mine), log_probs_of(its), strict=True):
+                assert np.allclose(a, b, rtol=0, atol=1e-5)
+        assert tokens_of(client.sampled(newer)) != tokens_of(alone[0])
+        assert len(tokens_of(client.sampled(long))[0]) == 500
+        for each in (small, together[0]):
+            assert done_at(tmp_path, each) < done_at(tmp_path, long)
+        assert running.stop() == 75
