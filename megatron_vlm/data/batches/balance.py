@@ -1,8 +1,8 @@
-"""Which rows of a global batch go together, and to which data parallel rank.
+"""Assignment of a global batch's rows to micro-batches and data parallel ranks.
 
-There is no packing, little padding, and no rank that waits: rows of similar length make a
-micro-batch, and micro-batches are dealt out so that all ranks have the same cost. The plan is a
-pure function of the rows' sizes, so every rank arrives at the same one.
+Rows are not packed, padding is small, and no rank waits: rows of similar length form a micro-batch,
+and micro-batches are dealt out so that all ranks have the same cost. The plan is a pure function of
+the rows' sizes, so every rank computes the same plan.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from megatron_vlm.data.even_split import deal
 
 @dataclass(frozen=True)
 class RowSize:
-    """What planning needs to know of a row."""
+    """The size of a row, as far as planning needs it."""
 
     tokens: int
     cost: float  # in any unit of work; see cost.py
@@ -28,14 +28,14 @@ class RowSize:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of one micro-batch: `tokens`, padding included, if given; otherwise `rows`."""
+    """The limit of one micro-batch: `tokens`, padding included, if it is set; otherwise `rows`."""
 
     rows: int = 1
     tokens: int | None = None
 
     @staticmethod
     def of(train: TrainConfig) -> "Limits":
-        """The limits that the configuration sets."""
+        """Return the limits that the configuration sets."""
         return Limits(train.micro_batch_size, train.micro_batch_tokens)
 
 
@@ -43,35 +43,37 @@ Plan = list[list[list[int]]]  # [rank][micro-batch][row]
 
 
 def plan_batch(sizes: Sequence[RowSize], ranks: int, limits: Limits) -> Plan:
-    """Every row once. All ranks get micro-batches of nearly equal total cost; a rank may get none
-    if there are fewer rows than ranks."""
+    """Place every row once. All ranks get micro-batches of nearly equal total cost. If there are
+    fewer rows than ranks, some ranks get no micro-batch."""
     order = sorted(range(len(sizes)), key=lambda row: (sizes[row].tokens, sizes[row].cost, row))
     if limits.tokens is not None:
         return _deal_groups(_group_by_tokens(order, sizes, ranks, limits.tokens), sizes, ranks)
-    # With a fixed number of rows, groups of similar length pad least, rows dealt out one by one
-    # balance best, and a few rows may be best left in order: take what finishes first.
+    # With a fixed number of rows, three plans compete. Groups of similar length have the least
+    # padding, rows that are dealt out one by one balance best, and the original order may be best
+    # for a few rows. The plan that finishes first wins.
     count = math.ceil(len(sizes) / limits.rows / ranks) * ranks
-    alike = _deal_groups(_split(order, min(count, len(sizes))), sizes, ranks)
+    by_length = _deal_groups(_split(order, min(count, len(sizes))), sizes, ranks)
     shares = deal([size.cost for size in sizes], ranks)
     place = {row: number for number, row in enumerate(order)}
-    single = [
+    by_cost = [
         _split(sorted(share, key=place.__getitem__), math.ceil(len(share) / limits.rows))
         for share in shares
     ]
-    plain = naive_plan(sizes, ranks, limits.rows)
-    return min(alike, single, plain, key=lambda plan: max(_loads(plan, sizes)))
+    in_order = naive_plan(sizes, ranks, limits.rows)
+    return min(by_length, by_cost, in_order, key=lambda plan: max(_loads(plan, sizes)))
 
 
 def _deal_groups(groups: list[list[int]], sizes: Sequence[RowSize], ranks: int) -> Plan:
-    """Micro-batches over ranks, costliest first, so that the pipeline drains on short ones."""
+    """Deal micro-batches to ranks. The most expensive ones run first, so that the pipeline drains
+    on short ones."""
     costs = [group_cost([sizes[row] for row in group]) for group in groups]
     shares = level(deal(costs, ranks), costs)
     return [[groups[g] for g in sorted(share, key=lambda g: -costs[g])] for share in shares]
 
 
 def _split(order: Sequence[int], count: int) -> list[list[int]]:
-    """Groups of nearly equal size and rows of similar length, costliest first; the longest rows
-    are in the smaller groups."""
+    """Split rows into groups of nearly equal size and similar length, the most expensive first. The
+    longest rows are in the smaller groups."""
     return [part.tolist() for part in np.array_split(order, count)][::-1] if count else []
 
 
@@ -82,7 +84,8 @@ def _loads(plan: Plan, sizes: Sequence[RowSize]) -> list[float]:
 def _group_by_tokens(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
-    """At least one group for each rank, if there are enough rows."""
+    """Group rows under the limit of tokens: at least one group for each rank if there are enough
+    rows."""
     groups = _fill_groups(order[::-1], sizes, ranks, tokens)
     while len(groups) < min(ranks, len(sizes)):
         widest = max(groups, key=len)
@@ -94,16 +97,17 @@ def _group_by_tokens(
 def _fill_groups(
     order: Sequence[int], sizes: Sequence[RowSize], ranks: int, tokens: int
 ) -> list[list[int]]:
-    """Groups, each ended before it passes the limit, pads too much or outgrows a rank's share."""
-    # Groups above this could not be dealt out evenly; a single row may still be above it.
-    most_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
+    """Fill groups with rows. A group ends before it passes the limit, pads too much or outgrows a
+    rank's share."""
+    # Groups that cost more could not be dealt out evenly. A single row may still cost more.
+    max_cost = sum(size.cost for size in sizes) / ranks / _PIECES_PER_RANK
     groups: list[list[int]] = []
     longest, cost = 0, 0.0
     for row in order:
         size = sizes[row]
         fits = groups and (
             longest * (len(groups[-1]) + 1) <= tokens
-            and cost + size.cost <= most_cost
+            and cost + size.cost <= max_cost
             and longest - size.tokens <= _MOST_PADDING * longest
         )
         if not fits:
@@ -115,11 +119,12 @@ def _fill_groups(
 
 
 _PIECES_PER_RANK = 4
-_MOST_PADDING = 0.06  # of the longest row; the mean over a group is then about half
+_MOST_PADDING = 0.06  # share of the longest row; the mean over a group is then about half
 
 
 def group_cost(rows: Sequence[RowSize]) -> float:
-    """The cost of a micro-batch, in which padding costs like tokens."""
+    """Return the cost of a micro-batch. A padding position costs half as much as a token of its
+    row."""
     longest = max(size.tokens for size in rows)
     return sum(size.cost * (1 + 0.5 * (longest / size.tokens - 1)) for size in rows)
 
@@ -139,43 +144,43 @@ def level(shares: list[list[int]], costs: Sequence[float], rounds: int = 200) ->
         if take is not None:
             shares[low].remove(take)
             shares[high].append(take)
-        moved = costs[give] - (costs[take] if take is not None else 0.0)
-        loads[high] -= moved
-        loads[low] += moved
+        shift = costs[give] - (costs[take] if take is not None else 0.0)
+        loads[high] -= shift
+        loads[low] += shift
     return shares
 
 
 def _best_exchange(
     shares: list[list[int]], costs: Sequence[float], loads: np.ndarray, high: int
 ) -> tuple[int, int, int | None] | None:
-    """The exchange with another rank that makes the larger of the two loads smallest."""
-    best, found = loads[high] * (1 - 1e-6), None
+    """Return the exchange with another rank that makes the larger of the two loads smallest."""
+    best, exchange = loads[high] * (1 - 1e-6), None
     gives = np.array([[costs[g]] for g in shares[high]])
     for low in np.argsort(loads, kind="stable")[:16].tolist():
         if low == high:
             continue
         takes = [None, *shares[low]]
-        moved = gives - np.array([0.0 if g is None else costs[g] for g in takes])
-        after = np.maximum(loads[high] - moved, loads[low] + moved)
-        after[moved <= 0] = np.inf
+        shift = gives - np.array([0.0 if g is None else costs[g] for g in takes])
+        after = np.maximum(loads[high] - shift, loads[low] + shift)
+        after[shift <= 0] = np.inf
         give, take = divmod(int(after.argmin()), len(takes))
         if after[give, take] < best:
-            best, found = after[give, take], (low, shares[high][give], takes[take])
-    return found
+            best, exchange = after[give, take], (low, shares[high][give], takes[take])
+    return exchange
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How well a plan pads and balances."""
+    """The padding and the balance of a plan."""
 
     padding: float  # share of all positions that is padding
     imbalance: float  # cost of the busiest rank over the mean
-    busiest: float  # that cost, padding included
+    busiest: float  # cost of the busiest rank, padding included
     micro_batches: int
 
 
 def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
-    """The padding and the balance of a plan."""
+    """Measure the padding and the balance of a plan."""
     real = sum(size.tokens for size in sizes)
     loads = _loads(plan, sizes)
     imbalance = max(loads) / (sum(loads) / len(loads))
@@ -184,13 +189,13 @@ def measure(plan: Plan, sizes: Sequence[RowSize]) -> Balance:
 
 
 def padded_tokens(plan: Plan, sizes: Sequence[RowSize]) -> int:
-    """All positions of a plan's micro-batches: tokens and padding."""
+    """Count all positions of a plan's micro-batches: tokens and padding."""
     groups = itertools.chain(*plan)
     return sum(len(group) * max(sizes[row].tokens for row in group) for group in groups)
 
 
 def naive_plan(sizes: Sequence[RowSize], ranks: int, rows: int) -> Plan:
-    """The usual way: rows in order, equally many to each rank, cut at a number of rows."""
+    """Plan in the usual way: rows in order, equally many to each rank, cut at a number of rows."""
     bounds = [len(sizes) * rank // ranks for rank in range(ranks + 1)]
     return [
         [list(range(s, min(s + rows, end))) for s in range(start, end, rows)]

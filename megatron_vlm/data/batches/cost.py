@@ -1,6 +1,6 @@
-"""How much work a row is, in floating point operations of its forward, from its sizes alone.
+"""Work of a row: the floating point operations of its forward, computed from its sizes alone.
 
-Padding is not work. Used to balance micro-batches and to say how well the hardware is used.
+Padding is not work. The numbers balance micro-batches and show how well the hardware is used.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from megatron_vlm.family.spec import ModelSizes, Part
 class WorkModel:
     """Operations per unit; a multiplication and an addition count as two."""
 
-    per_token: int  # linear layers of the decoder; of experts, those that a token goes to
+    per_token: int  # linear layers of the decoder; only those experts that a token goes to
     per_token_pair: int  # causal attention, over half of all pairs
     per_supervised: int  # the head
     per_patch_of_tower: int  # linear layers of the vision tower
-    per_patch_of_mergers: int  # and those of its mergers
+    per_patch_of_mergers: int  # linear layers of its mergers
     per_patch_pair: int  # attention within a frame
 
     @staticmethod
     @lru_cache(maxsize=8)
     def of(sizes: ModelSizes) -> "WorkModel":
-        """The work of a model of these sizes."""
+        """Return the work of a model of these sizes."""
         text, vision = sizes.text, sizes.vision
         tower, mergers = _matrices(sizes, Part.vision), _matrices(sizes, Part.merger)
         idle = text.experts.idle_values(text.hidden) if text.experts else 0
@@ -39,11 +39,11 @@ class WorkModel:
 
     @property
     def per_patch(self) -> int:
-        """Linear layers of the vision tower, mergers included."""
+        """Operations of the linear layers of the vision tower, mergers included."""
         return self.per_patch_of_tower + self.per_patch_of_mergers
 
     def row(self, tokens: int, supervised: int, patches: int, patch_pairs: int) -> int:
-        """The operations of one row's forward; its backward takes twice as many."""
+        """Return the operations of one row's forward; its backward takes twice as many."""
         return (
             self.per_token * tokens
             + self.per_token_pair * tokens * (tokens + 1) // 2
@@ -55,14 +55,14 @@ class WorkModel:
     def row_size(
         self, tokens: int, supervised: int, patches: int, patch_pairs: int, images: int = 0
     ) -> RowSize:
-        """What planning needs to know of a row with these counts."""
+        """Return the size of a row with these counts, as planning needs it."""
         cost = float(self.row(tokens, supervised, patches, patch_pairs))
         return RowSize(tokens, cost, patches, images)
 
 
 def _matrices(sizes: ModelSizes, part: Part) -> int:
-    """Numbers in the weights of a part that inputs are multiplied by: neither norms, biases nor
-    tables of embeddings."""
+    """Count the values in the weights of a part that inputs are multiplied by. Norms, biases and
+    embedding tables do not count."""
     return sum(
         tensor.num_values
         for tensor in sizes.tensors

@@ -1,4 +1,4 @@
-"""Where a run is in its data, and what the loader needs of a set of samples."""
+"""Position of a run in its data, and the set of samples as the loader sees it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from megatron_vlm.data.tokens.row import PlacedRow
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is in its data: all that a checkpoint needs to know about it."""
+    """The position of a run in its data: everything that a checkpoint needs to know about it."""
 
     epoch: int = 0
-    taken: int = 0  # samples of this epoch
-    stream: dict[str, Any] | None = None  # where it is in a stream
+    taken: int = 0  # samples taken from this epoch
+    stream: dict[str, Any] | None = None  # position in a stream
 
 
 class SampleSource(Protocol):
-    """What the loader needs of a set of samples; DataSet and StreamSet have it. Where its samples
-    are `known_ahead`, `epoch` reads nothing, and another process may go through it."""
+    """A set of samples as the loader sees it: a DataSet or a StreamSet. If its samples are
+    `known_ahead`, `epoch` reads nothing, and another process may iterate over it."""
 
     @property
     def known_ahead(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""What a person should know of data that were opened, before anything is learnt from them."""
+"""Remarks on opened data that a person should read before training starts."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _CUT = ("nothing left to learn after the cut", "above data.max_tokens or data.ma
 
 @dataclass(frozen=True)
 class Remarks:
-    """Of one entry of data.train or data.eval; of a stream nothing is known yet."""
+    """Remarks on one entry of data.train or data.eval. Nothing is known yet about a stream."""
 
     lines: tuple[str, ...] = ()
     dropped: int = 0  # records that a rule left out
@@ -40,27 +40,30 @@ def _lines(data: DataSet, key: str, cfg: DataConfig) -> Iterator[str]:
 
 
 def passed_over(key: str, data: DataSet, cfg: DataConfig) -> Iterator[str]:
-    """Which keys of records nothing is made of, if there are any, and that is to be said."""
-    passed = sum((Counter(index.faults.passed) for index in data.indexes), Counter[str]())
-    if not passed or cfg.unknown_keys != "warn":
+    """Yield a warning that names the unused keys of records, if there are any and data.unknown_keys
+    is warn."""
+    counts = sum((Counter(index.faults.passed) for index in data.indexes), Counter[str]())
+    if not counts or cfg.unknown_keys != "warn":
         return
-    names = [f"{name[:80]!r} ({count:,})" for name, count in passed.items()]
-    more = len(names) - _MOST_KEYS
-    shown = ", ".join(names[:_MOST_KEYS]) + (f" and {more:,} more" if more > 0 else "")
+    names = [f"{name[:80]!r} ({count:,})" for name, count in counts.items()]
+    num_hidden = len(names) - _MOST_KEYS
+    listing = ", ".join(names[:_MOST_KEYS]) + (
+        f" and {num_hidden:,} more" if num_hidden > 0 else ""
+    )
     yield (
         f"{key}: the model does not see these keys of records, whose meaning is not known here: "
-        f"{shown}; data.unknown_keys=refuse makes them errors, ignore says nothing of them"
+        f"{listing}; data.unknown_keys=refuse makes them errors, ignore says nothing of them"
     )
 
 
 def _advice(data: DataSet, cfg: DataConfig) -> str:
     images = data.readers[0].encoder.images
-    of_a_token = (images.patch_size * images.merge_size) ** 2
-    most, wanted = images.max_pixels // of_a_token, cfg.max_tokens // 4
-    raised = "a higher data.max_tokens keeps more of them"
-    if most <= wanted:
-        return raised
+    area = (images.patch_size * images.merge_size) ** 2
+    image_tokens, target = images.max_pixels // area, cfg.max_tokens // 4
+    remedy = "a higher data.max_tokens keeps more of them"
+    if image_tokens <= target:
+        return remedy
     return (
-        f"a picture may take {most:,} of data.max_tokens={cfg.max_tokens:,}: "
-        f"data.max_pixels={wanted * of_a_token} makes that {wanted:,}, and {raised}"
+        f"a picture may take {image_tokens:,} of data.max_tokens={cfg.max_tokens:,}: "
+        f"data.max_pixels={target * area} makes that {target:,}, and {remedy}"
     )

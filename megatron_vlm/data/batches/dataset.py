@@ -1,4 +1,4 @@
-"""All sources of data.train, or of one evaluation set, as one ordered set of samples."""
+"""An ordered set of samples, taken from all sources of data.train or of one evaluation set."""
 
 import logging
 import tempfile
@@ -28,13 +28,14 @@ from megatron_vlm.io.printable import visible
 from megatron_vlm.io.scratch import scratch_folder
 from megatron_vlm.io.untrusted import home_path
 
-# The order of samples, which depends on the seed and the epoch alone.
+# The order of samples depends on the seed and the epoch alone.
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of one or several sources. A source's weight says how often each of its samples
-    comes in an epoch: 2.0 is twice; 0.5 is every other epoch, half of them in each."""
+    """The order of samples from one or several sources. A source's weight says how often each of
+    its samples comes in an epoch: 2.0 means twice; 0.5 means every other epoch, with half of the
+    samples in each epoch."""
 
     lengths: tuple[int, ...]
     weights: tuple[float, ...]
@@ -43,7 +44,7 @@ class Order:
 
     @property
     def counts(self) -> list[int]:
-        """How many samples an epoch takes from each source."""
+        """Numbers of samples that an epoch takes from each source."""
         return [
             max(1, round(length * weight)) if length else 0
             for length, weight in zip(self.lengths, self.weights, strict=True)
@@ -53,7 +54,7 @@ class Order:
         return sum(self.counts)
 
     def epoch(self, number: int) -> np.ndarray:
-        """The samples [N, 2] of an epoch as (source, index)."""
+        """Return the samples [N, 2] of an epoch as (source, index)."""
         parts = [
             np.stack([np.full(count, source), self._draw(source, number * count, count)], axis=1)
             for source, count in enumerate(self.counts)
@@ -63,7 +64,7 @@ class Order:
         return samples[self._permutation(len(samples), number)]
 
     def _draw(self, source: int, start: int, count: int) -> np.ndarray:
-        """Places [start, start + count) of a source's permutations, one after the other."""
+        """Return the places [start, start + count) in the sequence of a source's permutations."""
         length = self.lengths[source]
         first, last = start // length, (start + count - 1) // length
         rounds = [self._permutation(length, source, turn) for turn in range(first, last + 1)]
@@ -76,7 +77,7 @@ class Order:
 
 
 def all_of(lengths: Sequence[int]) -> Order:
-    """Every sample once, in order, for evaluation."""
+    """Return the order for evaluation: every sample once, not shuffled."""
     return Order(tuple(lengths), (1.0,) * len(lengths), seed=0, shuffle=False)
 
 
@@ -98,54 +99,55 @@ class DataSet:
 
     @property
     def length(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return len(self.order)
 
     def size(self, source: int, sample: int) -> RowSize:
-        """What planning needs to know of a sample."""
+        """Return the size of a sample, as planning needs it."""
         index = self.indexes[source]
         counts = (index.tokens, index.supervised, index.patches, index.patch_pairs, index.images)
         return self.work.row_size(*(int(count[sample]) for count in counts))
 
     def epoch(self, start: Position) -> Iterator[tuple[Handle, RowSize, Position]]:
-        """The samples from a position to the end of its epoch, each with the position after it."""
+        """Yield the samples from a position to the end of its epoch, each with its size and the
+        position after it."""
         order = self.order.epoch(start.epoch)
         for taken in range(start.taken, len(order)):
             handle = (int(order[taken, 0]), int(order[taken, 1]))
             yield handle, self.size(*handle), Position(start.epoch, taken + 1)
 
     def where(self, handle: Handle) -> str:
-        """The place of the sample's record, for messages."""
+        """Return the place of the sample's record, for messages."""
         source, sample = handle
         return self.sources[source].where(int(self.indexes[source].records[sample]))
 
     def raw(self, handle: Handle) -> Any:
-        """The sample's record, as its source has it."""
+        """Return the sample's record as its source has it."""
         source, sample = handle
         return self.sources[source][int(self.indexes[source].records[sample])]
 
     def row(self, handle: Handle) -> PlacedRow:
-        """The sample with its pixels."""
+        """Return the sample with its pixels."""
         source, sample = handle
         reader, index = self.readers[source], self.indexes[source]
         return reader.row(self.raw(handle), self.where(handle), index[sample])
 
     def handle(self, number: int) -> Handle:
-        """The sample with this number over all sources."""
+        """Return the sample with this number, counted over all sources."""
         source, sample = 0, number
         while sample >= len(self.indexes[source]):
             source, sample = source + 1, sample - len(self.indexes[source])
         return source, sample
 
     def show(self, handle: Handle, pictures: bool, number: int = 0) -> ShownSample:
-        """The sample as the model sees it; `number` is what it is called over all sources."""
+        """Return the sample as the model sees it; `number` is its number over all sources."""
         source, sample = handle
         raw, where = self.raw(handle), self.where(handle)
         reader, index = self.readers[source], self.indexes[source]
         return show_sample(reader, raw, where, index[sample], pictures, number)
 
     def faults(self) -> tuple[Counter[str], list[str]]:
-        """How many samples each rule dropped, and the errors of wrong records."""
+        """Return the number of samples that each rule dropped, and the errors of wrong records."""
         faults = [index.faults for index in self.indexes]
         dropped = Counter(rule for fault in faults for _, rule in fault.dropped)
         return dropped, [error for fault in faults for error in fault.errors]
@@ -161,9 +163,9 @@ def open_data(
     train: bool = True,
     asks: bool = False,
 ) -> DataSet | StreamSet:
-    """Open and index every source of `data.train` or `data.eval`; streams are only opened.
-    `share`: which of how many processes this is, where several index together. With `asks`,
-    samples are prompts: nothing of them is trained, and an answer at their end is left out."""
+    """Open and index every source of `data.train` or `data.eval`; streams are only opened. If
+    several processes index together, `share` is the index of this process and their number. With
+    `asks`, samples are prompts: no token is trained, and an answer at the end is left out."""
     encoder = make_encoder(model_path, cfg)
     cache = None if cfg.cache_dir is None else home_path(cfg.cache_dir)
     if any(spec.streaming for spec in specs):

@@ -1,8 +1,8 @@
-"""From sources to the micro-batches of each step, decoded ahead of it by worker processes.
+"""Loader: the micro-batches of each step, which worker processes decode in advance.
 
-One process of a replica loads, and `training/broadcast.py` hands its micro-batches to the others.
-What comes next is decided from sizes alone, alike on every replica, so loaders need not communicate
-and a resumed run just keeps counting. Nothing that was consumed is decoded again.
+One process of a replica loads, and `training/broadcast.py` sends its micro-batches to the others.
+Sizes alone decide which rows come next, in the same way on every replica. Therefore loaders need
+not communicate, and a resumed run only goes on counting. No consumed row is decoded again.
 """
 
 import logging
@@ -23,15 +23,16 @@ from megatron_vlm.io.printable import visible
 
 log = logging.getLogger("megatron_vlm.data")
 
-# Planning takes about 20 us a row, whatever the number of replicas: of a large global batch, which
-# every replica plans whole, that is more than a step should wait for.
+# Planning takes about 20 us a row for any number of replicas, and every replica plans the whole
+# global batch. From this size on, a process of its own plans, because a step should not wait for
+# it.
 PLANNED_APART = 256  # rows
 _TASKS_AHEAD = 64
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Which of the data parallel replicas loads."""
+    """The data parallel replica that loads: its rank among `count` replicas."""
 
     rank: int = 0
     count: int = 1
@@ -60,21 +61,21 @@ class BatchFigures:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One replica's share of a global batch."""
+    """A replica's share of a global batch."""
 
     micro_batches: list[MicroBatch]
-    after: Position  # where the next step starts
+    after: Position  # position at which the next step starts
     figures: BatchFigures
     skipped: tuple[str, ...] = ()  # errors of samples that this replica left out
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What a worker process makes: one micro-batch."""
+    """A micro-batch that a worker process is to make."""
 
     handles: tuple[Any, ...]
-    places: tuple[int, ...]  # of its rows in the replica's share
-    last: bool  # whether it is the last of its step
+    places: tuple[int, ...]  # places of its rows in the replica's share
+    last: bool  # true for the last micro-batch of a step
     after: Position
     figures: BatchFigures
 
@@ -94,14 +95,14 @@ class _Decoded:
                 places.append(place)
             except DataError as error:
                 if self.cfg.on_error == "raise":
-                    return task, error, ()  # a DataLoader would wrap the message of a raised one
+                    return task, error, ()  # a DataLoader would wrap a raised error's message
                 errors.append(str(error))
         return task, collate(rows, places) if rows else filler_batch(), tuple(errors)
 
 
 @dataclass
 class _Planned(IterableDataset[_Task]):
-    """The tasks of a loader, for a process of their own."""
+    """The tasks of a loader, planned in a separate process."""
 
     loader: "Loader"
 
@@ -115,12 +116,12 @@ class Loader:
 
     data: SampleSource
     cfg: DataConfig
-    batch_size: int  # of the global batch
+    batch_size: int  # rows of the global batch
     limits: Limits
     replica: Replica = Replica()
     start: Position = field(default_factory=Position)
     epochs: float = float("inf")
-    errors: list[str] = field(default_factory=list)  # of samples that could not be decoded
+    errors: list[str] = field(default_factory=list)  # errors of samples that could not be decoded
 
     def __iter__(self) -> Iterator[StepBatch]:
         decoded, cfg = _Decoded(self.data, self.cfg), self.cfg
@@ -143,7 +144,7 @@ class Loader:
                 micro_batches, skipped = [], ()
 
     def tasks(self) -> Iterator[_Task]:
-        """The tasks of this replica, epoch after epoch."""
+        """Yield the tasks of this replica, epoch after epoch."""
         position = self.start
         while position.epoch < self.epochs:
             batch: list[tuple[Any, RowSize]] = []
@@ -153,14 +154,14 @@ class Loader:
                     yield from self._step(batch, after)
                     batch = []
             position = Position(position.epoch + 1)
-            if batch:  # the last one of an epoch may be smaller: no row comes twice
+            if batch:  # The last batch of an epoch may be smaller, since no row comes twice.
                 yield from self._step(batch, position)
 
     def _step(self, batch: list[tuple[Any, RowSize]], after: Position) -> Iterator[_Task]:
         sizes = [size for _, size in batch]
         plan = plan_batch(sizes, self.replica.count, self.limits)
-        figures, mine = BatchFigures.of(sizes, plan), plan[self.replica.rank]
-        for number, group in enumerate(mine or [[]]):
+        figures, groups = BatchFigures.of(sizes, plan), plan[self.replica.rank]
+        for number, group in enumerate(groups or [[]]):
             handles = tuple(batch[row][0] for row in group)
-            last = number + 1 >= len(mine)
+            last = number + 1 >= len(groups)
             yield _Task(handles, tuple(group), last, after, figures)

@@ -1,11 +1,11 @@
-"""MicroBatch: several rows, padded on the right, ready for every stage.
+"""MicroBatch: several rows, padded on the right, in the form that every pipeline stage takes.
 
-Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images,
-P patches of all images, C values of a patch, 3 the axes time, height, width, 5 the columns
-of a token: its id, its target (what it predicts) and its position on three axes, F the values
-of a token that a loss reads, J targets of a place, N supervised places, M their targets (as many,
-unless places have several), T the tokens of all rows, L decoder layers with experts, K experts of
-a token.
+Shapes: S tokens of a row, B rows of a micro-batch (S is then the longest row), I images, P patches
+of all images, C values of a patch, 3 the axes time, height, width, 5 the columns of a token: its
+id, its target (the token that it predicts) and its position on three axes, F the values of a token
+that a loss reads, J targets of a position, N supervised positions, M their targets (N of them,
+unless positions have several), T the tokens of all rows, L decoder layers with experts, K experts
+of a token.
 """
 
 from collections.abc import Sequence
@@ -28,27 +28,28 @@ _PADDING = np.array([0, IGNORE, 0, 0, 0], dtype=np.int32)
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward, on the host; patches may already be on the device. Targets are
-    shifted: targets[b, s] is what position s predicts.
+    shifted: position s predicts targets[b, s].
 
-    What decides shapes is looked up here, on the host: asked of a tensor on the device, the host
-    would wait until the device has computed everything before it."""
+    Everything that decides shapes is computed here, on the host. Reading it from a tensor on the
+    device would block the host until the device has finished all earlier work."""
 
-    tokens_BS5: Tensor  # int32, in one table so that a single copy moves it
+    tokens_BS5: Tensor  # int32, in one table so that a single copy moves everything
     lengths: tuple[int, ...]
-    rows: tuple[int, ...]  # the places of its rows in the batch that they came from
+    rows: tuple[int, ...]  # places of its rows in the batch that they come from
     pixel_values_PC: Tensor | None = None
     image_grid_I3: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     video_grid_I3: Tensor | None = None
     values_BSF: Tensor | None = None  # float32; values[b, s] belong to targets[b, s]
     value_names: tuple[str, ...] = ()
-    weights_BS: Tensor | None = None  # float32, of the losses of targets; None: each is 1
+    weights_BS: Tensor | None = None  # float32, weights of the targets' losses; None: each is 1
     routing_TLK: Tensor | None = None  # int32, row by row; -1: the routers choose
-    visual: bool = False  # whether it has images or videos: known on stages without them, too
-    # Where a row's places have several targets: those of all rows, IGNORE where there are fewer.
+    visual: bool = False  # has images or videos; set on stages without them, too
+    # Targets of all rows, if a row has several at a position. IGNORE fills shorter lists.
     targets_BSJ: Tensor | None = None
-    values_BSJF: Tensor | None = None  # and in place of values_BSF theirs
-    # Of each row the shape past S of what it calls targets; None: it has labels. (): of all rows.
+    values_BSJF: Tensor | None = None  # values of these targets, which replace values_BSF
+    # The shape past S of each row's own targets. None: the row has labels. (): all rows have
+    # labels.
     target_shapes: tuple[tuple[int, ...] | None, ...] = ()
 
     @property
@@ -65,14 +66,14 @@ class MicroBatch:
 
     @cached_property
     def supervised(self) -> tuple[Tensor, Tensor]:
-        """Row and column [N] of each supervised place, row by row."""
+        """Row and column [N] of each supervised position, row by row."""
         row_N, column_N = (self.tokens_BS5[..., 1] != IGNORE).nonzero(as_tuple=True)
         return row_N, column_N
 
     @cached_property
     def several(self) -> tuple[Tensor, Tensor] | None:
-        """Of each target [M] the number of its place among the N, and its own among those of the
-        place; None where each place has one."""
+        """Two numbers for each target [M]: its position among the N, and its place among the
+        targets of that position. None if each position has one target."""
         if self.targets_BSJ is None:
             return None
         of_M, which_M = (self.targets_BSJ[self.supervised] != IGNORE).nonzero(as_tuple=True)
@@ -80,24 +81,24 @@ class MicroBatch:
 
     @property
     def of_M(self) -> Tensor | None:
-        """The place of each target, where places have several."""
+        """The position of each target, if positions have several."""
         return None if self.several is None else self.several[0]
 
     @property
     def num_supervised(self) -> int:
-        """The targets of all rows."""
+        """Number of targets of all rows."""
         return len(self.supervised[0] if self.several is None else self.several[0])
 
     @property
     def targets_M(self) -> Tensor:
-        """The targets of the supervised places."""
+        """Targets of the supervised positions."""
         if self.targets_BSJ is None or self.several is None:
             return self.targets_BS[self.supervised]
         return self.targets_BSJ[self.supervised][self.several]
 
     @property
     def weights_M(self) -> Tensor | None:
-        """The weights of their losses."""
+        """Weights of the targets' losses."""
         if self.weights_BS is None:
             return None
         weights_N = self.weights_BS[self.supervised]
@@ -105,19 +106,19 @@ class MicroBatch:
 
     @property
     def values_MF(self) -> Tensor | None:
-        """The values that a loss reads of them."""
+        """Values of the targets that a loss reads."""
         if self.values_BSJF is not None and self.several is not None:
             return self.values_BSJF[self.supervised][self.several]
         return None if self.values_BSF is None else self.values_BSF[self.supervised]
 
     @cached_property
     def weight(self) -> float:
-        """The sum of the weights: the number of supervised tokens, if each has the weight 1."""
+        """Sum of the weights: the number of supervised tokens if each has the weight 1."""
         weights_M = self.weights_M
         return float(self.num_supervised if weights_M is None else weights_M.double().sum())
 
     def check_values(self, names: Sequence[str], where: str) -> None:
-        """Refuse a batch that has supervised tokens but not these values."""
+        """Raise a DataError if the batch has supervised tokens but not these values."""
         missing = [name for name in names if name not in self.value_names]
         if missing and self.num_supervised:
             raise DataError(
@@ -129,8 +130,8 @@ class MicroBatch:
             )
 
     def log_probs_by_row(self, log_probs_M: Tensor) -> list[Tensor]:
-        """The log-probs of the targets, by row: each in the place of its own token [S], or in the
-        shape and the place of the row's targets."""
+        """Return the log-probs of the targets of each row: [S], each at its own token, or in the
+        shape and the order of the row's targets."""
         rows, longest = self.tokens_BS5.shape[:2]
         width = 1 if self.targets_BSJ is None else self.targets_BSJ.shape[2]
         spread_BSJ = log_probs_M.new_zeros(rows, longest, width)
@@ -154,13 +155,13 @@ LOSS_FIELDS = ("values_BSF", "weights_BS", "values_BSJF")
 def collate(
     rows: Sequence[PlacedRow], places: Sequence[int], value_names: Sequence[str] = ()
 ) -> MicroBatch:
-    """Pad rows on the right to the longest and concatenate their patches. `value_names` are those
-    that the rows were placed with."""
+    """Pad rows on the right to the longest and concatenate their patches. `value_names` are the
+    names that the rows were placed with."""
     lengths = tuple(len(row.tokens_S5) for row in rows)
     longest = max(lengths)
     padding = np.broadcast_to(_PADDING, (longest, 5))
-    # A single concatenation of rows and paddings. Padding is on the right only, where causal
-    # attention hides it from every token, so its ids may be anything.
+    # Rows and paddings are concatenated once. Padding is on the right only, where causal attention
+    # hides it from every token, so its ids may be anything.
     pieces = [
         piece
         for row, length in zip(rows, lengths, strict=True)
@@ -168,26 +169,28 @@ def collate(
         if len(piece)
     ]
     tokens_BS5 = torch.from_numpy(np.concatenate(pieces).reshape(len(rows), longest, 5))
-    others: dict[str, Any] = {"value_names": tuple(value_names)}
+    optional: dict[str, Any] = {"value_names": tuple(value_names)}
     for name in VISUAL_FIELDS:
-        others[name] = _cat([getattr(row.row, name) for row in rows], name)
-    others["visual"] = any(others[name] is not None for name in VISUAL_FIELDS)
+        optional[name] = _cat([getattr(row.row, name) for row in rows], name)
+    optional["visual"] = any(optional[name] is not None for name in VISUAL_FIELDS)
     if any(row.targets_SJ is not None for row in rows):
-        others |= _several_targets(rows, longest, len(value_names))
+        optional |= _several_targets(rows, longest, len(value_names))
     elif value_names:
         values = [torch.from_numpy(row.values_SF) for row in rows if row.values_SF is not None]
-        others["values_BSF"] = pad_sequence(values, batch_first=True)
+        optional["values_BSF"] = pad_sequence(values, batch_first=True)
     if any(row.row.targets is not None for row in rows):
-        given = [row.row.targets for row in rows]
-        others["target_shapes"] = tuple(t if t is None else tuple(t.shape[1:]) for t in given)
+        row_targets = [row.row.targets for row in rows]
+        optional["target_shapes"] = tuple(
+            t if t is None else tuple(t.shape[1:]) for t in row_targets
+        )
     if any(row.weights_S is not None for row in rows):
         weights = [
             torch.ones(length) if row.weights_S is None else torch.from_numpy(row.weights_S)
             for row, length in zip(rows, lengths, strict=True)
         ]
-        others["weights_BS"] = pad_sequence(weights, batch_first=True)
-    others["routing_TLK"] = _routing([row.row.routing_SLK for row in rows], lengths)
-    return MicroBatch(tokens_BS5, lengths, tuple(places), **others)
+        optional["weights_BS"] = pad_sequence(weights, batch_first=True)
+    optional["routing_TLK"] = _routing([row.row.routing_SLK for row in rows], lengths)
+    return MicroBatch(tokens_BS5, lengths, tuple(places), **optional)
 
 
 def cut_micro_batches(
@@ -209,15 +212,15 @@ def cut_micro_batches(
 
 
 def filler_batch() -> MicroBatch:
-    """One token, no image, no loss, for a rank without a row of its own."""
+    """Return one token, without image and loss, for a rank without a row of its own."""
     return MicroBatch(torch.from_numpy(_PADDING.copy()).view(1, 1, 5), (1,), ())
 
 
 def _several_targets(rows: Sequence[PlacedRow], longest: int, values: int) -> dict[str, Any]:
-    """Targets and values of rows of which some have several targets at each place."""
-    most = max(1 if row.targets_SJ is None else row.targets_SJ.shape[1] for row in rows)
-    targets_BSJ = torch.full((len(rows), longest, most), IGNORE)
-    values_BSJF = torch.zeros(len(rows), longest, most, values)
+    """Return targets and values of rows of which some have several targets at each position."""
+    max_targets = max(1 if row.targets_SJ is None else row.targets_SJ.shape[1] for row in rows)
+    targets_BSJ = torch.full((len(rows), longest, max_targets), IGNORE)
+    values_BSJF = torch.zeros(len(rows), longest, max_targets, values)
     for place, row in enumerate(rows):
         targets_SJ, values_SJF = row.targets_SJ, row.values_SJF
         if targets_SJ is None:
@@ -231,19 +234,19 @@ def _several_targets(rows: Sequence[PlacedRow], longest: int, values: int) -> di
 
 
 def _as_given(spread_SJ: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    """What belongs to the targets of a row, as the row has them."""
-    if shape is None:  # labels: in the place of the token that is predicted
+    """Return the numbers of a row's targets in the shape that the row has."""
+    if shape is None:  # labels: each number belongs to the predicted token
         spread_S = spread_SJ[:, 0]
         return torch.cat([spread_S.new_zeros(1), spread_S[:-1]])
     return spread_SJ[:, : shape[0]].clone() if shape else spread_SJ[:, 0].clone()
 
 
 def _routing(given: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
-    """The experts of all tokens; those of a row that says nothing are left to the routers."""
-    said = {tuple(each.shape[1:]) for each in given if each is not None}
-    if not said:
+    """Concatenate the experts of all tokens. Routers choose for rows without routing."""
+    shapes = {tuple(each.shape[1:]) for each in given if each is not None}
+    if not shapes:
         return None
-    if len(said) > 1 or len(shape := said.pop()) != 2:
+    if len(shapes) > 1 or len(shape := shapes.pop()) != 2:
         raise DataError(
             "has a different shape for the tokens of some rows of one batch",
             key="routing",

@@ -1,4 +1,4 @@
-"""StreamSet: the samples of a stream, encoded as they are read."""
+"""StreamSet: samples of a stream, encoded while they are read."""
 
 import logging
 from collections import Counter
@@ -32,11 +32,11 @@ class Item:
     raw: Any
     where: str
     sample: Sample
-    passed: tuple[str, ...] = ()  # its keys that nothing is made of
+    passed: tuple[str, ...] = ()  # keys of the record that are not used
 
 
-# A record's place, the state of the stream after it (empty if nothing can follow), and what became
-# of it.
+# The place of a record, the state of the stream after it (empty if no record can follow), and the
+# result of encoding it.
 Outcome = tuple[str, dict[str, Any], Item | RecordDropped | DataError]
 
 
@@ -50,7 +50,7 @@ class StreamSet:
     work: WorkModel
     dropped: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    passed: set[str] = field(default_factory=set)  # keys that were said to be passed over
+    passed: set[str] = field(default_factory=set)  # unused keys that were already reported
     known_ahead = False
     length = None
 
@@ -59,10 +59,11 @@ class StreamSet:
         return self.stream.name
 
     def epoch(self, start: Position) -> Iterator[tuple[Item, RowSize, Position]]:
-        """The samples from a position to the end of its epoch, each with the position after it."""
+        """Yield the samples from a position to the end of its epoch, each with its size and the
+        position after it."""
         taken = start.taken
         records = _EncodedRecords(self.stream, self.reader, start)
-        # One process: with more, the order would depend on their number.
+        # At most one process reads: with more, the order would depend on their number.
         for where, state, outcome in in_processes(records, None, min(self.cfg.num_workers, 1), 64):
             if isinstance(outcome, RecordDropped):
                 self.dropped[str(outcome)] += 1
@@ -85,24 +86,26 @@ class StreamSet:
             )
 
     def _say_passed(self, item: Item) -> None:
-        """A stream is not known at the start: its keys are said where they first come."""
-        new = [key for key in item.passed if key not in self.passed]
-        if new and self.cfg.unknown_keys == "warn":
-            names = ", ".join(repr(key[:80]) for key in new)
+        """Warn of unused keys where they first appear: a stream's keys are not known at the
+        start."""
+        new_keys = [key for key in item.passed if key not in self.passed]
+        if new_keys and self.cfg.unknown_keys == "warn":
+            names = ", ".join(repr(key[:80]) for key in new_keys)
             log.warning(
                 "%s: the model does not see %s: its meaning is not known here; "
                 "data.unknown_keys=refuse makes it an error, ignore says nothing of it",
                 visible(item.where),
                 visible(names),
             )
-        self.passed.update(new)
+        self.passed.update(new_keys)
 
     def row(self, handle: Item) -> PlacedRow:
-        """The sample with its pixels."""
+        """Return the sample with its pixels."""
         return self.reader.row(handle.raw, handle.where, handle.sample)
 
     def faults(self) -> tuple[Counter[str], list[str]]:
-        """How many samples each rule dropped, and the errors of wrong records, so far."""
+        """Return the number of samples that each rule dropped so far, and the errors of wrong
+        records."""
         return self.dropped, self.errors
 
     def _size(self, sample: Sample) -> RowSize:
@@ -113,14 +116,14 @@ class StreamSet:
 
 @dataclass
 class _EncodedRecords(IterableDataset[Outcome]):
-    """The records of an epoch from a position on, encoded: for a worker process."""
+    """The encoded records of an epoch from a position on, for a worker process."""
 
     stream: Stream
     reader: Reader
     start: Position
 
     def __iter__(self) -> Iterator[Outcome]:
-        # Errors are handed on: a DataLoader would wrap the message of a raised one.
+        # Errors are yielded: a DataLoader would wrap the message of a raised error.
         where = "its beginning"
         records = iter(self.stream.records(self.start.epoch, self.start.stream))
         while True:
@@ -128,7 +131,7 @@ class _EncodedRecords(IterableDataset[Outcome]):
                 record = next(records)
             except StopIteration:
                 return
-            except Exception as error:  # of a network, a file system, a damaged file
+            except Exception as error:  # networks, file systems and damaged files fail in many ways
                 why = f"cannot be read any further after {where}: {root_cause(error)}"
                 broken = DataError(why, place=self.stream.name)
                 yield where, {}, error if isinstance(error, DataError) else broken

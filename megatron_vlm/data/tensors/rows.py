@@ -1,4 +1,4 @@
-"""Rows as a TensorBatch and back: the form in which a controller hands them to workers."""
+"""Rows as a TensorBatch and back: the form in which a controller sends them to workers."""
 
 from collections.abc import Sequence
 
@@ -23,13 +23,14 @@ FIELDS = {
     "targets": "targets",
 }
 PIXEL_FIELDS = ("pixel_values", "pixel_values_videos")
-MASK = "response_mask"  # instead of labels: true for the supervised tokens
-VALUES = ("advantages", "old_log_probs", "ref_log_probs")  # what our losses read
+MASK = "response_mask"  # in place of labels: true for the supervised tokens
+VALUES = ("advantages", "old_log_probs", "ref_log_probs")  # values that our losses read
 _NEEDED = ("ids", "labels")
 
 
 def batch_of(rows: Sequence[Row]) -> TensorBatch:
-    """A TensorList for each field; a row without images is an empty tensor among the others."""
+    """Return a batch with a TensorList for each field. A row without images has an empty tensor
+    there."""
     columns = {name: [getattr(row, field) for row in rows] for name, field in FIELDS.items()}
     for name in dict.fromkeys(name for row in rows for name in row.values_S):
         if name in columns or name == MASK:
@@ -49,8 +50,8 @@ def batch_of(rows: Sequence[Row]) -> TensorBatch:
 
 
 def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row]:
-    """The rows of a batch, with the named values of each token, as far as it has them. Its other
-    fields are ignored."""
+    """Return the rows of a batch, with those named values of each token that the batch has. Its
+    other fields are ignored."""
     if "ids" not in batch or not ("labels" in batch or MASK in batch or "targets" in batch):
         missing, neither = ("ids", "") if "ids" not in batch else ("labels", f", nor is {MASK}")
         raise DataError(
@@ -63,14 +64,14 @@ def rows_of(batch: TensorBatch, value_names: Sequence[str] = VALUES) -> list[Row
 
 
 def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
-    given = {
+    fields = {
         field: row[name]
         for name, field in FIELDS.items()
         if name in row and (name in _NEEDED or len(row[name]))
     }
-    if "labels_S" not in given:
+    if "labels_S" not in fields:
         ids_S = row["ids"]
-        mask_S = row.get(MASK, torch.zeros_like(ids_S))  # where there are targets alone
+        mask_S = row.get(MASK, torch.zeros_like(ids_S))  # absent if the row has targets alone
         if mask_S.shape != ids_S.shape:
             raise DataError(
                 f"has shape {tuple(mask_S.shape)}, and ids has {tuple(ids_S.shape)}",
@@ -78,7 +79,7 @@ def _row(row: dict[str, Tensor], value_names: Sequence[str], place: int) -> Row:
                 key=MASK,
                 remedy="give both the same shape",
             )
-        given["labels_S"] = torch.where(mask_S.bool(), ids_S, IGNORE)
+        fields["labels_S"] = torch.where(mask_S.bool(), ids_S, IGNORE)
     # An empty tensor stands for an absent one.
     values_S = {name: row[name] for name in value_names if len(row[name])}
-    return Row(**given, values_S=values_S)  # type: ignore[arg-type]
+    return Row(**fields, values_S=values_S)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """TensorBatch: named fields with the same number of rows, each a Tensor or a TensorList.
 
 Slices, chunks and splits are views; picking a list of rows copies Tensor fields. Between processes
-it travels as bytes, as TensorLists do.
+a TensorBatch travels as bytes, like a TensorList.
 """
 
 import json
@@ -75,7 +75,8 @@ class TensorBatch:
     @overload
     def __getitem__(self, index: Places) -> "TensorBatch": ...
     def __getitem__(self, index: str | int | Places) -> "Value | dict[str, Tensor] | TensorBatch":
-        """A str picks a field, an int a row (field -> Tensor), anything else a batch of rows."""
+        """Return a field for a str, a row (field -> Tensor) for an int, and otherwise a batch of
+        rows."""
         if isinstance(index, str):
             return self.fields[index]
         if isinstance(index, int | np.integer):
@@ -85,7 +86,7 @@ class TensorBatch:
         return self._map(lambda value: _take(value, places))
 
     def __eq__(self, other: object) -> bool:
-        """The same fields in any order, equal as TensorLists are, and the same meta."""
+        """Compare fields, in any order, and meta. Fields are equal as TensorLists are."""
         if not isinstance(other, TensorBatch):
             return NotImplemented
         if self.keys() != other.keys() or self.meta != other.meta:
@@ -110,7 +111,7 @@ class TensorBatch:
 
     @staticmethod
     def cat(batches: Sequence["TensorBatch"]) -> "TensorBatch":
-        """All rows, in order. Fields, kinds, dtypes, shapes of a row and meta must agree."""
+        """Return all rows, in order. Fields, kinds, dtypes, shapes of a row and meta must agree."""
         if not batches:
             raise DataError(
                 "would have no fields",
@@ -133,7 +134,8 @@ class TensorBatch:
     repeat_interleave = lists.repeat_rows_interleave
 
     def to(self, target: Target, non_blocking: bool = False) -> "TensorBatch":
-        """All fields on a device; a dtype applies only to fields of floats, as in nn.Module.to."""
+        """Move all fields to a device. A dtype applies only to fields of floats, as in
+        nn.Module.to."""
 
         def moved(value: Value) -> Value:
             floats = value.dtype is not None and value.dtype.is_floating_point
@@ -146,7 +148,7 @@ class TensorBatch:
         return self._map(lambda value: value.pin_memory())
 
     def select(self, names: Iterable[str]) -> "TensorBatch":
-        """Only these fields, in this order."""
+        """Return a batch of these fields only, in this order."""
         names = list(names)
         for name in names:
             if name not in self:
@@ -158,15 +160,15 @@ class TensorBatch:
         return TensorBatch({name: self[name] for name in names}, self.meta)
 
     def with_fields(self, **fields: Value) -> "TensorBatch":
-        """Fields added or replaced."""
+        """Add or replace fields."""
         return TensorBatch({**self.fields, **fields}, self.meta)
 
     def without(self, *names: str) -> "TensorBatch":
-        gone = self.select(names)
-        return self.select(name for name in self.keys() if name not in gone)
+        dropped = self.select(names)
+        return self.select(name for name in self.keys() if name not in dropped)
 
     def to_bytes(self) -> bytes:
-        """Header and values, for from_bytes; values are detached and copied to the host."""
+        """Return header and values, for from_bytes; values are detached and copied to the host."""
         fields = {
             name: (False, [value]) if isinstance(value, Tensor) else (True, value.rows)
             for name, value in self.items()
@@ -175,8 +177,8 @@ class TensorBatch:
 
     @staticmethod
     def from_bytes(buffer: bytes | bytearray | memoryview) -> "TensorBatch":
-        """The batch that to_bytes wrote. Its tensors are views of a writable buffer, which they
-        keep alive; of a read-only one (bytes) they are views of a single copy."""
+        """Read the batch that to_bytes wrote. Its tensors are views of a writable buffer, which
+        they keep alive. If the buffer is read-only (bytes), they are views of a single copy."""
         fields, meta = unpack(buffer)
         try:
             values = {
@@ -212,13 +214,13 @@ def _check_alike(first: TensorBatch, other: TensorBatch, place: int) -> None:
         | {("meta.", key): json.dumps(value, sort_keys=True) for key, value in batch.meta.items()}
         for batch in (first, other)
     )
-    for what in one | two:
-        if one.get(what) != two.get(what):
+    for entry in one | two:
+        if one.get(entry) != two.get(entry):
             raise DataError(
-                f"is {one.get(what, 'absent')} in batch 0 but {two.get(what, 'absent')} in batch "
+                f"is {one.get(entry, 'absent')} in batch 0 but {two.get(entry, 'absent')} in batch "
                 f"{place}",
                 place="cat",
-                key="".join(what),
+                key="".join(entry),
                 remedy="make them alike (with_fields, without, dataclasses.replace(batch, "
                 "meta=...))",
             )
@@ -233,7 +235,8 @@ def _cat(name: str, values: Sequence[Value]) -> Value:
 
 
 def _json(key: str, item: Any) -> Any:
-    """A copy of it; what JSON would change, such as a tuple or a number as a key, is refused."""
+    """Return a copy of the value. Raise a DataError if JSON would change it (a tuple, a number as a
+    key)."""
     try:
         copy = json.loads(json.dumps({key: item}))
     except (TypeError, ValueError):

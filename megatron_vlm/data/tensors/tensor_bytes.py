@@ -1,4 +1,4 @@
-"""TensorLists and TensorBatches as bytes: a JSON header, then the values. There is no pickle."""
+"""TensorLists and TensorBatches as bytes: a JSON header, then the values. Pickle is not used."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_vlm.errors import DataError
 
-# Whether a field is a TensorList, and its rows; if it is a Tensor, that tensor alone.
+# A flag that the field is a TensorList, and its rows. A Tensor is the only row of its field.
 Field = tuple[bool, Sequence[Tensor]]
 
 _MAGIC = b"MVROWS\x00\x01"  # the last byte is the format's version
@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.
 
 
 def pack(fields: Mapping[str, Field], meta: Mapping[str, Any]) -> bytes:
-    """Header and values; values are detached and copied to the host."""
+    """Return header and values as bytes; values are detached and copied to the host."""
     table: dict[str, Any] = {}
     pieces: list[Any] = []
     for name, (is_list, rows) in fields.items():
@@ -40,8 +40,8 @@ def pack(fields: Mapping[str, Field], meta: Mapping[str, Any]) -> bytes:
 
 
 def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], dict[str, Any]]:
-    """What pack was given. The tensors are views of a writable buffer, which they keep alive; of a
-    read-only one (bytes) they are views of a single copy."""
+    """Read what pack wrote. The tensors are views of a writable buffer, which they keep alive. If
+    the buffer is read-only (bytes), they are views of a single copy."""
     view = memoryview(buffer).cast("B")
     end = _PREAMBLE + int.from_bytes(view[len(_MAGIC) : _PREAMBLE], "little")
     fields: dict[str, Field] = {}
@@ -51,12 +51,12 @@ def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], di
             raise ValueError(f"they do not begin with {_MAGIC!r} and the length of a header")
         header = json.loads(bytes(view[_PREAMBLE:end]))
         flat = _over(view)
-        for name, said in header["fields"].items():
-            dtype, sizes = DTYPES[said["dtype"]], [math.prod(shape) for shape in said["shapes"]]
+        for name, entry in header["fields"].items():
+            dtype, sizes = DTYPES[entry["dtype"]], [math.prod(shape) for shape in entry["shapes"]]
             size = sum(sizes) * dtype.itemsize
             values = flat[end : end + size].view(dtype).split(sizes)
-            rows = [part.view(to) for part, to in zip(values, said["shapes"], strict=True)]
-            fields[name] = (said["list"], rows)
+            rows = [part.view(to) for part, to in zip(values, entry["shapes"], strict=True)]
+            fields[name] = (entry["list"], rows)
             end += size + -size % _ALIGN
         if end != len(view):
             raise ValueError(f"the header asks for {end}")
@@ -66,7 +66,7 @@ def unpack(buffer: bytes | bytearray | memoryview) -> tuple[dict[str, Field], di
 
 
 def not_ours(buffer: bytes | bytearray | memoryview, why: Exception) -> DataError:
-    """The error for bytes that pack did not write."""
+    """Return the error for bytes that pack did not write."""
     return DataError(
         f": {memoryview(buffer).nbytes} bytes are not what TensorBatch.to_bytes wrote: {why}",
         place="from_bytes",
@@ -75,12 +75,13 @@ def not_ours(buffer: bytes | bytearray | memoryview, why: Exception) -> DataErro
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 as bfloat16."""
+    """Return torch.bfloat16 as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def _raw(name: str, row: Tensor) -> np.ndarray:
-    """The values as bytes on the host, in order; copied only if they are not there already."""
+    """Return the values as bytes on the host, in order; copy them only if they are not there
+    already."""
     if dtype_name(row.dtype) not in DTYPES or row.layout != torch.strided or row.is_meta:
         raise DataError(
             f": {row.layout} {row.dtype} on {row.device} cannot become bytes",
@@ -88,12 +89,13 @@ def _raw(name: str, row: Tensor) -> np.ndarray:
             remedy=f"give dense tensors that hold values, of {', '.join(DTYPES)}",
         )
     host = row.detach().cpu().contiguous().resolve_neg()
-    # Not reshape: a tensor of one value may be contiguous with any stride, which view refuses.
+    # reshape would not do: a tensor of one value may be contiguous with any stride, which view
+    # refuses.
     return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _over(view: memoryview) -> Tensor:
-    """The buffer's own memory; or a copy if it is read-only (a tensor is always writable) or not
-    aligned for floats."""
+    """Return the buffer's own memory, or a copy if it is read-only (a tensor is always writable) or
+    not aligned for floats."""
     flat = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     return flat if flat.data_ptr() % 16 == 0 else flat.clone()

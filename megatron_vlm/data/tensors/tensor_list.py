@@ -1,7 +1,8 @@
 """TensorList: rows of different shapes.
 
-Slices, chunks and splits are views. Between processes it travels as bytes after a JSON header, and
-never as pickled tensors: pickling (and so copy.deepcopy) copies values to the host, detached.
+Slices, chunks and splits are views. Between processes a TensorList travels as bytes after a JSON
+header, and never as pickled tensors: pickling (and so copy.deepcopy) copies values to the host,
+detached.
 """
 
 import operator
@@ -22,7 +23,7 @@ Target = torch.device | torch.dtype | str | int
 
 
 class HasRows(Protocol):
-    """What TensorList and TensorBatch have in common: rows that can be counted and picked."""
+    """A sequence of rows that can be counted and picked: a TensorList or a TensorBatch."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any, /) -> Any: ...
@@ -32,7 +33,8 @@ Same = TypeVar("Same", bound=HasRows)
 
 
 def chunk_rows(self: Same, n: int) -> list[Same]:
-    """Exactly n parts, as even as possible: the first are longer, the last may be empty."""
+    """Split into exactly n parts, as even as possible: the first are longer, the last may be
+    empty."""
     if n < 1:
         raise DataError(
             f"cannot be the number of parts of {len(self)} rows",
@@ -45,7 +47,7 @@ def chunk_rows(self: Same, n: int) -> list[Same]:
 
 
 def split_rows(self: Same, sizes: Sequence[int]) -> list[Same]:
-    """Consecutive parts of these sizes, which must cover all rows."""
+    """Split into consecutive parts of these sizes, which must cover all rows."""
     if sum(sizes) != len(self) or min(sizes, default=0) < 0:
         raise DataError(
             f"add up to {sum(sizes)} but there are {len(self)} rows",
@@ -58,7 +60,7 @@ def split_rows(self: Same, sizes: Sequence[int]) -> list[Same]:
 
 
 def repeat_rows(self: Same, n: int) -> Same:
-    """All rows n times. Rows of a TensorList share their memory with their repetitions."""
+    """Repeat all rows n times. Rows of a TensorList share their memory with their repetitions."""
     if n < 0:
         raise DataError(
             f"cannot be the number of copies of {len(self)} rows",
@@ -71,17 +73,18 @@ def repeat_rows(self: Same, n: int) -> Same:
 
 
 def repeat_rows_interleave(self: Same, counts: int | Sequence[int] | Tensor) -> Same:
-    """Each row `counts` times, or as often as its own count says, repetitions adjacent."""
+    """Repeat each row `counts` times, or as often as its own count says; repetitions are
+    adjacent."""
     counts = [counts] * len(self) if isinstance(counts, int) else counts
-    each = [operator.index(count) for count in counts]
-    if len(each) != len(self) or min(each, default=0) < 0:
+    nums = [operator.index(count) for count in counts]
+    if len(nums) != len(self) or min(nums, default=0) < 0:
         raise DataError(
-            f"has {len(each)} entries, the smallest {min(each, default=0)}, for {len(self)} rows",
+            f"has {len(nums)} entries, the smallest {min(nums, default=0)}, for {len(self)} rows",
             place="repeat_interleave",
             key="counts",
             remedy="give one number, or one of at least 0 for each row",
         )
-    return self[[row for row, count in enumerate(each) for _ in range(count)]]
+    return self[[row for row, count in enumerate(nums) for _ in range(count)]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -92,8 +95,8 @@ class TensorList:
     rows: Sequence[Tensor]
 
     def __post_init__(self) -> None:
-        given, rows = tuple(self.rows), []
-        for place, row in enumerate(given):
+        tensors, rows = tuple(self.rows), []
+        for place, row in enumerate(tensors):
             if not isinstance(row, Tensor):
                 kind = type(row).__name__
                 raise DataError(
@@ -102,9 +105,9 @@ class TensorList:
                     key=f"rows[{place}]",
                     remedy="give an empty tensor for an absent row",
                 )
-        lead = next((place for place, row in enumerate(given) if row.numel()), 0)
-        for place, row in enumerate(given):
-            first = given[lead]
+        lead = next((place for place, row in enumerate(tensors) if row.numel()), 0)
+        for place, row in enumerate(tensors):
+            first = tensors[lead]
             if row.numel() and (row.dtype, row.dim()) != (first.dtype, first.dim()):
                 raise DataError(
                     f"is {row.dtype} of rank {row.dim()} but rows[{lead}] is {first.dtype} of rank "
@@ -132,7 +135,7 @@ class TensorList:
         return TensorList([self.rows[place] for place in row_places(index, len(self))])
 
     def __eq__(self, other: object) -> bool:
-        """The same dtypes, shapes and values, on any devices; NaN equals NaN."""
+        """Compare dtypes, shapes and values, on any devices; NaN equals NaN."""
         if not isinstance(other, TensorList):
             return NotImplemented
         return len(self) == len(other) and all(map(same_values, self.rows, other.rows))
@@ -173,13 +176,13 @@ class TensorList:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "TensorList":
-        # A repeated row is changed once, lest it take its memory n times on a device.
+        # A repeated row is changed once, so that it does not take its memory n times on a device.
         changed = {key: change(row) for key, row in {id(row): row for row in self.rows}.items()}
         return TensorList([changed[id(row)] for row in self.rows])
 
 
 def row_places(index: Places, length: int) -> Sequence[int]:
-    """The rows as numbers from 0: a range for a slice, else a list."""
+    """Return the rows as numbers from 0: a range for a slice, otherwise a list."""
     if isinstance(index, slice):
         return range(length)[index]
     table = torch.as_tensor(index)
@@ -208,13 +211,14 @@ def one_device(named: Iterable[tuple[str, Tensor]]) -> torch.device | None:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Two Tensors or TensorLists, equal in dtype, shape and values; NaN equals NaN."""
+    """Return whether two Tensors or TensorLists are equal in dtype, shape and values; NaN equals
+    NaN."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     other = other.to(one.device)
-    # Not torch.equal: it knows neither fp8 nor a NaN that equals another.
+    # torch.equal would not do: it supports neither fp8 nor a NaN that equals another NaN.
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
