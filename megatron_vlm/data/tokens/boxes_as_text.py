@@ -1,7 +1,7 @@
-"""Boxes and points become text as Qwen3-VL reads and writes it: thousandths of a picture's sides.
+"""Boxes and points as text that Qwen3-VL reads and writes: thousandths of a picture's sides.
 
-They relate to the picture as it is decoded, so after it is turned as its EXIF tag says. Resizing it
-to whole patches stretches each side as a whole, and changes no thousandth.
+They relate to the decoded picture, which was turned as its EXIF tag says. Resizing the picture to
+whole patches stretches each side uniformly, and changes no thousandth.
 """
 
 import itertools
@@ -16,26 +16,27 @@ from megatron_vlm.data.records.record import Box, Conversation, Record
 from megatron_vlm.errors import DataError
 
 Size = tuple[int, int]  # height and width of a picture in pixels
-_MOST = 1e9  # of what is drawn
+_MOST = 1e9  # largest coordinate that is drawn
 _FLAT_JSON = re.compile(r"\{[^{}]*_2d[^{}]*\}")
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A box, or with two numbers a point, to be drawn on a picture: thousandths of its sides."""
+    """A box, or a point if it has two numbers, to be drawn on a picture: thousandths of its
+    sides."""
 
     label: str
     numbers: tuple[float, ...]
 
     @property
     def text(self) -> str:
-        """For lists: a dog [221, 423, 569, 886]"""
+        """Text for lists, such as: a dog [221, 423, 569, 886]"""
         return f"{self.label} {list(self.numbers)}".strip()
 
 
 def grounded(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
-    """The chat with texts in place of the marks `<ref-object>` and `<bbox>`. `sizes` are those of
-    its pictures."""
+    """Return the chat with texts in place of the marks `<ref-object>` and `<bbox>`. `sizes` are the
+    sizes of its pictures."""
     if chat.objects is None:
         return chat
     refs = iter(chat.objects.refs)
@@ -45,7 +46,7 @@ def grounded(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
         return MARKS.sub(lambda mark: next(refs if mark[0] == REF else boxes), text)
 
     turns = tuple(
-        replace(  # in the order that the template shows them in
+        replace(  # The template shows the fields in this order.
             turn,
             reasoning=fill(turn.reasoning),
             parts=tuple(fill(part) if isinstance(part, str) else part for part in turn.parts),
@@ -56,10 +57,11 @@ def grounded(chat: Conversation, sizes: Sequence[Size]) -> Conversation:
 
 
 def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
-    """Compute the coordinates in Qwen3-VL's form. Up to a pixel outside is taken as the edge."""
+    """Convert the coordinates to Qwen3-VL's form. Up to a pixel outside the picture counts as the
+    edge."""
     height, width = size
     ends = {"real": (width, height), "norm1": (1, 1), "norm1000": (1000, 1000)}[box.unit]
-    found = []
+    coordinates = []
     for number, end, pixels in zip(
         box.numbers, itertools.cycle(ends), itertools.cycle((width, height)), strict=False
     ):
@@ -74,9 +76,9 @@ def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
                 "picture as it is shown: turned by its EXIF tag, unless "
                 "data.exif_orientation=false",
             )
-        found.append(round(min(max(number, 0), end) / end * 1000))
-    whole = all(number == int(number) for number in box.numbers)
-    if box.unit == "real" and max(box.numbers) <= 1 and not (len(box.numbers) == 2 and whole):
+        coordinates.append(round(min(max(number, 0), end) / end * 1000))
+    is_whole = all(number == int(number) for number in box.numbers)
+    if box.unit == "real" and max(box.numbers) <= 1 and not (len(box.numbers) == 2 and is_whole):
         raise DataError(
             f"is within the first pixel of image {box.image}",
             place=where,
@@ -84,27 +86,28 @@ def thousandths(box: Box, size: Size, where: str, key: str) -> tuple[int, ...]:
             found=list(box.numbers),
             remedy="if these are parts of the picture's sides, give bbox_type: norm1",
         )
-    return tuple(found)
+    return tuple(coordinates)
 
 
 def outlines_of(record: Record, sizes: Sequence[Size], images: int) -> list[list[Outline]]:
-    """What to draw on each of the record's images: the boxes of its `objects`, or else those that
-    its texts hold as JSON, in the form of Qwen's cookbook, if it has a single image."""
-    found: list[list[Outline]] = [[] for _ in range(images)]
+    """Return the outlines to draw on each of the record's images: the boxes of its `objects`. A
+    record without `objects` that has a single image shows the boxes that its texts hold as JSON, in
+    the form of Qwen's cookbook."""
+    outlines: list[list[Outline]] = [[] for _ in range(images)]
     if not isinstance(record, Conversation):
-        return found
-    written = list(_written(grounded(record, sizes)))
+        return outlines
+    text_outlines = list(_written(grounded(record, sizes)))
     if record.objects is None:
         if images == 1:
-            found[0] += written
-        return found
+            outlines[0] += text_outlines
+        return outlines
     refs, boxes = record.objects.refs, record.objects.boxes
-    labels = {outline.numbers: outline.label for outline in written}
+    labels = {outline.numbers: outline.label for outline in text_outlines}
     for place, (box, numbers) in enumerate(zip(boxes, _placed(record, sizes), strict=True)):
-        # References and boxes are separate lists; as many of both are pairs.
-        named = refs[place] if len(refs) == len(boxes) else refs[0] if len(refs) == 1 else ""
-        found[box.image].append(Outline(labels.get(numbers) or named, numbers))
-    return found
+        # References and boxes are separate lists. They are pairs if both have the same length.
+        name = refs[place] if len(refs) == len(boxes) else refs[0] if len(refs) == 1 else ""
+        outlines[box.image].append(Outline(labels.get(numbers) or name, numbers))
+    return outlines
 
 
 def _placed(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
@@ -116,7 +119,8 @@ def _placed(chat: Conversation, sizes: Sequence[Size]) -> list[tuple[int, ...]]:
 
 
 def _written(chat: Conversation) -> Iterator[Outline]:
-    """Boxes and points that the texts hold: {"bbox_2d": [...], "label": ...}, "point_2d"."""
+    """Yield the boxes and points that the texts hold: {"bbox_2d": [...], "label": ...},
+    "point_2d"."""
     for part in itertools.chain.from_iterable(turn.parts for turn in chat.turns):
         for match in _FLAT_JSON.finditer(part) if isinstance(part, str) else ():
             try:

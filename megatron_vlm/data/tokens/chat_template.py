@@ -1,7 +1,7 @@
 """Chats as tokens: rendered once by the tokenizer's own template, with the span of every message.
 
-The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's do. Messages are
-found by the ids of those two tokens; text that merely spells them never becomes one of them.
+The template must render ChatML (`<|im_start|>role ... <|im_end|>`), as Qwen's templates do. The ids
+of those two tokens mark the messages; text that merely spells them never becomes one of them.
 
 Shapes: U tokens before placeholders are expanded.
 """
@@ -34,7 +34,7 @@ _PRIVATE_USE = range(0xE000, 0xF8FF)
 _CUTS = f"[{chr(_PRIVATE_USE.start)}-{chr(_PRIVATE_USE.stop)}]"
 _LONG_WORD = 2**16  # characters without a space
 _THOUGHT = "thought before it is said"  # text that no template has
-_PATIENCE_S = 60.0  # for a template to render a chat, which takes milliseconds
+_PATIENCE_S = 60.0  # limit for a template to render a chat, which takes milliseconds
 _SPARE = 8  # tokens that a mark at the end of a shortened text may take from it
 
 
@@ -43,12 +43,12 @@ class Rendered:
     """A chat in tokens, with a single placeholder for each image and video frame."""
 
     ids_U: np.ndarray  # int32
-    weights_U: np.ndarray  # float32, of the loss; 0: not trained
+    weights_U: np.ndarray  # float32, weights of the loss; 0: not trained
     video_starts: tuple[int, ...] = ()  # first token of each video's text
 
 
 class ChatRenderer:
-    """The tokenizer, with what it takes to find the messages in its template's output."""
+    """A tokenizer, with everything that locates the messages in its template's output."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ChatRenderer:
         marks: VisionMarks,
         variables: Mapping[str, Any] | None = None,
     ):
-        """`variables` are data.template_kwargs."""
+        """Check the tokenizer and its template. `variables` are data.template_kwargs."""
         self.outside = UntrustedFile(
             f"the tokenizer of {tokenizer.name_or_path}",
             ConfigError,
@@ -80,8 +80,8 @@ class ChatRenderer:
         with self.outside.border("cannot look up its tokens"):
             ids = tokenizer.convert_tokens_to_ids(list(names))
             known = [None if id is None else tokenizer.convert_ids_to_tokens(id) for id in ids]
-        for name, found in zip(names, known, strict=True):
-            if found != name:
+        for name, known_name in zip(names, known, strict=True):
+            if known_name != name:
                 raise ConfigError(
                     "is not among its tokens, so that it is not a Qwen-VL tokenizer",
                     place=self.outside.name,
@@ -100,20 +100,20 @@ class ChatRenderer:
         train_on: str | Sequence[str],
         bounded: Callable[[str], str] = str,
     ) -> Rendered:
-        """The tokens and the weights of their losses. `videos` is the text for each video.
+        """Return the tokens and the weights of their losses. `videos` has the text of each video.
         `bounded` may shorten the text, or refuse it, before it costs time and memory as tokens."""
         chat, cut = self._guard(chat)
         messages, tools = [_message(turn) for turn in chat.turns], list(chat.tools) or None
         try:
             text = self._apply(messages, tools=tools)
-            thinks = any(turn.reasoning for turn in chat.turns)
-            hidden = thinks and not self._shows_reasoning
+            has_reasoning = any(turn.reasoning for turn in chat.turns)
+            is_hidden = has_reasoning and not self._shows_reasoning
         except TemplateSyntaxError as error:
             raise self.outside.error(f"its chat template is wrong: {reason(error)}") from error
-        except Exception as error:  # a template is a program, and refuses what it does not expect
+        except Exception as error:  # a template is a program, which may raise anything
             template = f"the chat template of {self.tokenizer.name_or_path}"
             raise DataError(f": {template} cannot show it: {error}", place=chat.where) from error
-        if hidden:
+        if is_hidden:
             raise DataError(
                 f"of an answer is not shown by the chat template of {self.tokenizer.name_or_path}",
                 place=chat.where,
@@ -124,15 +124,17 @@ class ChatRenderer:
         text, video_chars = _fill(bounded(text), self.marks.video, videos, cut, chat.where)
         ids_U, starts_U = self._tokenize(text.split(cut) if cut else [text])
         text = text.replace(cut, "") if cut else text
-        found = self._messages(chat, text, ids_U, starts_U)
+        rendered_messages = self._messages(chat, text, ids_U, starts_U)
         weights_U = np.zeros(len(ids_U), dtype=np.float32)
-        for message, chosen in zip(found, choose_trained(found, train_on), strict=True):
-            if chosen and message.turns:
+        for message, is_trained in zip(
+            rendered_messages, choose_trained(rendered_messages, train_on), strict=True
+        ):
+            if is_trained and message.turns:
                 weights_U[message.body : message.end] = weight_of_message(message, chat.where)
         return Rendered(ids_U, weights_U, tuple(np.searchsorted(starts_U, video_chars).tolist()))
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The text that the template renders."""
+        """Return the text that the template renders."""
         options |= self.variables
         with at_most(_PATIENCE_S):
             text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -140,18 +142,19 @@ class ChatRenderer:
 
     @cached_property
     def _shows_reasoning(self) -> bool:
-        """Whether the template shows what was thought before the last answer. Qwen's leave out the
-        thoughts before earlier ones."""
+        """True if the template shows the reasoning before the last answer. Qwen's templates leave
+        out the reasoning before earlier answers."""
         answer = {"role": "assistant", "content": "b", "reasoning_content": _THOUGHT}
         return _THOUGHT in self._apply([{"role": "user", "content": "a"}, answer])
 
     def least_tokens(self, text: str) -> int:
-        """No fewer tokens than this come of the text: none is longer than the longest."""
-        least = len(text.encode()) // self._longest
-        if not least:
+        """Return a lower bound of the number of tokens of the text, from the length of the longest
+        token."""
+        bound = len(text.encode()) // self._longest
+        if not bound:
             return 0
         normalizer = self.tokenizer.backend_tokenizer.normalizer
-        text = re.sub(_CUTS, "", text)  # which become no tokens
+        text = re.sub(_CUTS, "", text)  # These characters do not become tokens.
         text = normalizer.normalize_str(text) if normalizer else text
         return len(text.encode()) // self._longest
 
@@ -162,30 +165,30 @@ class ChatRenderer:
         return max(map(len, [*self.tokenizer.get_vocab(), *(text.encode() for text in added)]))
 
     def shortened(self, text: str, tokens: int) -> str:
-        """A rendered text that is the same for at least so many tokens; what is left of the rest
-        are turns without text, images and videos."""
+        """Shorten a rendered text. At least its first `tokens` tokens stay the same. The rest is
+        reduced to turns without text, images and videos."""
         end = tokens * self._longest
         while self.least_tokens(text[:end]) < tokens + _SPARE and end < len(text):
             end *= 2
-        space = re.compile(r"\s").search(text, end, end + _LONG_WORD)  # where words are cut anyway
+        space = re.compile(r"\s").search(text, end, end + _LONG_WORD)  # Words are cut there anyway.
         end = space.start() if space else end
         frame = re.compile(rf"{re.escape(START)}[^\n]*\n|{self.special.pattern}")
-        kept = []
+        marks = []
         for mark in frame.finditer(text):
             if mark.end() > end:
-                kept.append(mark[0])
+                marks.append(mark[0])
                 end = min(end, mark.start())
-        return text[:end] + "".join(kept)
+        return text[:end] + "".join(marks)
 
     def opened(self, rendered: Rendered) -> Rendered:
-        """The chat followed by the tokens that open an answer."""
+        """Return the chat followed by the tokens that open an answer."""
         ids_U = np.concatenate([rendered.ids_U, self._opening])
         weights_U = np.pad(rendered.weights_U, (0, len(self._opening)))
         return replace(rendered, ids_U=ids_U, weights_U=weights_U)
 
     @cached_property
     def _opening(self) -> np.ndarray:
-        """The tokens that the template adds when an answer is to follow."""
+        """Tokens that the template adds when an answer is to follow."""
         chat = [{"role": "user", "content": ""}]
         with self.outside.border("its chat template cannot open an answer"):
             closed, opened = (
@@ -194,8 +197,8 @@ class ChatRenderer:
         return self._tokenize([opened.removeprefix(closed)])[0]
 
     def _tokenize(self, pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and the character that each token starts at. Pieces are tokenized separately: a
-        special token that was cut in two is plain text in both."""
+        """Return ids, and the character at which each token starts. Pieces are tokenized
+        separately: a special token that was cut in two is plain text in both pieces."""
         with self.outside.border("cannot encode text"):
             encoded = self.tokenizer(
                 pieces,
@@ -213,21 +216,21 @@ class ChatRenderer:
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int64)
 
     def _guard(self, chat: Conversation) -> tuple[Conversation, str]:
-        """The chat with every special token that its text spells cut in two, and the mark of the
-        cuts; or a refusal."""
-        said = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
-        texts = list(_strings([chat.tools, *said]))
+        """Cut in two every special token that the chat's text spells, or raise a DataError. Return
+        the chat and the character that marks the cuts."""
+        contents = [(turn.parts, turn.tool_calls, turn.reasoning) for turn in chat.turns]
+        texts = list(_strings([chat.tools, *contents]))
         if any("\ud800" <= char <= "\udfff" for text in texts for char in text):
             raise DataError(
                 ": the text has half of a surrogate pair, which is not valid Unicode",
                 place=chat.where,
             )
-        found = next((m for text in texts if (m := self.special.search(text))), None)
-        if found is None:
+        hit = next((m for text in texts if (m := self.special.search(text))), None)
+        if hit is None:
             return chat, ""
         if self.special_tokens == "refuse":
             raise DataError(
-                f": the text contains {found[0]}, which would forge a turn or an image",
+                f": the text contains {hit[0]}, which would forge a turn or an image",
                 place=chat.where,
                 remedy="set data.special_tokens=escape to take it as plain text",
             )
@@ -235,7 +238,7 @@ class ChatRenderer:
         cut = next((chr(code) for code in _PRIVATE_USE if chr(code) not in whole), None)
         if cut is None:
             raise DataError(
-                f": the text contains {found[0]} and every character from U+E000 to U+F8FF, so "
+                f": the text contains {hit[0]} and every character from U+E000 to U+F8FF, so "
                 "that none is left to escape it with",
                 place=chat.where,
                 remedy="drop the record",
@@ -266,26 +269,26 @@ class ChatRenderer:
                 "ChatML templates are supported",
                 place=chat.where,
             )
-        found = []
-        waiting = list(chat.turns)
+        messages = []
+        pending = list(chat.turns)
         for start, close in zip(opens.tolist(), closes.tolist(), strict=True):
             line = text.find("\n", starts_U[start])
             role = text[starts_U[start] + len(START) : line]
             body = int(np.searchsorted(starts_U, line + 1))
-            turns = take_turns(waiting, role)
+            turns = take_turns(pending, role)
             role = turns[0].role if turns else role
-            found.append(RenderedMessage(role, min(body, close), close + 1, turns))
-        if waiting:
+            messages.append(RenderedMessage(role, min(body, close), close + 1, turns))
+        if pending:
             raise ConfigError(
-                f": the chat template leaves out {len(waiting)} of {len(chat.turns)} messages, "
-                f"the first of which is a {waiting[0].role} message",
+                f": the chat template leaves out {len(pending)} of {len(chat.turns)} messages, "
+                f"the first of which is a {pending[0].role} message",
                 place=chat.where,
             )
-        return found
+        return messages
 
 
 def _message(turn: ChatMessage) -> dict[str, Any]:
-    """The turn in the form that templates expect."""
+    """Return the turn in the form that templates expect."""
     texts = [part for part in turn.parts if isinstance(part, str)]
     content: Any = "".join(texts)
     if len(texts) < len(turn.parts):
@@ -303,7 +306,7 @@ def _message(turn: ChatMessage) -> dict[str, Any]:
 def _fill(
     text: str, mark: str, videos: Sequence[str], cut: str, where: str
 ) -> tuple[str, list[int]]:
-    """Replace each video placeholder; their places do not count the cuts."""
+    """Replace each video placeholder. The returned places do not count the cuts."""
     before, *rest = text.split(mark)
     if len(rest) != len(videos):
         raise ConfigError(
@@ -317,7 +320,7 @@ def _fill(
 
 
 def _strings(value: Any) -> list[str]:
-    """Every string in nested tuples, lists and dicts, including keys."""
+    """Return every string in nested tuples, lists and dicts, including keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
@@ -328,7 +331,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _map(value: Any, change: Callable[[str], str]) -> Any:
-    """The same nested value with every string changed."""
+    """Return the same nested value with every string changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

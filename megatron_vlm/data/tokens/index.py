@@ -1,9 +1,9 @@
-"""All samples of a source, encoded once and kept: sizes in memory, tokens in files.
+"""Index: all samples of a source, encoded once and cached; sizes in memory, tokens in files.
 
-The source is cut into chunks. The first process to come to a chunk encodes it into a file whose
+The source is cut into chunks. The first process that reaches a chunk encodes it into a file whose
 name depends on everything that the content depends on. Files are written under a temporary name and
-renamed, so any number of processes may work on the same source without waiting for each other, and
-none of them reads half a file.
+then renamed. Therefore any number of processes may work on the same source without waiting for each
+other, and no process reads half a file.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ _log = logging.getLogger("megatron_vlm.data")
 
 CHUNK = 512  # records
 _MOST_SURVEYED = 5000  # records that are read again to name all their unknown keys at once
-_VERSION = 6  # of the files; raise it when the meaning of their content changes
-# The settings that decide what a sample is.
+_VERSION = 6  # version of the files; raise it when the meaning of their content changes
+# These settings decide the content of a sample.
 _DECIDING = [
     "exif_orientation",
     "max_images",
@@ -52,19 +52,19 @@ _DECIDING = [
 
 @dataclass(frozen=True)
 class Faults:
-    """What was left out, and why, as users are told."""
+    """Records and keys that were left out, and the reasons, in the form that users see."""
 
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]  # place and mistake
-    passed: Mapping[str, int]  # in how many records each key is that nothing is made of
+    passed: Mapping[str, int]  # number of records with each unused key
 
 
 class Index:
-    """The usable samples of a source: `len`, `index[i]`, and for each its sizes and its record."""
+    """The usable samples of a source: `len`, `index[i]`, and the sizes and the record of each."""
 
     def __init__(self, source: Source, files: list[ChunkFile]):
         self.files = files
-        places = [file.columns["records"] for file in files]  # of the samples' records in chunks
+        places = [file.columns["records"] for file in files]  # places in the chunks
         self.records = np.concatenate([places[i] + CHUNK * i for i in range(len(files))])
         self.chunk_of = np.repeat(range(len(files)), [len(part) for part in places])
         self.place = np.concatenate([np.arange(len(part)) for part in places])
@@ -94,48 +94,49 @@ class Index:
 def build_index(
     source: Source, reader: Reader, cfg: DataConfig, scratch: Path, share: tuple[int, int] = (0, 1)
 ) -> Index:
-    """Encode what is not in the cache yet. `share`: which of how many processes this is, where
-    several do it together."""
+    """Encode the chunks that the cache lacks, and return the index. If several processes do it
+    together, `share` is the index of this process and their number."""
     if not len(source):
         raise DataError("has no records", place=source.name)
     cache = scratch if cfg.cache_dir is None else home_path(cfg.cache_dir) / "text"
     folder = cache / index_key(source, reader, cfg)
-    with contextlib.suppress(OSError):  # then nothing can be kept there, and `_keep` says why
+    with contextlib.suppress(OSError):  # Nothing can be cached there then, and `_keep` logs why.
         folder.mkdir(parents=True, exist_ok=True)
     names = [f"{start:09d}.safetensors" for start in range(0, len(source), CHUNK)]
-    # Each process begins at its own share, then helps with what is left.
+    # Each process begins at its own share, then helps with the remaining chunks.
     first = len(names) * share[0] // share[1]
     turn = [*range(first, len(names)), *range(first)]
-    kept: dict[int, ChunkFile] = {}  # those that the cache has
+    cached: dict[int, ChunkFile] = {}  # chunks that the cache has
 
     def missing() -> Iterator[int]:
-        """Drawn late, chunk by chunk, so that chunks others have done by then are skipped."""
+        """Yield missing chunks late, one by one, so that chunks that other processes have finished
+        by then are skipped."""
         for chunk in turn:
             if (file := _kept(folder / names[chunk])) is None:
                 yield chunk
             else:
-                kept[chunk] = file
+                cached[chunk] = file
 
     workers = cfg.num_workers if len(names) > 2 * cfg.num_workers else 0
-    elsewhere: dict[int, Path] = {}
+    scratch_paths: dict[int, Path] = {}
     for chunk, content in in_processes(_Chunks(source, reader, cfg), missing(), workers, 2):
         if isinstance(content, UnknownKeysError):
             raise _all_unknown(source, reader, content)
         if isinstance(content, DataError):
             raise content
-        # Somebody may fix what is faulty, so such a chunk is never cached.
-        if content.faults or not _keep(content, folder / names[chunk], quiet=bool(elsewhere)):
-            elsewhere[chunk] = scratch / f"{folder.name}-{names[chunk]}"
-            _write(content, elsewhere[chunk])
-    paths = [elsewhere.get(chunk, folder / name) for chunk, name in enumerate(names)]
-    files = [kept[i] if i in kept else ChunkFile.open(path) for i, path in enumerate(paths)]
+        # A chunk with faults is never cached, because its records may be corrected.
+        if content.faults or not _keep(content, folder / names[chunk], quiet=bool(scratch_paths)):
+            scratch_paths[chunk] = scratch / f"{folder.name}-{names[chunk]}"
+            _write(content, scratch_paths[chunk])
+    paths = [scratch_paths.get(chunk, folder / name) for chunk, name in enumerate(names)]
+    files = [cached[i] if i in cached else ChunkFile.open(path) for i, path in enumerate(paths)]
     index = Index(source, files)
     check_errors(index.faults.errors, cfg)
     return index
 
 
 def _kept(path: Path) -> ChunkFile | None:
-    """A chunk that the cache has; one that is damaged goes."""
+    """Open a chunk of the cache, or return None. A damaged file is deleted."""
     if not os.path.lexists(path):
         return None
     try:
@@ -148,7 +149,7 @@ def _kept(path: Path) -> ChunkFile | None:
 
 
 def _keep(content: Chunk, path: Path, quiet: bool) -> bool:
-    """Write a chunk into the cache; a cache that cannot be written is done without."""
+    """Write a chunk into the cache. Warn and return False if it cannot be written."""
     try:
         content.save(path)
     except (OSError, SafetensorError) as error:
@@ -170,8 +171,8 @@ def _write(content: Chunk, path: Path) -> None:
 
 
 def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> DataError:
-    """Of all keys that records of the source are refused for, so that nobody meets them one after
-    the other."""
+    """Return an error that names all keys for which records of the source are refused, so that
+    users do not correct them one after the other."""
     keys, counts = dict(first.keys), Counter[str]()
     surveyed = min(len(source), _MOST_SURVEYED)
     for number in range(surveyed):
@@ -183,14 +184,16 @@ def _all_unknown(source: Source, reader: Reader, first: UnknownKeysError) -> Dat
         except DataError:
             continue
     among = f" of the first {surveyed:,}" if surveyed < len(source) else ""
-    told = {name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()}
+    records_by_key = {
+        name: f"{count:,} record{'s' * (count > 1)}{among}" for name, count in counts.items()
+    }
     return DataError(
-        **unknown_keys_problem(first.place, keys, reader.encoder.cfg.ignore_keys, told)
+        **unknown_keys_problem(first.place, keys, reader.encoder.cfg.ignore_keys, records_by_key)
     )
 
 
 def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
-    """Stop if there are more wrong records than data.max_errors."""
+    """Raise a DataError if there are more wrong records than data.max_errors."""
     if len(errors) > cfg.max_errors:
         raise DataError(
             f"is below the {len(errors)} wrong records, of which the first is {errors[0]}",
@@ -200,7 +203,7 @@ def check_errors(errors: Sequence[str], cfg: DataConfig) -> None:
 
 
 def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
-    """A digest of everything that the encoded text depends on."""
+    """Return a digest of everything that the encoded text depends on."""
     encoder, tokenizer = reader.encoder, reader.encoder.renderer.tokenizer
     parts = {
         "version": [_VERSION, CHUNK],
@@ -219,8 +222,8 @@ def index_key(source: Source, reader: Reader, cfg: DataConfig) -> str:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks of a source, encoded in worker processes. With data.on_error=raise, the first
-    wrong record's error takes the place of its chunk."""
+    """The chunks of a source, encoded in worker processes. With data.on_error=raise, the error of
+    the first wrong record replaces its chunk."""
 
     source: Source
     reader: Reader
@@ -238,6 +241,6 @@ class _Chunks:
                 chunk.dropped.append((place, str(rule)))
             except DataError as error:
                 if self.cfg.on_error == "raise":
-                    return number, error  # a DataLoader would wrap the message of a raised one
+                    return number, error  # a DataLoader would wrap a raised error's message
                 chunk.faults.append(str(error))
         return number, chunk

@@ -1,7 +1,7 @@
-"""The files that encoded samples are kept in, one for each chunk of a source.
+"""Files of encoded samples, one for each chunk of a source.
 
-What is read at the start is under one checksum, and each sample under its own, which is looked at
-whenever the sample is read: what a disk has changed is never trained.
+One checksum covers everything that is read at the start. Each sample has its own, which is verified
+whenever the sample is read: data that a disk has changed is never trained.
 """
 
 import json
@@ -31,23 +31,23 @@ _TOLD = ("dropped", "errors", "passed")
 class Chunk:
     """The encoded records of one chunk."""
 
-    # Each with its record's place in the chunk.
+    # Each sample has its record's place in the chunk.
     samples: list[tuple[int, Sample]] = field(default_factory=list)
     dropped: list[tuple[int, str]] = field(default_factory=list)  # place and rule
     faults: list[str] = field(default_factory=list)
-    passed: Counter[str] = field(default_factory=Counter)  # keys that nothing is made of
+    passed: Counter[str] = field(default_factory=Counter)  # unused keys
 
     def save(self, path: Path) -> None:
-        """Write under a temporary name first, so that readers see all of it or nothing."""
+        """Write under a temporary name first, so that readers see the complete file or no file."""
         tensors = self._tensors()
         values = (self.dropped, self.faults, self.passed)
-        told = dict(zip(_TOLD, map(json.dumps, values), strict=True))
+        metadata = dict(zip(_TOLD, map(json.dumps, values), strict=True))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        checksum = {"checksum": _checksum(shapes, tensors, told)}
+        checksum = {"checksum": _checksum(shapes, tensors, metadata)}
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         os.close(handle)
         try:
-            save_file(tensors, partial, told | checksum)
+            save_file(tensors, partial, metadata | checksum)
             os.replace(partial, path)
         except BaseException:
             Path(partial).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ class Chunk:
             tensors["weights"] = np.concatenate(lists, dtype=np.float32)
         for kind in ("image", "video"):
             grids = [getattr(sample, f"{kind}_grids") for sample in samples]
-            flat = [grid for each in grids for grid in each]
+            flat = [grid for sample_grids in grids for grid in sample_grids]
             tensors[f"{kind}_grids"] = np.array(flat, dtype=np.int32).reshape(-1, 3)
             tensors[f"{kind}_ends"] = _column(map(len, grids)).cumsum()
         return tensors
@@ -79,31 +79,31 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkFile:
-    """A file that `Chunk.save` has written, and what is kept in memory of it."""
+    """A file that `Chunk.save` has written, and the part of it that is kept in memory."""
 
     path: Path
-    columns: Mapping[str, np.ndarray]  # each with an entry for each sample
+    columns: Mapping[str, np.ndarray]  # Each column has an entry for each sample.
     dropped: list[tuple[int, str]]
     errors: list[str]
-    passed: dict[str, int]  # in how many records each key is that nothing is made of
-    weighted: bool  # whether it has weights of tokens
+    passed: dict[str, int]  # number of records with each unused key
+    weighted: bool  # true if it has weights of tokens
 
     @staticmethod
     def open(path: Path, remedy: str = REMEDY) -> "ChunkFile":
-        """A DataError where it is not as it was written."""
+        """Open a file. Raise a DataError if it is not as it was written."""
         outside = UntrustedFile(str(path), remedy=remedy)
         require_file(path)
         with outside.border("the cache is damaged"), safe_open(path, "np") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             columns = {name: file.get_tensor(name) for name in _COLUMNS}
-            told = {name: file.metadata()[name] for name in _TOLD}
-            if file.metadata()["checksum"] != _checksum(shapes, columns, told):
+            metadata = {name: file.metadata()[name] for name in _TOLD}
+            if file.metadata()["checksum"] != _checksum(shapes, columns, metadata):
                 raise ValueError("its checksum is another than when it was written")
-            dropped, errors, passed = (outside.parsed(told[name]) for name in _TOLD)
+            dropped, errors, passed = (outside.parsed(metadata[name]) for name in _TOLD)
         return ChunkFile(path, columns, dropped, errors, passed, "weights" in shapes)
 
     def sample(self, place: int) -> Sample:
-        """One of its samples; a DataError where it is not as it was written."""
+        """Read a sample. Raise a DataError if it is not as it was written."""
 
         def span(kind: str) -> slice:
             ends = self.columns[kind]
@@ -115,23 +115,23 @@ class ChunkFile:
             ids_S, trained_S = (file.get_slice(name)[tokens] for name in ("ids", "trained"))
             grids = _grids(file, "image_grids", images), _grids(file, "video_grids", videos)
             weights_S = uneven(file.get_slice("weights")[tokens]) if self.weighted else None
-            found = Sample(ids_S, trained_S, *grids, weights_S)
-            if _checksum_of_sample(found) != self.columns["checksums"][place]:
+            sample = Sample(ids_S, trained_S, *grids, weights_S)
+            if _checksum_of_sample(sample) != self.columns["checksums"][place]:
                 raise ValueError(f"the checksum of sample {place} is another than when written")
-        return found
+        return sample
 
 
 def _checksum(
     shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, np.ndarray], told: dict[str, str]
 ) -> str:
-    """Of all but what the samples' own checksums are of."""
-    said = repr((sorted(shapes.items()), sorted(told.items()))).encode()
-    return str(_sum([tensors[name] for name in _COLUMNS], zlib.crc32(said)))
+    """Return a checksum of everything that the samples' own checksums do not cover."""
+    described = repr((sorted(shapes.items()), sorted(told.items()))).encode()
+    return str(_sum([tensors[name] for name in _COLUMNS], zlib.crc32(described)))
 
 
 def _checksum_of_sample(sample: Sample) -> int:
     weights = [] if sample.weights_S is None else [sample.weights_S]
-    grids = [np.array(each, np.int64) for each in (sample.image_grids, sample.video_grids)]
+    grids = [np.array(part, np.int64) for part in (sample.image_grids, sample.video_grids)]
     return _sum([sample.ids_S, sample.trained_S, *weights, *grids])
 
 
@@ -146,6 +146,6 @@ def _column(values: Iterable[int]) -> np.ndarray:
 
 
 def _grids(file: Any, name: str, span: slice) -> tuple[Any, ...]:
-    if span.start == span.stop:  # safetensors cannot slice what is empty
+    if span.start == span.stop:  # safetensors cannot slice an empty tensor
         return ()
     return tuple(map(tuple, file.get_slice(name)[span].tolist()))

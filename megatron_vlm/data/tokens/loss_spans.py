@@ -1,4 +1,5 @@
-"""Messages in a rendered chat: which turns each shows, which are trained, and what they weigh."""
+"""Messages in a rendered chat: the turns that they show, the choice of trained messages, and
+weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +10,24 @@ from megatron_vlm.errors import DataError
 
 @dataclass(frozen=True)
 class RenderedMessage:
-    """A message of the rendered text. Its tokens [body, end) are those after the line with its
-    role, <|im_end|> included."""
+    """A message of the rendered text. Its tokens [body, end) follow the line with its role, and
+    include <|im_end|>."""
 
     role: str
     body: int
     end: int
-    turns: list[ChatMessage]  # those that it shows
+    turns: list[ChatMessage]  # turns that it shows
 
     @property
     def weight(self) -> float | None:
-        """What the record says about the loss of its tokens."""
+        """Weight of its tokens' losses, if the record has one."""
         return self.turns[0].weight if self.turns else None
 
 
 def choose_trained(
     messages: Sequence[RenderedMessage], train_on: str | Sequence[str]
 ) -> list[bool]:
-    """Which messages data.train_on picks."""
+    """Return a flag for each message: true if data.train_on picks it."""
     if train_on == "record":
         return [bool(message.weight) for message in messages]
     if train_on == "last_assistant":
@@ -37,12 +38,12 @@ def choose_trained(
 
 
 def weight_of_message(message: RenderedMessage, where: str) -> float:
-    """Of the loss of each of its tokens."""
-    if len(given := {turn.weight for turn in message.turns}) > 1:
-        shown = ", ".join("none" if weight is None else f"{weight:g}" for weight in given)
+    """Return the weight of the loss of each token in the message."""
+    if len(weights := {turn.weight for turn in message.turns}) > 1:
+        listing = ", ".join("none" if weight is None else f"{weight:g}" for weight in weights)
         raise DataError(
             f"differs between {len(message.turns)} {message.role} messages that the chat template "
-            f"shows as one: {shown}",
+            f"shows as one: {listing}",
             place=where,
             key="weight",
             remedy="give them the same",
@@ -51,9 +52,9 @@ def weight_of_message(message: RenderedMessage, where: str) -> float:
 
 
 def take_turns(waiting: list[ChatMessage], role: str) -> list[ChatMessage]:
-    """Take the turns that a message with this role shows: one, or several tool messages in a row,
-    which Qwen's templates show as one of the user; none for a system prompt that the template
-    adds by itself."""
+    """Take the turns that a message with this role shows. A message shows one turn, or several tool
+    messages in a row, which Qwen's templates show as one user message. A system prompt that the
+    template adds by itself shows no turn."""
     if waiting and role == "user" and waiting[0].role == "tool":
         count = next((i for i, t in enumerate(waiting) if t.role != "tool"), len(waiting))
     else:

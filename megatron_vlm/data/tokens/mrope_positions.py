@@ -13,13 +13,13 @@ from megatron_vlm.family.spec import PlaceholderRun, Tokens
 
 
 class GridQueue:
-    """The grids of the images and video frames whose tokens have yet to come, in order."""
+    """The grids of the images and video frames whose tokens are still to come, in order."""
 
     def __init__(self, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None, tokens: Tokens):
         grids = {tokens.image_id: image_grid_I3, tokens.video_id: video_grid_I3}
         self.waiting = {
             token: deque(
-                # A video's frames are separate runs of tokens: timestamps stand between them.
+                # A video's frames are separate runs of tokens, with timestamps between them.
                 (h // tokens.merge, w // tokens.merge)
                 for t, h, w in ([] if grid_I3 is None else grid_I3.tolist())
                 for _ in range(1 if token == tokens.image_id else t)
@@ -30,9 +30,9 @@ class GridQueue:
         self.names = {tokens.image_id: "image", tokens.video_id: "video frame"}
 
     def runs_of(self, ids_S: Tensor, where: str) -> list[PlaceholderRun]:
-        """The runs of placeholders in a row, each of them taking the next grid.
+        """Return the runs of placeholders in a row, each of which takes the next grid.
 
-        Raises a DataError with the row, the image and both counts if they do not fit.
+        Raises a DataError with the row, the image and both counts if they do not agree.
         """
         values, counts = torch.unique_consecutive(ids_S, return_counts=True)
         ends = counts.cumsum(0)
@@ -65,7 +65,7 @@ class GridQueue:
         return runs
 
     def check_used_up(self, where: str) -> None:
-        """Refuse images that no tokens are left for."""
+        """Raise a DataError if images are left that have no tokens."""
         for token, grids in self.waiting.items():
             if grids:
                 name, total = self.names[token], self.total[token]

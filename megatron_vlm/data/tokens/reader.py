@@ -1,4 +1,4 @@
-"""Reader: raw records become samples, and samples rows with pixels."""
+"""Reader: from raw records to samples, and from samples to rows with pixels."""
 
 import math
 from collections import Counter
@@ -30,7 +30,7 @@ from megatron_vlm.io.untrusted import home_path
 
 @dataclass(frozen=True)
 class Reader:
-    """Makes samples and rows from the raw records of one source."""
+    """A reader that makes samples and rows from the raw records of one source."""
 
     encoder: Encoder
     policy: MediaPolicy
@@ -40,22 +40,22 @@ class Reader:
     def encode(
         self, raw: object, where: str, prompt: bool = False, passed: Counter[str] | None = None
     ) -> Sample:
-        """Tokens and grids. Only the headers of images are read, not their pixels. `passed` counts
-        the keys that nothing is made of."""
+        """Encode a record as tokens and grids. Only the headers of images are read, not their
+        pixels. `passed` counts the unused keys."""
         record = self.parse(raw, where, passed)
         sample = self.encoder.encode(record, self.policy, prompt or self.asks)
         check_ids(sample.ids_S, self.tokens, where)
         return sample
 
     def parse(self, raw: object, where: str, passed: Counter[str] | None = None) -> Record:
-        """What the raw record says."""
+        """Parse a raw record."""
         cfg = self.encoder.cfg
         strict = cfg.unknown_keys == "refuse"
         record = parse_record(raw, where, cfg.ignore_keys, strict, cfg.lone_marks, passed)
         return without_answer(record) if self.asks else record
 
     def row(self, raw: object, where: str, sample: Sample) -> PlacedRow:
-        """The sample with its pixels."""
+        """Return the sample with its pixels."""
         record = self.parse(raw, where)
         images = _read(record.media(Image), sample.image_grids, self.picture, f"{where}: image")
         videos = _read(record.media(Video), sample.video_grids, self._video, f"{where}: video")
@@ -66,7 +66,7 @@ class Reader:
         return place_row(row, self.tokens, where)
 
     def picture(self, image: Image, where: str) -> Tensor:
-        """The image decoded, resized and cut into patches: bytes [P, C]."""
+        """Decode an image, resize it and cut it into patches: bytes [P, C]."""
         settings = self.encoder.images.within(image.min_pixels, image.max_pixels, where)
         return torch.from_numpy(image_patches(read_image(image, self.policy, where), settings))
 
@@ -83,28 +83,29 @@ class Reader:
 
 
 def make_encoder(model_path: str, cfg: DataConfig) -> Encoder:
-    """The checkpoint's tokenizer and processors, with the configuration's rules."""
+    """Return an encoder with the checkpoint's tokenizer and processors, and the configuration's
+    rules."""
     folder = folder_of(model_path)
     tokenizer = read_tokenizer(model_path, cfg.add_tokens)
     marks = read_family(folder).marks
     renderer = ChatRenderer(tokenizer, cfg.special_tokens, marks, cfg.template_kwargs)
     images = ImageSettings.from_checkpoint(folder, cfg.min_pixels, cfg.max_pixels)
-    chosen = {name: getattr(cfg, f"video_{name}") for name in CHOSEN}
-    videos = VideoSettings.from_checkpoint(folder, chosen)
+    options = {name: getattr(cfg, f"video_{name}") for name in CHOSEN}
+    videos = VideoSettings.from_checkpoint(folder, options)
     return Encoder(renderer, images, videos, cfg)
 
 
 def make_reader(
     encoder: Encoder, cfg: DataConfig, sizes: ModelSizes, root: str | None, asks: bool = False
 ) -> Reader:
-    """A reader for records whose images are in `root`; with None it opens no local files."""
+    """Return a reader for records whose images are in `root`; with None it opens no local files."""
     root = None if root is None else str(home_path(root))
     policy = MediaPolicy(root, cfg.allow_http, cfg.exif_orientation)
     return Reader(encoder, policy, sizes.tokens, asks)
 
 
 def without_answer(record: Record) -> Record:
-    """The record up to where its last answer begins, if it ends with one."""
+    """Return the record without its last answer, if it ends with one."""
     if not isinstance(record, Conversation) or record.turns[-1].role != "assistant":
         return record
     turns = record.turns[:-1]
@@ -118,7 +119,8 @@ def without_answer(record: Record) -> Record:
 def _read(
     media: Sequence[Any], grids: Sequence[Grid], read: Callable[[Any, str], Tensor], where: str
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The patches and the grids of the images or videos of a sample; a cut drops the last ones."""
+    """Return the patches and the grids of a sample's images or videos. A cut drops the last
+    ones."""
     patches = []
     for i, (medium, grid) in enumerate(zip(media[: len(grids)], grids, strict=True)):
         part = read(medium, f"{where} {i}")

@@ -1,9 +1,9 @@
 """Row: one sample as tensors, its placeholders checked against its images.
 
 Shapes: S tokens of a row, I images, P patches of all images, C values of a patch, 3 the axes time,
-height, width, 5 the columns of a token: its id, its target (what it predicts) and its position on
-three axes, F the values of a token that a loss reads, J targets of a place, L decoder layers with
-experts, K experts of a token.
+height, width, 5 the columns of a token: its id, its target (the token that it predicts) and its
+position on three axes, F the values of a token that a loss reads, J targets of a position, L
+decoder layers with experts, K experts of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,16 @@ IGNORE = -100  # a label that carries no loss, as in Hugging Face
 
 @dataclass(frozen=True)
 class Row:
-    """One sample. Each token's label has the token's own place (not shifted, as in Hugging Face),
-    and so has each value of `values_S`, which holds, by name, what a loss reads (see losses.py).
+    """A sample as tensors. Each label is at its own token (not shifted, as in Hugging Face), and so
+    is each value of `values_S`, which holds by name the values that a loss reads (see losses.py).
     `loss_weights_S` multiplies the loss of each supervised token; None: all have the weight 1.
-    Pixels are floats as the image processor gives them, or bytes as `image_patches` does.
-    `routing_SLK` says which experts each token goes to, in place of the model's routers; -1 leaves
-    a token to them, and None leaves all.
+    Pixels are floats as the image processor returns them, or bytes as `image_patches` does.
+    `routing_SLK` has the experts of each token, in place of the routers' choice. With -1 the
+    routers choose for a token, and with None for all tokens.
 
-    Instead of labels a row may have `targets`: [S], what each place predicts, or [S, J], several
-    ids that it may predict; IGNORE where it has none. Values then have their shape and places."""
+    A row may have `targets` in place of labels: [S], the token that each position predicts, or [S,
+    J], several ids that it may predict; IGNORE fills the rest. Values then have the shape and the
+    positions of the targets."""
 
     ids_S: Tensor
     labels_S: Tensor
@@ -44,16 +45,16 @@ class Row:
     targets: Tensor | None = None
 
     def check_pixels(self, where: str) -> None:
-        """Refuse patches and grids that do not come together or do not add up."""
+        """Raise a DataError if patches and grids do not come together or do not add up."""
         for pixels, grid, name in (
             (self.pixel_values_PC, self.image_grid_I3, "pixel_values"),
             (self.pixel_values_videos_PC, self.video_grid_I3, "pixel_values_videos"),
         ):
             expected = 0 if grid is None else int(grid.prod(-1).sum())
-            got = 0 if pixels is None else len(pixels)
-            if expected != got:
+            num_patches = 0 if pixels is None else len(pixels)
+            if expected != num_patches:
                 raise DataError(
-                    f"has {got} patches but its grid needs {expected}",
+                    f"has {num_patches} patches but its grid needs {expected}",
                     place=where,
                     key=name,
                     remedy="take both from one call of the image processor",
@@ -62,21 +63,21 @@ class Row:
 
 @dataclass(frozen=True)
 class PlacedRow:
-    """A checked row, its tokens, targets and positions in one table, so that collating is a copy
-    of it."""
+    """A checked row. Its tokens, targets and positions are in one table, so that collating only
+    copies it."""
 
     row: Row
     tokens_S5: np.ndarray  # int32
     values_SF: np.ndarray | None = None  # float32, shifted like the targets
-    weights_S: np.ndarray | None = None  # of the loss; float32, shifted like the targets
-    # Of a row whose places have several targets; the table has the first that there is.
+    weights_S: np.ndarray | None = None  # float32, weights of the loss, shifted like the targets
+    # Set if positions have several targets. The table then has the first target of each position.
     targets_SJ: np.ndarray | None = None
     values_SJF: np.ndarray | None = None
 
 
 def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -> PlacedRow:
-    """Check every image against its placeholders, shift the labels and compute the positions. Of
-    the row's values, those with these names are kept."""
+    """Check every image against its placeholders, shift the labels and compute the positions. Only
+    the row's values with these names are kept."""
     if row.ids_S.shape != row.labels_S.shape or row.ids_S.dim() != 1 or not len(row.ids_S):
         raise DataError(
             f"has shape {tuple(row.labels_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
@@ -110,7 +111,8 @@ def place_row(row: Row, tokens: Tokens, where: str, names: Sequence[str] = ()) -
 
 
 def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
-    """What each place predicts, [S] or [S, J]: the next token's label, or what the row says."""
+    """Return the targets of each position, [S] or [S, J]: the next token's label, or the row's own
+    targets."""
     if row.targets is None:
         labels_S = row.labels_S.numpy()
         check_ids(np.where(labels_S == IGNORE, 0, labels_S), tokens, where, "labels")
@@ -137,8 +139,8 @@ def _targets(row: Row, tokens: Tokens, where: str) -> np.ndarray:
 
 
 def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens") -> None:
-    """Refuse ids that the model has no row for. A rank that holds a part of the embedding would
-    take them for those of another rank, and the sum would be zero."""
+    """Raise a DataError for ids that the model has no embedding for. A rank that holds a part of
+    the embedding would take them for ids of another rank, and the sum would be zero."""
     if len(wrong := np.argwhere((ids < 0) | (ids >= tokens.vocab))):
         raise DataError(
             f"is not one of the model's ids, 0 to {tokens.vocab - 1}",
@@ -152,67 +154,69 @@ def check_ids(ids: np.ndarray, tokens: Tokens, where: str, name: str = "tokens")
 
 
 def _shifted_weights(row: Row, where: str) -> np.ndarray | None:
-    given_S = row.loss_weights_S
-    if given_S is None:
+    loss_weights_S = row.loss_weights_S
+    if loss_weights_S is None:
         return None
-    if given_S.shape != row.ids_S.shape:
+    if loss_weights_S.shape != row.ids_S.shape:
         raise DataError(
-            f"has shape {tuple(given_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
+            f"has shape {tuple(loss_weights_S.shape)}, and ids has {tuple(row.ids_S.shape)}",
             place=where,
             key="loss_weights",
             remedy="give a weight for each token, in its own place",
         )
     weights_S = np.zeros(len(row.ids_S), dtype=np.float32)
-    weights_S[:-1] = given_S[1:].detach().float().numpy()
+    weights_S[:-1] = loss_weights_S[1:].detach().float().numpy()
     supervised_S = row.labels_S[1:].numpy() != IGNORE
-    good_S = np.isfinite(weights_S[:-1]) & (weights_S[:-1] > 0)
-    if (wrong := (supervised_S & ~good_S).nonzero()[0]).size:
+    is_valid_S = np.isfinite(weights_S[:-1]) & (weights_S[:-1] > 0)
+    if (wrong := (supervised_S & ~is_valid_S).nonzero()[0]).size:
         raise DataError(
             ": the token is supervised",
             place=where,
             key=f"loss_weights[{wrong[0] + 1}]",
-            found=float(given_S[wrong[0] + 1]),
+            found=float(loss_weights_S[wrong[0] + 1]),
             remedy="give a finite number above 0, or the label -100",
         )
     return weights_S
 
 
 def _values(row: Row, targets: np.ndarray, names: Sequence[str], where: str) -> np.ndarray:
-    """The values [..., F] of these names, each where the target is that it belongs to."""
+    """Return the values [..., F] with these names, each at the position of its target."""
     values = np.zeros((*targets.shape, len(names)), dtype=np.float32)
     is_target = targets != IGNORE
-    shape = targets.shape  # of labels, too: there are as many
+    shape = targets.shape  # Labels have this shape, too.
     for place, name in enumerate(names):
-        given = row.values_S.get(name)
-        if given is None and not is_target.any():
+        tensor = row.values_S.get(name)
+        if tensor is None and not is_target.any():
             continue
-        if given is None or tuple(given.shape) != shape:
-            got = "is missing" if given is None else f"has shape {tuple(given.shape)}"
-            each = f"{len(row.ids_S)} tokens" if row.targets is None else f"targets {shape}"
+        if tensor is None or tuple(tensor.shape) != shape:
+            problem = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
+            targets_text = f"{len(row.ids_S)} tokens" if row.targets is None else f"targets {shape}"
             by_token = "give one number per token, in the place of that token"
             raise DataError(
-                f"{got}, and the loss reads it for each of the row's {each}",
+                f"{problem}, and the loss reads it for each of the row's {targets_text}",
                 place=where,
                 key=name,
                 remedy=by_token if row.targets is None else "give one number for each target",
             )
-        own = given.detach().float().numpy()
-        values[..., place] = own if row.targets is not None else np.append(own[1:], np.float32(0))
-        good = np.isfinite(values[..., place])
-        if len(wrong := np.argwhere(is_target & ~good)):
+        numbers = tensor.detach().float().numpy()
+        values[..., place] = (
+            numbers if row.targets is not None else np.append(numbers[1:], np.float32(0))
+        )
+        is_finite = np.isfinite(values[..., place])
+        if len(wrong := np.argwhere(is_target & ~is_finite)):
             first = wrong[0] if row.targets is not None else wrong[0] + 1
             raise DataError(
                 ": the token is supervised",
                 place=where,
                 key=f"{name}[{','.join(map(str, first))}]",
-                found=float(own[tuple(first)]),
+                found=float(numbers[tuple(first)]),
                 remedy="give a finite number, or the label -100",
             )
     return values
 
 
 def continued(prompt: Row, ids: Sequence[int], **values: float) -> Row:
-    """The prompt followed by supervised tokens, each of which gets these values."""
+    """Return the prompt followed by supervised tokens, each of which gets these values."""
     answer_S = torch.tensor(ids, dtype=torch.long)
     ids_S = torch.cat([prompt.ids_S, answer_S])
     labels_S = torch.cat([torch.full_like(prompt.ids_S, IGNORE), answer_S])

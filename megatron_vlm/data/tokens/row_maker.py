@@ -15,25 +15,26 @@ from megatron_vlm.io.hub import pin
 
 
 class RowMaker:
-    """Makes rows with the tokenizer and the processors of a checkpoint: a folder, or a
-    name on the Hub. `settings` are keys
-    of the configuration's `data` (see docs/data.md). No local file is opened unless `image_root`
-    names a folder; then only files inside it are. Keys that mean nothing are refused."""
+    """A maker of rows with the tokenizer and the processors of a checkpoint: a folder, or a name on
+    the Hub. `settings` are keys of the configuration's `data` (see docs/data.md). No local file is
+    opened unless `image_root` names a folder; then only files inside it are opened. Unknown keys of
+    records are refused, unless `settings` allow them."""
 
     def __init__(self, checkpoint: str, **settings: Any):
         cfg = DataConfig(**{"unknown_keys": "refuse", **settings})
         check_values(replace(Config(), data=cfg))
         checkpoint = pin(checkpoint)
-        sizes = read_sizes(checkpoint, cfg.add_tokens)  # it refuses tokens that are not new
+        sizes = read_sizes(checkpoint, cfg.add_tokens)  # refuses tokens that are not new
         encoder = make_encoder(checkpoint, cfg)
         self.reader = make_reader(encoder, cfg, sizes, cfg.image_root)
 
     def row(
         self, record: Mapping[str, Any], prompt: bool = False, where: str = "the record"
     ) -> Row:
-        """The row of a record in any format of docs/data.md: `messages`, or `chunks` of token ids
-        and images. Labels follow `train_on` and the record's weights or mask. A prompt has none,
-        and one of messages ends where the answer begins. Errors call the record `where`."""
+        """Return the row of a record in any format of docs/data.md: `messages`, or `chunks` of
+        token ids and images. Labels follow `train_on` and the record's weights or mask. A prompt
+        has no labels, and a prompt of messages ends where the answer begins. Errors call the record
+        `where`."""
         try:
             sample = self.reader.encode(record, where, prompt)
         except RecordDropped as rule:

@@ -1,4 +1,5 @@
-"""Sample: a record as the model takes it, without the pixels. A cut never divides an image.
+"""Sample: a record in the form that the model takes, without the pixels. A cut never divides an
+image.
 
 Shapes: U tokens before placeholders are expanded, S tokens, I images, V videos.
 """
@@ -39,8 +40,8 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens, which of them are trained, and the grids of their images and videos. `weights_S` are
-    those of the losses of trained tokens, or None where each is 1."""
+    """A record's tokens, the flags of its trained tokens, and the grids of its images and videos.
+    `weights_S` are the weights of the trained tokens' losses, or None if each is 1."""
 
     ids_S: np.ndarray  # int32
     trained_S: np.ndarray  # bool
@@ -50,7 +51,7 @@ class Sample:
 
     @property
     def num_supervised(self) -> int:
-        """Trained tokens without the first, which no token predicts."""
+        """Number of trained tokens without the first, which no token predicts."""
         return int(self.trained_S[1:].sum())
 
     @property
@@ -59,7 +60,7 @@ class Sample:
 
     @property
     def patch_pairs(self) -> int:
-        """Pairs of patches that attend to each other: those of the same frame."""
+        """Number of pairs of patches that attend to each other: patches of the same frame."""
         return sum(t * (h * w) ** 2 for t, h, w in (*self.image_grids, *self.video_grids))
 
 
@@ -69,7 +70,7 @@ class RecordDropped(Exception):  # noqa: N818 - not an error
 
 @dataclass
 class Encoder:
-    """Everything that turns records into samples. Picklable, for worker processes."""
+    """An encoder that turns records into samples. It can be pickled, for worker processes."""
 
     renderer: ChatRenderer
     images: ImageSettings
@@ -77,8 +78,8 @@ class Encoder:
     cfg: DataConfig
 
     def encode(self, record: Record, policy: MediaPolicy, prompt: bool = False) -> Sample:
-        """The sample of a record. Raises DataError if it is wrong, Dropped if a rule leaves it out.
-        A prompt has nothing trained, and a chat as a prompt ends where the answer begins."""
+        """Encode a record. Raise DataError if it is wrong, RecordDropped if a rule leaves it out.
+        No token of a prompt is trained, and a chat as a prompt ends where the answer begins."""
         sizes = image_sizes(record, policy)
         image_grids = [
             self.image_grid(image, size, f"{record.where}: image {i}")
@@ -111,11 +112,11 @@ class Encoder:
         return sample
 
     def image_grid(self, image: Image, size: Size, where: str) -> Grid:
-        """The patches that an image of this height and width becomes."""
+        """Return the grid of patches of an image with this height and width."""
         return self.images.within(image.min_pixels, image.max_pixels, where).grid(*size)
 
     def video_plan(self, video: Video, policy: MediaPolicy, where: str) -> VideoPlan:
-        """The frames of a video that the model sees, and their size."""
+        """Choose the frames of a video that the model sees, and their size."""
         if isinstance(video.source, str):
             path = resolve_path(video.source, policy, where)
             try:
@@ -128,7 +129,8 @@ class Encoder:
         return plan_video(info, self.videos, False, where, video.options)
 
     def _read_chunks(self, record: EncodedRecord, grids: Sequence[Grid]) -> Rendered:
-        """Encoded tokens as they are, a placeholder for each image, the mask without the images."""
+        """Return the encoded tokens as they are, a placeholder for each image, and the mask without
+        the entries of images."""
         ids: list[int] = []
         weights: list[float] = []
         cursor, image = 0, 0
@@ -173,7 +175,7 @@ class Encoder:
         return Rendered(np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32), ())
 
     def _num_tokens(self, grid: Grid) -> int:
-        """The tokens of an image, or of one frame of a video."""
+        """Return the number of tokens of an image, or of one frame of a video."""
         return grid[1] * grid[2] // self.images.merge_size**2
 
     def _expand(
@@ -183,7 +185,8 @@ class Encoder:
         image_grids: Sequence[Grid],
         plans: Sequence[VideoPlan],
     ) -> tuple[Sample, list["Span"]]:
-        """Each placeholder repeated by its count, and the spans of the images and videos then."""
+        """Repeat each placeholder by its count. Return the sample, and the spans of its images and
+        videos."""
         ids_U = rendered.ids_U
         video_grids = tuple(plan.grid_thw for plan in plans)
         # One placeholder for each image, and one for each frame of a video.
@@ -206,17 +209,20 @@ class Encoder:
         for start, end in zip(rendered.video_starts, ends, strict=True):
             spans.append(("video", start, int(frames[end - 1])))
         weights_U = rendered.weights_U.copy()
-        found = []
+        token_spans = []
         for kind, first, last in sorted(spans, key=lambda span: span[1]):
             first, last = self._with_brackets(ids_U, first, last)
-            weights_U[first : last + 1] = 0  # images are given, never predicted
-            found.append(Span(kind, int(starts_U[first]), int(starts_U[last] + repeats_U[last])))
+            weights_U[first : last + 1] = 0  # Images are input and never predicted.
+            token_spans.append(
+                Span(kind, int(starts_U[first]), int(starts_U[last] + repeats_U[last]))
+            )
         ids_S, weights_S = np.repeat(ids_U, repeats_U), np.repeat(weights_U, repeats_U)
         grids = tuple(image_grids), video_grids
-        return Sample(ids_S, weights_S > 0, *grids, uneven(weights_S)), found
+        return Sample(ids_S, weights_S > 0, *grids, uneven(weights_S)), token_spans
 
     def _with_brackets(self, ids_U: np.ndarray, first: int, last: int) -> tuple[int, int]:
-        """[first, last] with the <|vision_start|> before it and the <|vision_end|> after it."""
+        """Extend [first, last] by the <|vision_start|> before it and the <|vision_end|> after
+        it."""
         while first > 0 and ids_U[first - 1] == self.renderer.vision_start_id:
             first -= 1
         while last + 1 < len(ids_U) and ids_U[last + 1] == self.renderer.vision_end_id:
@@ -224,21 +230,21 @@ class Encoder:
         return first, last
 
     def _bounded(self, text: str, where: str) -> str:
-        """A text that is certainly longer than data.max_tokens, by data.truncation: the tokens of
-        megabytes take gigabytes of memory."""
-        cfg, least = self.cfg, self.renderer.least_tokens(text)
-        if least <= cfg.max_tokens:
+        """Apply data.truncation to a text that is certainly longer than data.max_tokens. The tokens
+        of megabytes of text would take gigabytes of memory."""
+        cfg, min_tokens = self.cfg, self.renderer.least_tokens(text)
+        if min_tokens <= cfg.max_tokens:
             return text
         if cfg.truncation == "image_safe":
             return self.renderer.shortened(text, cfg.max_tokens)
-        raise self._too_long({"max_tokens": f"{least} tokens or more"}, where)
+        raise self._too_long({"max_tokens": f"{min_tokens} tokens or more"}, where)
 
     def _too_long(
         self, over: Mapping[str, str], where: str, sample: Sample | None = None
     ) -> DataError | RecordDropped:
-        """What becomes of a record above limits that is not cut: `over` has, for each of these
-        keys of the data, what the record counts. With a sample, smaller images or videos would
-        help."""
+        """Return the outcome of a record above limits that is not cut. `over` has the record's
+        count for each exceeded limit, a key of the data. If a sample is passed, smaller images or
+        videos would help."""
         if self.cfg.truncation == "drop":
             return RecordDropped("above data.max_tokens or data.max_images")
         smaller = ""
@@ -257,7 +263,7 @@ class Encoder:
         )
 
     def _fit(self, sample: Sample, spans: Sequence["Span"], where: str) -> Sample:
-        """The sample within data.max_tokens and data.max_images, by data.truncation."""
+        """Return the sample within data.max_tokens and data.max_images, as data.truncation says."""
         cfg, tokens, images = self.cfg, len(sample.ids_S), len(sample.image_grids)
         over = {}
         if tokens > cfg.max_tokens:
@@ -265,13 +271,13 @@ class Encoder:
         if cfg.max_images is not None and images > cfg.max_images:
             over["max_images"] = f"{images} images"
         if over and cfg.truncation != "image_safe":
-            shown = sample if tokens > cfg.max_tokens else None
-            raise self._too_long(over, where, shown)
+            too_long = sample if tokens > cfg.max_tokens else None
+            raise self._too_long(over, where, too_long)
         return cut_sample(sample, spans, cfg.max_tokens, cfg.max_images) if over else sample
 
 
 def image_sizes(record: Record, policy: MediaPolicy) -> list[Size]:
-    """Height and width of each of the record's images, from its header."""
+    """Return height and width of each of the record's images, from its header."""
     return [
         image_size(image, policy, f"{record.where}: image {i}")
         for i, image in enumerate(record.media(Image))
@@ -290,29 +296,30 @@ class Span:
 def cut_sample(
     sample: Sample, spans: Sequence[Span], max_tokens: int, max_images: int | None
 ) -> Sample:
-    """The longest beginning within both limits that does not end inside an image. Images past the
-    cut are left out, and so are their patches."""
+    """Return the longest prefix within both limits that does not end inside an image. Images past
+    the cut are left out, and so are their patches."""
     end = min(max_tokens, len(sample.ids_S))
     images = [span for span in spans if span.kind == "image"]
     if max_images is not None and len(images) > max_images:
         end = min(end, images[max_images].start)
     end = min([end, *(span.start for span in spans if span.start < end < span.end)])
-    kept = [span.kind for span in spans if span.end <= end]
+    kinds = [span.kind for span in spans if span.end <= end]
     return Sample(
         sample.ids_S[:end],
         sample.trained_S[:end],
-        sample.image_grids[: kept.count("image")],
-        sample.video_grids[: kept.count("video")],
+        sample.image_grids[: kinds.count("image")],
+        sample.video_grids[: kinds.count("video")],
         None if sample.weights_S is None else uneven(sample.weights_S[:end]),
     )
 
 
 def uneven(weights_S: np.ndarray) -> np.ndarray | None:
-    """The weights, unless each is 0 or 1: then what is trained says it all."""
+    """Return the weights, or None if each is 0 or 1: the flags of trained tokens are enough
+    then."""
     return None if np.isin(weights_S, (0, 1)).all() else weights_S
 
 
 def _one_pad_a_frame(plan: VideoPlan, merge: int, marks: VisionMarks) -> str:
-    """The video's text with a single placeholder for each frame, to be expanded by count."""
+    """Return the video's text with a single placeholder for each frame, to be expanded by count."""
     count = plan.grid_thw[1] * plan.grid_thw[2] // merge**2
     return video_text(plan, merge, marks).replace(marks.video * count, marks.video)

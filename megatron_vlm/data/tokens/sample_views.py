@@ -1,7 +1,6 @@
-"""Samples as the model sees them: turns of text with images between, trained tokens marked.
+"""Samples as the model sees them: turns of text with images in between, trained tokens marked.
 
-Pictures are decoded, resized and put together again from their patches only for those who look
-at them.
+Pictures are decoded, resized and reassembled from their patches only if somebody looks at them.
 
 Shapes: S tokens, P patches, C values of a patch, H W 3 a picture in RGB.
 """
@@ -29,7 +28,7 @@ MOST_FRAMES = 16  # temporal patches of a video that get pictures
 
 @dataclass(frozen=True)
 class View:
-    """What one run of placeholders stands for: an image, or one temporal patch of a video."""
+    """An image, or one temporal patch of a video: the content of one run of placeholders."""
 
     label: str  # image 0; video 1, frame 2
     name: str  # its path, for display
@@ -37,7 +36,7 @@ class View:
     width: int
     num_tokens: int
     pictures: tuple[np.ndarray, ...] = ()  # [H, W, 3] bytes; empty if none was decoded
-    outlines: tuple[Outline, ...] = ()  # what the record marks on it
+    outlines: tuple[Outline, ...] = ()  # boxes and points that the record marks on it
 
     @property
     def text(self) -> str:
@@ -52,17 +51,17 @@ class TextPiece:
     trained: bool = False
     special: bool = False  # tokens of the template, not text that spells them
     view: View | None = None
-    weight: float = 1.0  # of the loss of each token, where they are trained
+    weight: float = 1.0  # weight of the loss of each token, if they are trained
 
     @property
     def mark(self) -> str:
-        """What is said of a trained piece whose tokens weigh more or less than others."""
+        """Label of a trained piece whose tokens weigh more or less than others, otherwise empty."""
         return f"x{self.weight:.6g}" if self.trained and self.weight != 1 else ""
 
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """A turn without the frame that the template puts around each: `<|im_start|>role`, and the
+    """A turn without the frame that the template puts around each turn: `<|im_start|>role`, and the
     newline after `<|im_end|>`. Tokens outside ChatML, as in chunk lists, have no role."""
 
     role: str
@@ -71,17 +70,17 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample as the model sees it, and the place of its record."""
+    """A sample as the model sees it, and the place of its record."""
 
-    number: int  # over all sources, as --sample counts
+    number: int  # number over all sources, as --sample counts
     where: str
     sample: Sample
     turns: tuple[ShownTurn, ...]
-    problem: str | None = None  # why its pictures cannot be shown, or its boxes be right
+    problem: str | None = None  # why its pictures cannot be shown, or its boxes cannot be right
 
     @property
     def figures(self) -> str:
-        """Its sizes in one line."""
+        """Sizes of the sample in one line."""
         sizes = [f"{len(self.sample.ids_S):,} tokens", f"{self.sample.num_supervised:,} trained"]
         for kind, grids in (("image", self.sample.image_grids), ("video", self.sample.video_grids)):
             if grids:
@@ -94,7 +93,7 @@ class ShownSample:
 def show_sample(
     reader: Reader, raw: Any, where: str, sample: Sample, pictures: bool, number: int = 0
 ) -> ShownSample:
-    """The sample of a raw record, its views with pictures if they are wanted."""
+    """Return the sample of a raw record. Its views have pictures if `pictures` is set."""
     record = reader.parse(raw, where)
     views, problem = _with_outlines(_views(sample, record, reader), sample, record, reader)
     if pictures and views:
@@ -109,8 +108,8 @@ def show_sample(
 def unpatch(
     patches_PC: np.ndarray, grid: tuple[int, int, int], patch: int, merge: int
 ) -> np.ndarray:
-    """Pictures [temporal patches, frames of one, H, W, 3] from patches: the inverse of
-    `image_patches` and `video_patches`."""
+    """Return pictures [temporal patches, frames per temporal patch, H, W, 3] from patches: the
+    inverse of `image_patches` and `video_patches`."""
     t, h, w = grid
     split = patches_PC.reshape(t, h // merge, w // merge, merge, merge, 3, -1, patch, patch)
     pixels = split.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
@@ -118,39 +117,42 @@ def unpatch(
 
 
 def _views(sample: Sample, record: Record, reader: Reader) -> list[View]:
-    """First all images, then all temporal patches of all videos."""
+    """Return first all images, then all temporal patches of all videos."""
     images = zip(sample.image_grids, record.media(Image), strict=False)  # a cut drops the last ones
     videos = zip(sample.video_grids, record.media(Video), strict=False)
     merged = reader.tokens.merge**2
-    found = [
+    views = [
         View(f"image {i}", _short_name(image.name), h, w, h * w // merged)
         for i, ((_, h, w), image) in enumerate(images)
     ]
     for i, ((t, h, w), video) in enumerate(videos):
         name = _short_name(video.name)
-        found += [View(f"video {i}, frame {j}", name, h, w, h * w // merged) for j in range(t)]
-    return found
+        views += [View(f"video {i}, frame {j}", name, h, w, h * w // merged) for j in range(t)]
+    return views
 
 
 def _with_outlines(
     views: list[View], sample: Sample, record: Record, reader: Reader
 ) -> tuple[list[View], str | None]:
-    """The views of images with their boxes and points, and what is wrong with those."""
-    kept = len(sample.image_grids)  # the views of videos follow
+    """Return the views of images with their boxes and points, and the problem with these, if
+    any."""
+    count = len(sample.image_grids)  # the views of videos follow
     try:
-        boxes = isinstance(record, Conversation) and record.objects is not None
-        sizes = image_sizes(record, reader.policy) if boxes else []
-        found = outlines_of(record, sizes, len(record.media(Image)))
-    except DataError as error:  # a picture has gone since the text was encoded
+        has_boxes = isinstance(record, Conversation) and record.objects is not None
+        sizes = image_sizes(record, reader.policy) if has_boxes else []
+        image_outlines = outlines_of(record, sizes, len(record.media(Image)))
+    except DataError as error:  # a picture was removed after the text was encoded
         return views, str(error)
-    marked = zip(views[:kept], found, strict=False)
-    views = [replace(view, outlines=tuple(outlines)) for view, outlines in marked] + views[kept:]
+    pairs = zip(views[:count], image_outlines, strict=False)
+    views = [replace(view, outlines=tuple(outlines)) for view, outlines in pairs] + views[count:]
     if (
-        far := max((n for outlines in found for s in outlines for n in s.numbers), default=0)
+        worst := max(
+            (n for outlines in image_outlines for s in outlines for n in s.numbers), default=0
+        )
     ) <= 1000:
         return views, None
     return views, (
-        f"{record.where}: a box in the text has {far:g}, above 1000: Qwen3-VL's coordinates are "
+        f"{record.where}: a box in the text has {worst:g}, above 1000: Qwen3-VL's coordinates are "
         "thousandths of the picture's sides, and text is learnt as it stands; to give pixels, use "
         "objects and <bbox> (docs/data.md)"
     )
@@ -177,13 +179,13 @@ def _with_pictures(views: Sequence[View], row: Row, sample: Sample, encoder: Enc
 def _turns(
     sample: Sample, reader: Reader, views: Sequence[View], where: str
 ) -> tuple[ShownTurn, ...]:
-    """The tokens, cut where a turn begins and, within it, where their kind changes."""
+    """Cut the tokens where a turn begins and, within a turn, where their kind changes."""
     renderer = reader.encoder.renderer
     tokenizer = renderer.tokenizer
     special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     kind_S = np.isin(sample.ids_S, special).astype(np.int64)  # 0: text, 1: special, below 0: a view
-    placed = list(_placed(sample, reader, views, where))
-    for number, (start, view) in enumerate(placed):
+    placed_views = list(_placed(sample, reader, views, where))
+    for number, (start, view) in enumerate(placed_views):
         kind_S[start : start + view.num_tokens] = -1 - number
     turn_S = np.cumsum(sample.ids_S == renderer.start_id)
     trained_S = sample.trained_S.astype(np.float32)
@@ -195,7 +197,7 @@ def _turns(
         kind, trained = int(kind_S[start]), bool(sample.trained_S[start])
         weight = float(weight_S[start]) if trained else 1.0
         if kind < 0:
-            view = placed[-1 - kind][1]
+            view = placed_views[-1 - kind][1]
             piece = TextPiece(view.text, trained, view=view)
         else:
             ids = sample.ids_S[start:end].tolist()
@@ -208,21 +210,21 @@ def _turns(
 def _placed(
     sample: Sample, reader: Reader, views: Sequence[View], where: str
 ) -> Iterator[tuple[int, View]]:
-    """The views in the order of their tokens, each with the place of its first token."""
+    """Yield the views in the order of their tokens, each with the position of its first token."""
     images, videos = (
         torch.tensor(grids) if grids else None for grids in (sample.image_grids, sample.video_grids)
     )
-    waiting = {
+    remaining = {
         reader.tokens.image_id: iter(views[: len(sample.image_grids)]),
         reader.tokens.video_id: iter(views[len(sample.image_grids) :]),
     }
     ids_S = torch.from_numpy(sample.ids_S.astype(np.int64))
     for run in GridQueue(images, videos, reader.tokens).runs_of(ids_S, where):
-        yield run.start, next(waiting[int(ids_S[run.start])])
+        yield run.start, next(remaining[int(ids_S[run.start])])
 
 
 def _framed(pieces: list[TextPiece]) -> ShownTurn:
-    """The pieces of a turn without its frame, unless the frame is trained."""
+    """Return the pieces of a turn without its frame, unless the frame is trained."""
     role = ""
     if len(pieces) > 1 and pieces[0].text == START and not (pieces[0].trained or pieces[1].trained):
         role, _, body = pieces[1].text.partition("\n")

@@ -1,4 +1,4 @@
-"""An end to Python code of others that may never end by itself, such as a chat template's."""
+"""Time limit for foreign Python code that may never end by itself, such as a chat template."""
 
 import ctypes
 import threading
@@ -9,7 +9,7 @@ _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 class TemplateTimeout(Exception):  # noqa: N818 - what it says ends a sentence
-    """It is raised by its class alone, without arguments."""
+    """An error that is raised by its class alone, without arguments."""
 
     def __str__(self) -> str:
         return "it takes so long that it may never end"
@@ -17,8 +17,8 @@ class TemplateTimeout(Exception):  # noqa: N818 - what it says ends a sentence
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """TooSlow in this thread, whichever it is, once the code has run for so long. Code that is not
-    Python is waited for."""
+    """Raise TemplateTimeout in the current thread once the code has run for `seconds`. Code that is
+    not Python must return first."""
     here = ctypes.c_ulong(threading.get_ident())
     timer = threading.Timer(seconds, _raise_in, (here, ctypes.py_object(TemplateTimeout)))
     timer.daemon = True
@@ -28,4 +28,4 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        _raise_in(here, None)  # one that came too late is not raised elsewhere
+        _raise_in(here, None)  # A timeout that came too late is not raised elsewhere.

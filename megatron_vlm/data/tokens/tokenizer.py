@@ -17,8 +17,8 @@ _TEXT = ("chat_template.jinja", "merges.txt")
 
 
 def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, or of a name on the Hub, with the tokens of data.add_tokens,
-    which `find_new_tokens` has found to be new."""
+    """Read the tokenizer of a folder, or of a name on the Hub, and add the tokens of
+    data.add_tokens, which `find_new_tokens` has verified to be new."""
     folder = folder_of(model_path)
     require_files_in(folder)
     for name in (*_JSON, *_TEXT):
@@ -34,13 +34,13 @@ def read_tokenizer(model_path: str, add_tokens: Sequence[str] = ()) -> PreTraine
 
 
 def stop_ids(folder: Path, end: int) -> tuple[int, ...]:
-    """The tokens that end an answer: <|im_end|>, and those that transformers stops at."""
+    """Return the tokens that end an answer: <|im_end|>, and those at which transformers stops."""
     path = folder / "generation_config.json"
     if not os.path.lexists(path):
         return (end,)
     file = UntrustedFile(str(path), ConfigError, "give the file as the checkpoint has it, or none")
-    found = file.json(2**20).get("eos_token_id")
-    if found is None:
+    eos = file.json(2**20).get("eos_token_id")
+    if eos is None:
         return (end,)
-    listed = found.items() if isinstance(found.value, list) else [found]
-    return (end, *(each.whole() for each in listed))
+    entries = eos.items() if isinstance(eos.value, list) else [eos]
+    return (end, *(each.whole() for each in entries))
