@@ -1,8 +1,8 @@
-"""What depends on the model's family: the fields of config.json, tensors, the vision tower.
+"""Model families: the fields of config.json, tensors, the vision tower.
 
-A family whose layers have the form of Qwen3-VL's is a module beside dense.py, listed in `families`,
-and a table of its fields, listed in config_json.py. docs/architecture.md says what a family with
-other layers needs.
+A family whose layers have the form of Qwen3-VL's is a module next to dense.py, listed in
+`families`, and a table of its fields, listed in config_json.py. docs/architecture.md describes the
+needs of a family with other layers.
 
 Importing this file, config_json.py and the tables of fields imports neither torch nor
 transformers."""
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def families() -> "dict[str, Family]":
-    """The families by the model_type of config.json."""
+    """Return the families by the model_type of config.json."""
     from megatron_vlm.family.qwen3_vl.dense import QWEN3_VL  # imports torch and transformers
     from megatron_vlm.family.qwen3_vl.moe import QWEN3_VL_MOE
 
@@ -31,34 +31,34 @@ def families() -> "dict[str, Family]":
 
 
 def read_config(folder: str | Path) -> "PretrainedConfig":
-    """The config.json of a checkpoint: of a folder, or of a name on the Hub."""
+    """Read the config.json of a checkpoint: a folder, or a name on the Hub."""
     folder = folder_of(folder)
     if not (folder / "config.json").is_file():
         raise no_config_json(folder)
     fields = read_fields(folder)
     from transformers import AutoConfig
 
-    require_files_in(folder)  # transformers opens whatever has a name that it knows
+    require_files_in(folder)  # transformers opens every file whose name it knows
     with fields.file.border("transformers cannot read it"):
-        # No code of the folder's is run, nor is anybody asked whether it may.
+        # The folder's code is never run, and transformers does not ask for permission to run it.
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return config
 
 
 def family_of(config: "PretrainedConfig", path: str | Path) -> "Family":
-    """The family that a config.json names; models of others are refused."""
+    """Return the family that a config.json names. Raise a ConfigError for other models."""
     check_model_type(config.model_type, path)
     return families()[config.model_type]
 
 
 def read_family(folder: str | Path) -> "Family":
-    """The family of a checkpoint."""
+    """Return the family of a checkpoint."""
     return family_of(read_config(folder), folder)
 
 
 def read_sizes(folder: str | Path, add_tokens: Sequence[str] = ()) -> "ModelSizes":
-    """What config.json says, in our own names, once the tokens are added."""
+    """Read the sizes in config.json, in our own names, with the added tokens."""
     config = read_config(folder)
-    if (new := find_new_tokens(folder, add_tokens)) is not None:
-        new.grow(config)
+    if (new_tokens := find_new_tokens(folder, add_tokens)) is not None:
+        new_tokens.grow(config)
     return family_of(config, folder).sizes_of(config)

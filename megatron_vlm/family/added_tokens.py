@@ -1,7 +1,7 @@
 """Tokens that a run adds to a checkpoint's vocabulary (data.add_tokens), and what grows with them.
 
-They follow the tokens that are there, so they take the spare rows of the embedding first. They are
-ordinary tokens: text that spells one becomes it, and decoded answers show it.
+They follow the existing tokens, so they take the spare rows of the embedding first. They are
+ordinary tokens: text that spells one becomes this token, and decoded answers show it.
 """
 
 import json
@@ -17,26 +17,27 @@ from megatron_vlm.io.untrusted import UntrustedFile, what_is_at
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-MOST_BYTES = 2**27  # of tokenizer.json, the largest of its files; Qwen's has 11 MB
+MOST_BYTES = 2**27  # limit of tokenizer.json, the largest of its files; Qwen's has 11 MB
 _TOKENIZER, _SETTINGS, _OLDER = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
-# As Qwen's own ordinary tokens are added, such as <tool_call>: found in the text as it was written.
+# Qwen adds its own ordinary tokens, such as <tool_call>, in this way: they match the text as it was
+# written.
 _KIND = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The added tokens, and the id of the first; the others follow. All lower ids were known
-    before: of their rows the new ones are the mean."""
+    """The added tokens, and the id of the first; the others follow. All lower ids existed before:
+    the new rows are the mean of their rows."""
 
     names: tuple[str, ...]
     first: int
 
     def vocab(self, before: int) -> int:
-        """Rows of the embedding that had so many `before`: no more than are needed."""
+        """Return the rows of an embedding that had `before` rows: only as many as are needed."""
         return max(before, self.first + len(self.names))
 
     def grow(self, config: "PretrainedConfig") -> None:
-        """Make room in what transformers has read from a config.json."""
+        """Make room in the config that transformers has read."""
         text = config.text_config
         if self.first > text.vocab_size:
             raise ConfigError(
@@ -57,20 +58,21 @@ class NewTokens:
         tokenizer = _read(folder / _TOKENIZER)
         tokenizer["added_tokens"] += [{"id": i, "content": name} | _KIND for name, i in ids.items()]
         _write(folder / _TOKENIZER, tokenizer)
-        # Two files of older versions list them again.
+        # Two files of older versions list the tokens again.
         if (folder / _SETTINGS).is_file():
             settings = _read(folder / _SETTINGS)
             if "added_tokens_decoder" in settings:
-                named = {str(i): {"content": name} | _KIND for name, i in ids.items()}
-                settings["added_tokens_decoder"] |= named
+                entries = {str(i): {"content": name} | _KIND for name, i in ids.items()}
+                settings["added_tokens_decoder"] |= entries
                 _write(folder / _SETTINGS, settings)
         if (folder / _OLDER).is_file():
             _write(folder / _OLDER, _read(folder / _OLDER) | ids)
 
 
 def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None:
-    """The tokens that data.add_tokens adds to a checkpoint, a folder or a name on the Hub; None
-    where it names none. Those that the tokenizer has already are refused. Needs no torch."""
+    """Return the tokens that data.add_tokens adds to a checkpoint, a folder or a name on the Hub;
+    None if it adds no token. Tokens that the tokenizer already has are refused. This needs no
+    torch."""
     if not names:
         return None
     from tokenizers import Tokenizer
@@ -89,8 +91,8 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
     text = outside.text(MOST_BYTES)
     with outside.border("cannot be read"):
         tokenizer = Tokenizer.from_str(text)
-    known = tokenizer.get_added_tokens_decoder().values()
-    special = [token.content for token in known if token.special]
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
     for name in names:
         encoded = tokenizer.encode(name, add_special_tokens=False)
         if tokenizer.token_to_id(name) is not None or len(encoded) == 1:
@@ -100,9 +102,9 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
                 found=name,
                 remedy="leave it out",
             )
-        if (inside := next((token for token in special if token in name), None)) is not None:
+        if (part := next((token for token in special if token in name), None)) is not None:
             raise ConfigError(
-                f"contains the special token {inside}, which would be read as part of the new one",
+                f"contains the special token {part}, which would be read as part of the new one",
                 key="data.add_tokens",
                 found=name,
                 allowed="another name",
@@ -121,7 +123,7 @@ def find_new_tokens(model: str | Path, names: Sequence[str]) -> NewTokens | None
 
 
 def add_to(tokenizer: "PreTrainedTokenizerBase", names: Sequence[str]) -> None:
-    """Give the tokenizer of a checkpoint the tokens that `find_new_tokens` has found to be new."""
+    """Add the tokens that `find_new_tokens` has verified to be new to a checkpoint's tokenizer."""
     if names:
         first = max(tokenizer.get_vocab().values()) + 1
         _add(tokenizer, names)

@@ -1,7 +1,7 @@
-"""What a config.json shows at once, without transformers, whose import takes many seconds.
+"""Checks of config.json without transformers, whose import takes many seconds.
 
-Only what is certainly wrong is refused here; the rest is left to `moe_sizes_of`, which sees the
-fields as transformers fills them in.
+Only values that are certainly wrong are refused here. The rest is left to the family's `sizes_of`,
+which sees the fields as transformers completes them.
 """
 
 import os
@@ -22,18 +22,19 @@ _FIELDS = {"qwen3_vl": QWEN3_VL_FIELDS, "qwen3_vl_moe": QWEN3_VL_MOE_FIELDS}
 
 @dataclass(frozen=True)
 class Counts:
-    """The numbers that layouts have to divide."""
+    """The numbers that a layout must divide."""
 
     layers: int
     heads: int
     kv_heads: int
     ffn: int
-    deepstack: int | None  # None where transformers fills in a list of its own
+    deepstack: int | None  # None if transformers fills in a list of its own
     experts: int = 0
 
 
 def read_counts(folder: str) -> Counts | None:
-    """The counts of the config.json in a folder; None where it takes transformers to tell."""
+    """Read the counts in a folder's config.json. Return None if only transformers can determine
+    them."""
     try:
         if what_is_at(Path(folder) / "config.json") == "nothing":
             return None
@@ -47,17 +48,17 @@ def read_counts(folder: str) -> Counts | None:
 
 
 def read_fields(folder: str | Path) -> JsonField:
-    """The config.json in a folder, which is an object."""
+    """Read the config.json in a folder, which is an object."""
     file = UntrustedFile(
         str(Path(folder) / "config.json"), ConfigError, "give a folder of a Qwen3-VL checkpoint"
     )
-    found = file.json(_MOST_BYTES)
-    found.object()
-    return found
+    config = file.json(_MOST_BYTES)
+    config.object()
+    return config
 
 
 def no_config_json(folder: str | Path) -> ConfigError:
-    """The refusal of a folder that is no checkpoint."""
+    """Return the error for a folder that is not a checkpoint."""
     if os.path.lexists(Path(folder) / "adapter_config.json"):
         return ConfigError(
             "has an adapter and no model",
@@ -76,7 +77,7 @@ def no_config_json(folder: str | Path) -> ConfigError:
 
 
 def check_model_type(model_type: Any, path: str | Path) -> None:
-    """Refuse the models of other families."""
+    """Raise a ConfigError for models of other families."""
     if not isinstance(model_type, str) or model_type not in _FIELDS:
         raise ConfigError(
             f"has model_type={model_type!r} in its config.json",
@@ -100,12 +101,12 @@ def _problems(config: dict[str, Any], known: ModelFields) -> Iterator[str]:
 
 
 def _other_values(part: str, given: dict[str, Any], known: KnownFields) -> Iterator[str]:
-    """Fields that have one meaning here and another value in the file. transformers names the
-    models of the parts itself, and takes its own value for null."""
+    """Yield the fields that have one meaning here and another value in the file. transformers sets
+    the model types of the parts itself, and replaces null by its own value."""
     names = (known.fixed.keys() | known.carried_out.keys()) - {"model_type"}
-    said = {name: given[name] for name in names & given.keys()}
-    null = {name for name, value in said.items() if value is None and name in known.carried_out}
-    yield from refused(part, {name: said[name] for name in said.keys() - null}, known)
+    values = {name: given[name] for name in names & given.keys()}
+    null = {name for name, value in values.items() if value is None and name in known.carried_out}
+    yield from refused(part, {name: values[name] for name in values.keys() - null}, known)
 
 
 def _counts(text: dict[str, Any], vision: dict[str, Any]) -> Counts | None:

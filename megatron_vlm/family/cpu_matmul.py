@@ -1,13 +1,14 @@
-"""Which library multiplies fp32 matrices on the CPU.
+"""Choice of the library that multiplies fp32 matrices on the CPU.
 
-torch takes MKL, which on AMD's processors does without AVX-512: on a Zen 5, oneDNN multiplies more
-than twice as fast. torch asks oneDNN only where it may round the factors to bfloat16. oneDNN makes
-use of that on processors with AMX alone, which AMD's are not, and multiplies in fp32 elsewhere; one
-product tells whether it does.
+torch uses MKL, which does without AVX-512 on AMD's processors: on a Zen 5, oneDNN multiplies more
+than twice as fast. torch uses oneDNN only if oneDNN may round the factors to bfloat16. oneDNN
+rounds only on processors with AMX, which AMD's do not have, and multiplies in fp32 elsewhere; one
+test product shows whether it rounds.
 
-It takes 10 us more to begin a product, and half a millisecond for each shape that is new to it. So
-narrow models, and those with experts, whose tokens are others each time, keep MKL. So does the
-attention of short rows, whose kernel makes a product of each small block of queries and keys.
+oneDNN takes 10 us more to start a product, and half a millisecond for each shape that is new to it.
+So narrow models keep MKL, and so do models with experts, whose numbers of tokens change each time.
+The attention of short rows keeps MKL, too, because its kernel makes a product for each small block
+of queries and keys.
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ import torch
 from torch import Tensor
 
 VENDOR = "AuthenticAMD"
-LEAST_WIDTH = 256  # of a decoder that gains
-LARGE_BLOCKS = 768  # queries from which torch's kernel takes blocks of 256, not of 32 or 64
-SIZE = 256  # of the product that tells; torch keeps those of a few thousand operations for MKL
+LEAST_WIDTH = 256  # width from which a decoder gains
+LARGE_BLOCKS = 768  # number of queries from which torch's kernel takes blocks of 256, not 32 or 64
+SIZE = 256  # size of the test product; torch keeps products of a few thousand operations for MKL
 
 
 def enable_onednn(width: int, has_experts: bool) -> None:
-    """Have oneDNN multiply where it is the faster one and keeps fp32. Processor and model decide,
-    never a clock: a run that is resumed multiplies as before. Changes the whole process, whose last
-    model counts."""
+    """Let oneDNN multiply if it is faster and keeps fp32. Processor and model decide, never a
+    timing: a resumed run multiplies as before. This changes the whole process; its last model
+    decides."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or _vendor() != VENDOR:
         return
     gains = width >= LEAST_WIDTH and not has_experts
@@ -36,8 +37,8 @@ def enable_onednn(width: int, has_experts: bool) -> None:
 
 
 def with_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`attention(*inputs)`, the first of them the queries [..., tokens, size]. Where oneDNN
-    multiplies, MKL does so within it if they are few, and in its backward."""
+    """Return `attention(*inputs)`, where the first input is the queries [..., tokens, size]. If
+    oneDNN is enabled and the queries are few, MKL multiplies in this call and in its backward."""
     is_large = inputs[0].shape[-2] >= LARGE_BLOCKS
     if is_large or torch.get_float32_matmul_precision() == "highest":
         return attention(*inputs)
@@ -48,7 +49,8 @@ def with_mkl(attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 class _ByMkl(torch.autograd.Function):
-    """Has a graph of its own for the kernel, whose backward is begun with MKL too."""
+    """An autograd function that has a graph of its own for the kernel, so that its backward starts
+    with MKL, too."""
 
     @staticmethod
     def forward(ctx: Any, attention: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -60,10 +62,10 @@ class _ByMkl(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs, out = ctx.inputs, ctx.out
-        del ctx.inputs, ctx.out  # with all that the graph keeps
-        learn = [x for x in inputs if x.requires_grad]
-        found = iter(_with_mkl(torch.autograd.grad, out, learn, grad))
-        return None, *(next(found) if x.requires_grad else None for x in inputs)
+        del ctx.inputs, ctx.out  # and everything that the graph keeps
+        trainable = [x for x in inputs if x.requires_grad]
+        grads = iter(_with_mkl(torch.autograd.grad, out, trainable, grad))
+        return None, *(next(grads) if x.requires_grad else None for x in inputs)
 
 
 def _with_mkl(call: Callable[..., Any], *args: Any) -> Any:
@@ -76,16 +78,17 @@ def _with_mkl(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def has_fp32_products() -> bool:
-    """Whether a product keeps all 24 bits of its factors."""
+    """Return whether a product keeps all 24 bits of its factors."""
     odd = torch.full((SIZE, SIZE), 2.0**23 + 1)
     return torch.equal(odd @ torch.eye(SIZE), odd)
 
 
 def _vendor() -> str:
-    """Of the processor; nothing where the system does not say, as on macOS."""
+    """Return the processor's vendor, or an empty string if the system does not report it, as on
+    macOS."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    of = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
-    return next(of, "")
+    vendors = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
+    return next(vendors, "")

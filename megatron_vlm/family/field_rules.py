@@ -1,5 +1,5 @@
-"""What is known of the fields of a config.json. A field that is not known may change what the model
-computes, and training would go on with another model: so it is refused."""
+"""Rules for the fields of a config.json. An unknown field may change what the model computes, and
+training would go on with another model. Therefore it is refused."""
 
 import math
 import reprlib
@@ -13,14 +13,15 @@ from megatron_vlm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value of a field must be."""
+    """A condition on the value of a field."""
 
     what: str
     fits: Callable[[Any], bool]
 
 
 def whole(least: int, most: int) -> Rule:
-    """The bounds are far beyond any model: they keep nonsense from taking hours and memory."""
+    """Return a rule for whole numbers. The bounds are far beyond any model: they keep nonsense from
+    taking hours and memory."""
     return Rule(
         f"a whole number from {least} to {most}",
         lambda value: type(value) is int and least <= value <= most,
@@ -54,16 +55,16 @@ LIST = Rule("a list", lambda value: isinstance(value, list | tuple))
 
 @dataclass(frozen=True)
 class KnownFields:
-    """The fields of one part of a config.json, by what this version does with them."""
+    """The fields of one part of a config.json, by their use in this version."""
 
-    carried_out: Mapping[str, Rule]  # any such value that fits the others
-    idle: Set[str]  # any value: nothing that is trained depends on it
-    fixed: Mapping[str, tuple[Any, ...]]  # the values with which it computes
+    carried_out: Mapping[str, Rule]  # used: any value that fits its rule and the other fields
+    idle: Set[str]  # unused: any value, because nothing that is trained depends on it
+    fixed: Mapping[str, tuple[Any, ...]]  # the only values that this version computes with
 
 
 @dataclass(frozen=True)
 class ModelFields:
-    """The fields of a family's config.json, by its parts."""
+    """The fields of a family's config.json, by part."""
 
     top: KnownFields
     text: KnownFields
@@ -73,7 +74,7 @@ class ModelFields:
 
 
 def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
-    """The refusal of a config.json with these problems."""
+    """Return the error for a config.json with these problems."""
     return ConfigError(
         "describes another model than this version trains:\n  " + "\n  ".join(problems),
         place=str(Path(folder) / "config.json"),
@@ -83,15 +84,16 @@ def other_model(folder: str, problems: Sequence[str]) -> ConfigError:
 
 
 def refused(part: str, given: Mapping[str, Any], known: KnownFields) -> Iterator[str]:
-    """The fields that cannot be carried out, with the reason. `part` goes before their names."""
+    """Yield the fields that are not supported, with the reason. `part` is a prefix of their
+    names."""
     for field, value in sorted(given.items()):
         if field in known.idle:
             continue
-        said = f"{part}{field.removeprefix('_')}={reprlib.repr(value)}"
+        text = f"{part}{field.removeprefix('_')}={reprlib.repr(value)}"
         if rule := known.carried_out.get(field):
             if not rule.fits(value):
-                yield f"{said}, not {rule.what}"
+                yield f"{text}, not {rule.what}"
         elif field not in known.fixed:
-            yield f"{said}, a field that this version does not know"
+            yield f"{text}, a field that this version does not know"
         elif value not in known.fixed[field]:
-            yield f"{said}, and it computes only {' or '.join(map(repr, known.fixed[field]))}"
+            yield f"{text}, and it computes only {' or '.join(map(repr, known.fixed[field]))}"

@@ -1,6 +1,6 @@
-"""The sizes of a model: the numbers of its config.json, and every tensor with its shape and part.
+"""Sizes of a model: the numbers of its config.json, and every tensor with its shape and part.
 
-Name table, loading, checkpoints, memory estimate, FLOPs and the start-up report all read them here.
+The name table, loading, checkpoints, the memory estimate, FLOPs and the start-up report read them.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,14 @@ class Part(StrEnum):
 
     @property
     def switch(self) -> str:
-        """Which of model.freeze_*, optim.*_lr and optim.*_weight_decay governs it."""
+        """Suffix of model.freeze_*, and prefix of optim.*_lr and optim.*_weight_decay, that governs
+        the part."""
         return self.value if self in (Part.vision, Part.merger) else "language"
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a Hugging Face checkpoint."""
+    """A tensor of a Hugging Face checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,18 +51,18 @@ class ExpertSizes:
     """The experts that some decoder layers have in place of an MLP."""
 
     count: int
-    top_k: int  # of them that each token goes to
-    ffn: int  # width of each
-    layers: frozenset[int]  # the layers that have some
+    top_k: int  # experts that each token goes to
+    ffn: int  # width of each expert
+    layers: frozenset[int]  # layers that have experts
 
     def idle_values(self, hidden: int) -> int:
-        """Numbers in the weights of the experts that a token does not go to."""
+        """Count the values in the weights of the experts that a token does not go to."""
         return len(self.layers) * (self.count - self.top_k) * 3 * self.ffn * hidden
 
 
 @dataclass(frozen=True)
 class TextSizes:
-    """The decoder."""
+    """Sizes of the decoder."""
 
     layers: int
     hidden: int
@@ -90,7 +91,7 @@ class TextSizes:
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """The tower."""
+    """Sizes of the vision tower."""
 
     depth: int
     hidden: int
@@ -98,9 +99,9 @@ class VisionSizes:
     out_hidden: int
     patch_values: int  # numbers in one patch: channels x frames x side x side
     merge: int  # side of the square of patches that becomes one token
-    deepstack: int  # features beside the merged ones
-    # What the tower takes beside the patches of these grids [I, 3], all of it on the host: what
-    # stays there, and what its device needs.
+    deepstack: int  # features in addition to the merged ones
+    # Inputs of the tower in addition to the patches of these grids [I, 3], all on the host: the
+    # first stay there, the second go to the tower's device.
     inputs: Callable[[nn.Module, Tensor], tuple[TowerInputs, TowerInputs]] = field(repr=False)
 
     @property
@@ -120,10 +121,10 @@ class PlaceholderRun:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the ids of a row mean: how many there are, which stand for visual features, and where
-    rows that have some are placed."""
+    """The meaning of a row's ids: their number, the ids that stand for visual features, and the
+    positions of rows that have such ids."""
 
-    vocab: int  # ids are below: so many rows the embedding has
+    vocab: int  # rows of the embedding; every id is lower
     image_id: int
     video_id: int
     merge: int  # side of the square of patches that becomes one token
@@ -133,14 +134,15 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """A whole model. Compared by identity, so that what is counted of it can be kept."""
+    """The sizes of a whole model. They compare by identity, so that results computed from them can
+    be cached."""
 
     text: TextSizes
     vision: VisionSizes
     tokens: Tokens
     tied: bool  # the head shares the embedding's weight
     tensors: tuple[TensorSpec, ...]
-    head: TensorSpec  # the head's weight: of a tied model the embedding under another name
+    head: TensorSpec  # the head's weight; if tied, the embedding under another name
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -149,26 +151,26 @@ class ModelSizes:
 
     @property
     def num_values(self) -> int:
-        """Of all its tensors."""
+        """Number of values in all tensors."""
         return sum(tensor.num_values for tensor in self.tensors)
 
     @cached_property
     def with_head(self) -> tuple[TensorSpec, ...]:
-        """The tensors, and the head's weight also where it is none of them: what may have an
-        adapter. That of a tied head leaves the embedding as it is."""
+        """The tensors, and the head's weight even if it is tied: every tensor that may have an
+        adapter. The adapter of a tied head leaves the embedding as it is."""
         return (*self.tensors, self.head) if self.tied else self.tensors
 
 
-# Family: what a model family brings along.
+# The definition of a model family follows.
 
-# Queries, keys and values from what the tower's first linear gives, cos, sin and the number of
-# heads.
+# A function that makes queries, keys and values from the output of the tower's first linear, cos,
+# sin and the number of heads.
 TowerHeads = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class HFNames:
-    """How a checkpoint of the family calls its tensors."""
+    """Names of the tensors in a checkpoint of the family."""
 
     language: str  # prefix of the decoder's tensors
     vision: str  # prefix of the tower's tensors
@@ -183,7 +185,7 @@ class HFNames:
         return f"{self.language}norm.weight"
 
     def layer(self, number: int) -> str:
-        """Prefix of one decoder layer."""
+        """Return the prefix of a decoder layer."""
         return f"{self.language}layers.{number}."
 
 
@@ -199,9 +201,9 @@ class VisionMarks:
 
 @dataclass(frozen=True)
 class Family:
-    """One instance per family. `tower` builds the vision tower, with unset weights, from
-    config.json: on a device, recomputing its blocks in the backward if asked to, with a function
-    that makes the heads of its attention."""
+    """A model family; each family has one instance. `tower` builds the vision tower with unset
+    weights from config.json, a device, the switch for recomputing its blocks in the backward, and a
+    function that makes the heads of its attention."""
 
     model_type: str  # as config.json names it
     names: HFNames

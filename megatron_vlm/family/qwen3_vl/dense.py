@@ -44,16 +44,16 @@ _MROPE_SECTION = (24, 20, 20)  # transformers' default
 
 
 def check_fields(config: PretrainedConfig, known: ModelFields) -> None:
-    """Refuse a config.json that describes another model than the one computed here."""
+    """Raise a ConfigError if config.json describes another model than the one computed here."""
     problems = list(_unknown(config, known)) or [
-        said for fits, said in (*_text_fits(config), *_vision_fits(config)) if not fits
+        problem for fits, problem in (*_text_fits(config), *_vision_fits(config)) if not fits
     ]
     if problems:
         raise other_model(config.name_or_path, problems)
 
 
 def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
-    """Fields that are not known, or not with their value."""
+    """Yield the fields that are unknown or have an unsupported value."""
     top, text, vision = map(_fields, (config, config.text_config, config.vision_config))
     top |= {"text_config": text, "vision_config": vision}
     # Some tools repeat a field of the text at the top, where nothing reads it.
@@ -69,16 +69,18 @@ def _unknown(config: PretrainedConfig, known: ModelFields) -> Iterator[str]:
 
 
 def _unknown_of(part: str, given: Any, known: KnownFields) -> Iterator[str]:
-    yield from refused(part, given, known) if OBJECT.fits(given) else ()  # it is refused whole
+    # The rules of the part that holds this field refuse any other type.
+    yield from refused(part, given, known) if OBJECT.fits(given) else ()
 
 
 def _fields(part: PretrainedConfig) -> dict[str, Any]:
-    renamed = {"_heterogeneity_spec": "per_layer_config"}  # the name that config.json has for it
-    return {renamed.get(name, name): value for name, value in vars(part).items()}
+    config_names = {"_heterogeneity_spec": "per_layer_config"}  # name in config.json
+    return {config_names.get(name, name): value for name, value in vars(part).items()}
 
 
 def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Whether values of the text fit the others, and what to say where they do not."""
+    """Check that values of the text fit each other. Yield for each check whether it passes, and the
+    problem's text."""
     text, top_tied, kinds = config.text_config, config.tie_word_embeddings, ["full_attention"]
     heads, groups, pad = text.num_attention_heads, text.num_key_value_heads, text.pad_token_id
     yield (
@@ -98,7 +100,7 @@ def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
         f"image_token_id={images} and video_token_id={videos}, not two tokens of the vocabulary of "
         f"{len(ids)}",
     )
-    tied = getattr(text, "tie_word_embeddings", top_tied)  # which transformers does not read
+    tied = getattr(text, "tie_word_embeddings", top_tied)  # transformers does not read this field
     yield tied == top_tied, f"text_config.tie_word_embeddings={tied}, and {top_tied} at the top"
     layers = getattr(text, "layer_types", None)
     yield (
@@ -108,7 +110,7 @@ def _text_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 
 
 def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """The same for the tower."""
+    """Check values of the tower in the same way."""
     vision, hidden = config.vision_config, config.text_config.hidden_size
     out, indexes = vision.out_hidden_size, vision.deepstack_visual_indexes
     yield (
@@ -128,13 +130,14 @@ def _vision_fits(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
 
 
 def sizes_of(config: PretrainedConfig) -> ModelSizes:
-    """Everything that the rest of the package asks of config.json."""
+    """Return everything that the rest of the package needs from config.json."""
     check_fields(config, QWEN3_VL_FIELDS)
     return make_sizes(config)
 
 
 def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> ModelSizes:
-    """The sizes that checked fields give, of a decoder with or without experts."""
+    """Return the sizes of a model with these checked fields, with or without experts in the
+    decoder."""
     text, vision = config.text_config, config.vision_config
     text_sizes = TextSizes(
         layers=text.num_hidden_layers,
@@ -177,7 +180,7 @@ def make_sizes(config: PretrainedConfig, experts: ExpertSizes | None = None) -> 
 
 
 def _vision_tensors(config: PretrainedConfig) -> Iterator[TensorSpec]:
-    """Asked of Hugging Face's own module, without making its weights."""
+    """Yield the tensors of Hugging Face's own module, without allocating its weights."""
     for name, param in _empty_tower(config, torch.device("meta")).named_parameters():
         part = Part.merger if "merger" in name else Part.vision
         yield TensorSpec(NAMES.vision + name, tuple(param.shape), part)
@@ -216,8 +219,9 @@ def _text_tensors(text: TextSizes) -> Iterator[TensorSpec]:
 
 
 class LinearPatchEmbed(nn.Module):
-    """The patch embedding as one GEMM: the Conv3d's kernel equals its stride, and convolution
-    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay."""
+    """The patch embedding as one GEMM. The Conv3d's kernel equals its stride, and convolution
+    kernels for that shape are orders of magnitude slower on some GPUs. Parameter names stay the
+    same."""
 
     def __init__(self, proj: nn.Conv3d):
         super().__init__()
@@ -228,7 +232,7 @@ class LinearPatchEmbed(nn.Module):
 
 
 def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisionModel:
-    config.vision_config._attn_implementation = "sdpa"  # whatever config.json asks for
+    config.vision_config._attn_implementation = "sdpa"  # overrides the choice in config.json
     file = UntrustedFile(f"the config.json of {config.name_or_path}", ConfigError)
     border = file.border("transformers cannot make its vision tower")
     with border, no_init_weights(), device:
@@ -238,28 +242,29 @@ def _empty_tower(config: PretrainedConfig, device: torch.device) -> Qwen3VLVisio
 def build_tower(
     config: PretrainedConfig, device: torch.device, recompute: bool, heads: TowerHeads
 ) -> Qwen3VLVisionModel:
-    """Hugging Face's tower with unset weights; loading fills them."""
+    """Build Hugging Face's tower with unset weights, which loading fills."""
     tower = _empty_tower(config, device)
     tower.patch_embed = LinearPatchEmbed(tower.patch_embed.proj)
     for block in tower.blocks:
         block.attn = PackedAttention(block.attn, heads)
     if recompute:
-        # Not reentrant: a reentrant checkpoint detaches what is not returned as a bare tensor,
-        # and the DeepStack mergers would silently stop learning.
+        # The checkpoint is not reentrant: a reentrant one detaches everything that is not returned
+        # as a bare tensor, and the DeepStack mergers would silently stop learning.
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     return tower
 
 
 def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerInputs]:
-    """What `Qwen3VLVisionModel.forward` makes of the grids unless it is given: each number that it
-    reads of a grid on the device would make the host wait, some of them in every block."""
-    given: Any = tower
+    """Compute the inputs that `Qwen3VLVisionModel.forward` would otherwise make from the grids.
+    Each number that it reads from a grid on the device would make the host wait, some of them in
+    every block."""
+    vision_tower: Any = tower
     indices_P4, weights_P4 = get_vision_interpolation_indices_and_weights(
         grid_I3,
-        num_grid_per_side=given.num_grid_per_side,
-        mode=given.interpolation_mode,
-        align_corners=given.interpolation_align_corners,
-        spatial_merge_size=given.config.spatial_merge_size,
+        num_grid_per_side=vision_tower.num_grid_per_side,
+        mode=vision_tower.interpolation_mode,
+        align_corners=vision_tower.interpolation_align_corners,
+        spatial_merge_size=vision_tower.config.spatial_merge_size,
     )
     starts = get_vision_cu_seqlens(grid_I3)
     on_host = {"grid_thw": grid_I3, "cu_seqlens": starts, "lengths": starts.diff().tolist()}
@@ -267,13 +272,13 @@ def tower_inputs(tower: nn.Module, grid_I3: Tensor) -> tuple[TowerInputs, TowerI
         "starts": starts,
         "interp_indices": indices_P4,
         "interp_weights": weights_P4,
-        "position_ids": get_vision_position_ids(grid_I3, given.spatial_merge_size),
+        "position_ids": get_vision_position_ids(grid_I3, vision_tower.spatial_merge_size),
     }
 
 
 def mrope_positions(length: int, runs: Sequence[PlaceholderRun]) -> Tensor:
-    """Position ids [3, S]: text counts up on all three axes; an image keeps one time and spans
-    height and width; what follows continues after its longer side."""
+    """Return position ids [3, S]: text counts up on all three axes; an image keeps one time and
+    spans height and width; the next token continues after its longer side."""
     positions_3S = torch.empty(3, length, dtype=torch.long)
     cursor, position = 0, 0
     for run in [*runs, PlaceholderRun(length, 0, 0)]:

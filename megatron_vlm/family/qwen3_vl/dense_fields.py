@@ -1,4 +1,4 @@
-"""The fields of Qwen3-VL's config.json, as transformers holds them, by what is done with them."""
+"""The fields of Qwen3-VL's config.json, as transformers holds them, by their use."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ TEXT = KnownFields(
         "rms_norm_eps": POSITIVE,
         "rope_parameters": OBJECT,
         "pad_token_id": or_null(_ID),
-        # As far as they say the same as the others.
+        # These must agree with the other fields.
         "tie_word_embeddings": SWITCH,
         "layer_types": or_null(LIST),
     },

@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE: Qwen3-VL with experts in the decoder. All but these is the same."""
+"""Qwen3-VL-MoE: Qwen3-VL with experts in the decoder. Everything else is the same."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ from megatron_vlm.family.spec import ExpertSizes, Family, ModelSizes
 
 
 def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
-    """Everything that the rest of the package asks of config.json."""
+    """Return everything that the rest of the package needs from config.json."""
     check_fields(config, QWEN3_VL_MOE_FIELDS)
-    if problems := [said for fits, said in _experts_fit(config) if not fits]:
+    if problems := [problem for fits, problem in _experts_fit(config) if not fits]:
         raise other_model(config.name_or_path, problems)
     text = config.text_config
     step, dense = text.decoder_sparse_step, set(text.mlp_only_layers)
@@ -28,7 +28,8 @@ def moe_sizes_of(config: PretrainedConfig) -> ModelSizes:
 
 
 def _experts_fit(config: PretrainedConfig) -> Iterator[tuple[bool, str]]:
-    """Whether values of the experts fit the others, and what to say where they do not."""
+    """Check that values of the experts fit each other. Yield for each check whether it passes, and
+    the problem's text."""
     text = config.text_config
     count, top_k, layers = text.num_experts, text.num_experts_per_tok, text.num_hidden_layers
     yield top_k <= count, f"text_config.num_experts_per_tok={top_k}, of num_experts={count}"

@@ -1,4 +1,4 @@
-"""The fields of Qwen3-VL-MoE's config.json: those of Qwen3-VL and the ones of its experts."""
+"""The fields of Qwen3-VL-MoE's config.json: Qwen3-VL's fields and those of the experts."""
 
 from megatron_vlm.family.field_rules import (
     POSITIVE_OR_0,
@@ -18,17 +18,18 @@ TOP = KnownFields(
 TEXT = KnownFields(
     {
         **DENSE.text.carried_out,
-        # Two names of one field: of the released checkpoints, and of transformers.
+        # One field has two names: the first in the released checkpoints, the second in
+        # transformers.
         "num_experts": _EXPERTS,
         "num_local_experts": _EXPERTS,
         "num_experts_per_tok": _EXPERTS,
         "moe_intermediate_size": _whole(1, 2**20),
         "decoder_sparse_step": _whole(1, 2**10),
         "mlp_only_layers": or_null(list_of(_whole(0, 2**10))),
-        # transformers adds this loss only where it is asked for the router's logits.
+        # transformers adds this loss only if it returns the router's logits.
         "router_aux_loss_coef": POSITIVE_OR_0,
     },
-    # How transformers would cut the model, which it notes where the head is tied.
+    # The tensor parallel plan of transformers, which transformers adds if the head is tied.
     {*DENSE.text.idle, "base_model_tp_plan"},
     {
         **DENSE.text.fixed,

@@ -1,5 +1,5 @@
-"""The tower's attention within each image, and in videos within each frame: all in as few calls as
-there can be, where transformers makes one for each.
+"""Attention of the tower within each image, and in videos within each frame. It makes as few calls
+as possible, where transformers makes one for each image or frame.
 
 Shapes: P patches of all images, N heads, D head size, L patches of an image or frame, X images or
 frames of one size in a row, C width.
@@ -18,8 +18,8 @@ from megatron_vlm.family.spec import TowerHeads
 
 
 class PackedAttention(nn.Module):
-    """In place of transformers' module, with its parameters under their names. `heads` makes
-    queries, keys and values of what `qkv` gives."""
+    """A replacement of transformers' module that keeps its parameters and their names. `heads`
+    makes queries, keys and values from the output of `qkv`."""
 
     def __init__(self, given: Any, heads: TowerHeads):
         super().__init__()
@@ -35,8 +35,8 @@ class PackedAttention(nn.Module):
         starts: Tensor,
         **_: Any,
     ) -> Tensor:
-        """`lengths` are the patches of each image or frame, `starts` on the device (int32) where
-        each begins, and where the last ends."""
+        """Attend within each image or frame. `lengths` are their numbers of patches. `starts`
+        (int32, on the device) are their first patches, followed by the end of the last."""
         parts = self.heads(self.qkv(hidden_PC), *position_embeddings, self.num_heads)
         return self.proj(attend(*parts, lengths, starts).flatten(1))
 
@@ -44,7 +44,7 @@ class PackedAttention(nn.Module):
 def attend(
     query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
-    """[P, N, D]: each patch attends to those of its image or frame."""
+    """Return [P, N, D]: each patch attends to the patches of its image or frame."""
     is_flash = query_PND.is_cuda and query_PND.dtype is torch.bfloat16
     if is_flash and query_PND.shape[-1] % 8 == 0:
         return at_once(query_PND, key_PND, value_PND, lengths, starts)
@@ -54,11 +54,11 @@ def attend(
 def at_once(
     query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int], starts: Tensor
 ) -> Tensor:
-    """One call of torch's kernel for sequences of any lengths."""
+    """Attend with one call of torch's kernel for sequences of any lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(lengths)
-    # By place, and no more: the arguments that follow differ from torch 2.10 to 2.13.
+    # Only these arguments, by position: the arguments that follow differ from torch 2.10 to 2.13.
     out_PND: Any = varlen_attn(query_PND, key_PND, value_PND, starts, starts, longest, longest)
     return out_PND
 
@@ -66,13 +66,13 @@ def at_once(
 def by_runs(
     query_PND: Tensor, key_PND: Tensor, value_PND: Tensor, lengths: Sequence[int]
 ) -> Tensor:
-    """One call for each run of equal lengths, such as the frames of a video."""
+    """Attend with one call for each run of equal lengths, such as the frames of a video."""
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     sizes = [length * count for length, count in runs]
     parts = zip(runs, *(x.split(sizes) for x in (query_PND, key_PND, value_PND)), strict=True)
-    made = []
-    for (length, _), *of_run in parts:
-        given_XNLD = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in of_run)
-        out_XNLD = with_mkl(F.scaled_dot_product_attention, *given_XNLD)
-        made.append(out_XNLD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(made)
+    outputs = []
+    for (length, _), *run_parts in parts:
+        inputs_XNLD = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in run_parts)
+        out_XNLD = with_mkl(F.scaled_dot_product_attention, *inputs_XNLD)
+        outputs.append(out_XNLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
