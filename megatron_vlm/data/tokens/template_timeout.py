@@ -8,7 +8,7 @@ from contextlib import contextmanager
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
-class TemplateTimeout(Exception):  # noqa: N818 - what it says ends a sentence
+class TemplateTimeout(Exception):  # noqa: N818 - its text ends a sentence
     """An error that is raised by its class alone, without arguments."""
 
     def __str__(self) -> str:
