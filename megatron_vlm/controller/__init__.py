@@ -1,4 +1,5 @@
-"""A controller's view of many workers: batches of the whole group in, results in row order out.
+"""A controller's view of many workers: it sends batches of the whole group and gets results in row
+order.
 
 group = local_group(MegatronWorker(cfg))        # inside torchrun, on every rank
 group = start_ray_group(cfg, processes=8)       # from controller.ray_actors: Ray actors

@@ -1,5 +1,5 @@
-"""Samples of a model of this process that are drawn from one call to the next: requests come and go
-between the calls, and the caches of the others wait."""
+"""Sampling with a model of this process over many calls. Requests join and leave between the calls,
+while the KV caches of the other requests wait."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,50 +18,50 @@ from megatron_vlm.training.generation_batch import Prompt
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What is asked of a prompt: answer k is the one that seed + k alone gives."""
+    """A request to sample a prompt. Answer k depends on seed + k alone."""
 
-    number: int  # no other that is under way has it
-    replica: int  # that draws the answers
+    number: int  # unique among the requests in progress
+    replica: int  # replica that samples the answers
     settings: SamplingSettings
     n: int
     seed: int
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> "SampleRequest":
-        """From what JSON has made of `plain`."""
+        """Build a request from the JSON form of `plain`."""
         return SampleRequest(**{**said, "settings": SamplingSettings.of(said["settings"])})
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the request in a form that JSON can hold."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class SampleProgress:
-    """How far a request is."""
+    """Progress of a request."""
 
     number: int
-    tokens: int  # of all its answers so far
+    tokens: int  # tokens in all its answers so far
     left: int  # answers that have not ended
-    answers: list[Completion] | None = None  # once all have
-    refused: str | None = None  # why it did not join
+    answers: list[Completion] | None = None  # set once all answers have ended
+    refused: str | None = None  # reason why the request did not join
 
     @staticmethod
     def of(said: Sequence[Any]) -> "SampleProgress":
-        """What `plain` has said."""
+        """Build the progress from the JSON form of `plain`."""
         number, tokens, left, answers, refused = said
-        given = None if answers is None else [Completion.of(each) for each in answers]
-        return SampleProgress(number, tokens, left, given, refused)
+        completions = None if answers is None else [Completion.of(each) for each in answers]
+        return SampleProgress(number, tokens, left, completions, refused)
 
     def plain(self) -> list[Any]:
-        """As JSON can hold it."""
+        """Return the progress in a form that JSON can hold."""
         answers = None if self.answers is None else [each.plain() for each in self.answers]
         return [self.number, self.tokens, self.left, answers, self.refused]
 
 
 class GroupDecoder:
-    """On every rank, of a local group; all make the same calls. The weights of the model must stay
-    what they are."""
+    """Decoder of a local group, on every rank. All ranks make the same calls. The weights of the
+    model must not change."""
 
     def __init__(self, group: WorkerGroup, batch_rows: int):
         self._work_with(group)
@@ -73,7 +73,7 @@ class GroupDecoder:
         self.ranks, self.member = group.ranks, group.ranks.member
 
     def move(self, group: WorkerGroup) -> None:
-        """Go on with a model that has the same weights."""
+        """Continue with a model that has the same weights."""
         self._work_with(group)
         self.decoder.stage = self.member.worker.stage
 
@@ -84,24 +84,29 @@ class GroupDecoder:
         leave: Collection[int],
         rounds: int,
     ) -> list[SampleProgress]:
-        """Take these requests in, let others leave, and draw for so many rounds: how far each is
-        that is under way, or has ended in them. A request that is refused joins by itself not, and
-        keeps nobody else from it."""
+        """Let requests leave and join, and then decode for `rounds` rounds. Return the progress of
+        every request that is in progress or ended in these rounds. A refused request does not join,
+        and does not keep other requests from joining."""
         dims = self.ranks.dims
         part = None
         if prompts is not None:
-            replicas = [each.replica for each in requests]
+            replicas = [request.replica for request in requests]
             part = self.ranks.mine_of(dealt_parts(prompts, replicas, dims.dp))
-        mine = [each for each in requests if each.replica == self.ranks.grid.dp.rank]
+        local_requests = [
+            request for request in requests if request.replica == self.ranks.grid.dp.rank
+        ]
 
         def work() -> list[Any]:
             try:
-                return [each.plain() for each in self._advance(part, mine, leave, rounds)]
+                return [
+                    request.plain()
+                    for request in self._advance(part, local_requests, leave, rounds)
+                ]
             except Exception as error:
                 raise with_rank(error, self.member.worker.grid.rank) from error
 
-        found = self.ranks.answers(work)
-        return [SampleProgress.of(each) for of_replica in found for each in of_replica]
+        results = self.ranks.answers(work)
+        return [SampleProgress.of(request) for rows in results for request in rows]
 
     def _advance(
         self,
@@ -110,22 +115,24 @@ class GroupDecoder:
         leave: Collection[int],
         rounds: int,
     ) -> list[SampleProgress]:
-        decoder, found = self.decoder, []
+        decoder, refusals = self.decoder, []
         joining: list[Prompt] = []
-        if any(each.settings.stop_strings for each in requests):
+        if any(request.settings.stop_strings for request in requests):
             decoder.texts = self.member.texts
         rows = [] if part is None else rows_of(part.whole())
-        for row, each in zip(rows, requests, strict=True):
+        for row, request in zip(rows, requests, strict=True):
             try:
-                prompt = decoder.prompt(each.number, row, each.settings, each.n, each.seed)
+                prompt = decoder.prompt(
+                    request.number, row, request.settings, request.n, request.seed
+                )
                 joining.append(prompt)
             except MegatronVLMError as error:
-                found.append(SampleProgress(each.number, 0, 0, refused=str(error)))
+                refusals.append(SampleProgress(request.number, 0, 0, refused=str(error)))
         decoder.leave(leave)
         decoder.join(joining)
         inside = list(decoder.prompts.values())
         decoder.advance(rounds)
-        return found + [_progress(prompt) for prompt in inside]
+        return refusals + [_progress(prompt) for prompt in inside]
 
 
 def _progress(prompt: Prompt) -> SampleProgress:

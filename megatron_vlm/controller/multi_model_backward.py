@@ -1,4 +1,4 @@
-"""forward_backward of several models of this process, in one pass through the pipeline."""
+"""forward_backward of several models in this process, in one pass through the pipeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from megatron_vlm.training.losses import Objective
 
 @dataclass(frozen=True, eq=False)
 class SummedLoss:
-    """Gradients that are wanted of a local group's model: of the sum of a loss over a batch, added
-    to those since its last optim_step."""
+    """A request for gradients of a local group's model: those of the sum of a loss over a batch,
+    which are added to the gradients since the last optim_step."""
 
     group: WorkerGroup
     batch: BatchLike
@@ -24,30 +24,32 @@ class SummedLoss:
 
     @property
     def call(self) -> LossCall:
-        """What each rank is asked for."""
+        """The call that each rank runs."""
         return LossCall(True, self.loss, 1.0, True, self.options)
 
 
 def backward_together(asked: Sequence[SummedLoss]) -> list[StepMetrics]:
-    """What forward_backward returns for each, with the log-probs. The groups are of different
-    models beside one base; all ranks make the same call. After an error every model has the
-    gradients that it had before."""
-    ranks = [_local(each.group) for each in asked]
-    parts = [_mine(each, of_it) for each, of_it in zip(asked, ranks, strict=True)]
-    members = [of_it.member for of_it in ranks]
-    found = ranks[0].answers(partial(_run, members, parts, asked))
+    """Run forward_backward for each request, and return the results with the log-probs. The groups
+    hold different models that share one base, and all ranks make the same call. After an error
+    every model has the gradients that it had before."""
+    transports = [_local(request.group) for request in asked]
+    parts = [
+        _mine(request, transport) for request, transport in zip(asked, transports, strict=True)
+    ]
+    members = [transport.member for transport in transports]
+    results = transports[0].answers(partial(_run, members, parts, asked))
     return [
-        _joined([of_replica[place] for of_replica in found], len(each.batch))
-        for place, each in enumerate(asked)
+        _joined([metrics[position] for metrics in results], len(request.batch))
+        for position, request in enumerate(asked)
     ]
 
 
 def _run(
     members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], asked: Sequence[SummedLoss]
 ) -> list[StepMetrics]:
-    """On this rank."""
+    """Run the requests on this rank."""
     try:
-        return backward_of(members, parts, [each.call for each in asked])
+        return backward_of(members, parts, [request.call for request in asked])
     except Exception as error:
         raise with_rank(error, members[0].worker.grid.rank) from error
 

@@ -1,4 +1,4 @@
-"""One rank of a group: what it does for each call of the controller."""
+"""Worker of one rank in a group, with a method for each call of the controller."""
 
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -25,22 +25,22 @@ from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
 class WorkerError(MegatronVLMError):
-    """A failure in a worker that is not a mistake of the user; names the rank."""
+    """A failure in a worker that is not a mistake of the user. It names the rank."""
 
 
 class BrokenError(WorkerError):
-    """An unexpected error: other ranks may be inside a collective that this one has left."""
+    """An unexpected error. Other ranks may be inside a collective that this rank has left."""
 
 
 class RankWorker:
-    """A worker with the calls of WorkerGroup, each with the part of this rank's replica."""
+    """A worker with the calls of WorkerGroup. Each call takes the part of this rank's replica."""
 
     def __init__(self, worker: MegatronWorker):
         self.worker = worker
         self.has_gradients = False
 
     def call(self, method: str, *args: Any) -> Any:
-        """The method's result; an error names the rank."""
+        """Call a method and return its result. An error names the rank."""
         try:
             return getattr(self, method)(*args)
         except Exception as error:
@@ -56,12 +56,12 @@ class RankWorker:
         return self.worker.routing(self._prepare(part))
 
     def forward_backward(self, part: ReplicaBatch, asked: LossCall) -> StepMetrics:
-        [done] = backward_of([self], [part], [asked])
-        return done
+        [metrics] = backward_of([self], [part], [asked])
+        return metrics
 
     def backward(self, part: ReplicaBatch, asked: LossCall) -> Backward:
-        """A forward_backward that is ready to be done."""
-        if not asked.accumulate:  # even where the rows are refused
+        """Prepare a forward_backward without running it."""
+        if not asked.accumulate:  # also when the rows are refused
             self._forget()
         batches = self._prepare(part, Objective.create(asked.loss, asked.options).value_names)
         return self.worker.backward(batches, asked)
@@ -89,18 +89,19 @@ class RankWorker:
         batch_rows: int,
     ) -> list[list[Completion]]:
         prompts = rows_of(part.whole())
-        places = range(part.first_row, part.first_row + len(prompts))
+        numbers = range(part.first_row, part.first_row + len(prompts))
         if isinstance(seed, int):
-            # By the answer's number in the whole call, so that no two of a call have one seed.
-            seeds = [(seed << 32) + n * place for place in places]
+            # The seed follows from the answer's number in the whole call, so that no two answers
+            # of a call share a seed.
+            seeds = [(seed << 32) + n * number for number in numbers]
         else:
-            seeds = [seed[place] for place in places]
+            seeds = [seed[number] for number in numbers]
         texts = self.texts if settings.stop_strings else None
         return self.worker.sample(prompts, settings, n, seeds, batch_rows, texts)
 
     @cached_property
     def texts(self) -> Texts:
-        """What the checkpoint's tokenizer decodes."""
+        """Decoding functions and special tokens of the checkpoint's tokenizer."""
 
         def text_of(skip: bool, ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
@@ -125,7 +126,8 @@ class RankWorker:
         self.worker.export_hf(folder)
 
     def _prepare(self, part: ReplicaBatch, value_names: Sequence[str] = ()) -> list[MicroBatch]:
-        """A bad row of one replica must not leave the others in a collective."""
+        """Make micro-batches of the part. If one replica has a bad row, all ranks fail together,
+        so that none is left in a collective."""
         message = "another rank cannot take its rows; see its message"
         device = self.worker.platform.device
         try:
@@ -133,32 +135,33 @@ class RankWorker:
                 return self.worker.micro_batches(part.whole(), value_names, part.first_row)
         except MegatronVLMError:
             raise
-        except Exception as error:  # the others have heard of it, and go on
+        except Exception as error:  # the other ranks know of it, and continue
             raise WorkerError(f"{type(error).__name__}: {error}", place="the rows") from error
 
 
 def backward_of(
     members: Sequence[RankWorker], parts: Sequence[ReplicaBatch], asked: Sequence[LossCall]
 ) -> list[StepMetrics]:
-    """forward_backward of different models on this rank, in one pass through the pipeline."""
-    every = zip(members, parts, asked, strict=True)
-    done = run_backward([member.backward(part, of_it) for member, part, of_it in every])
+    """Run forward_backward of different models on this rank, in one pass through the pipeline."""
+    calls = zip(members, parts, asked, strict=True)
+    metrics = run_backward([member.backward(part, call) for member, part, call in calls])
     for member in members:
         member.has_gradients = True
-    return done
+    return metrics
 
 
 class FailedElsewhereError(DataError):
-    """This rank failed because another did."""
+    """A failure of this rank because another rank failed."""
 
 
 def with_rank(error: Exception, rank: int) -> Exception:
-    """The same error, naming its rank. Ours keep their type; others become BrokenError."""
+    """Return the same error with the rank's name. The package's errors keep their type; all other
+    errors become BrokenError."""
     if isinstance(error, MegatronVLMError):
         return error.within(f"rank {rank}")
     return BrokenError(f"{type(error).__name__}: {error}", place=f"rank {rank}")
 
 
 def first_failure(errors: Sequence[Exception]) -> Exception:
-    """The first error that is not merely the echo of another rank's."""
+    """Return the first error that does not merely repeat another rank's failure."""
     return next((e for e in errors if not isinstance(e, FailedElsewhereError)), errors[0])

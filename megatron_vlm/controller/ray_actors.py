@@ -1,8 +1,8 @@
 """A group over Ray: one actor for each rank, and a controller that is not a rank itself.
 
-Needs the extra `ray`. The fields that a call reads go into Ray's object store once, as the bytes of
-a TensorBatch for each replica; pixel values are separate objects, which only the actors of the
-first stage fetch.
+This module needs the extra `ray`. The fields that a call reads go into Ray's object store once, as
+the bytes of one TensorBatch for each replica. Pixel values are separate objects, which only the
+actors of the first stage fetch.
 """
 
 import threading
@@ -27,8 +27,8 @@ from megatron_vlm.distributed.watchdog import Watchdog
 from megatron_vlm.errors import MegatronVLMError
 from megatron_vlm.training.worker import MegatronWorker
 
-GRACE_S = 20.0  # for the other ranks to end their call, once one has failed
-POLL_S = 0.2  # between two looks whether Ray is still there, while a result is waited for
+GRACE_S = 20.0  # seconds that the other ranks have to end their call once one has failed
+POLL_S = 0.2  # seconds between two checks that Ray still runs, while a result is pending
 
 
 def start_ray_group(
@@ -38,37 +38,37 @@ def start_ray_group(
     gpus: float | None = None,
     training: bool = True,
 ) -> WorkerGroup:
-    """Start this many actors, each with these resources and a worker. Ray must be initialised. The
-    TP ranks of one stage share a node. Without `gpus` each has one where the cluster has any, and
-    cfg.platform is not cpu."""
+    """Start `processes` actors, each with these resources and a worker. Ray must be initialised.
+    The TP ranks of one stage share a node. Without `gpus` each actor gets one GPU if the cluster
+    has any and cfg.platform is not cpu."""
     gpus = gpus_of_rank(cfg.platform) if gpus is None else gpus
     place, options = place_ranks(processes, cfg.parallel.tp, cpus, gpus)
     make = ray.remote(WorkerActor)
     actors: list[Any] = [
-        make.options(**own).remote(rank, processes) for rank, own in enumerate(options)
+        make.options(**resources).remote(rank, processes) for rank, resources in enumerate(options)
     ]
-    crew = ActorPool(actors, place)
-    store = crew.gather([actors[0].open_store.remote()])[0]
-    crew.gather([actor.use_store.remote(store) for actor in actors])
-    return WorkerGroup(RayTransport(crew, cfg, training))
+    pool = ActorPool(actors, place)
+    store = pool.gather([actors[0].open_store.remote()])[0]
+    pool.gather([actor.use_store.remote(store) for actor in actors])
+    return WorkerGroup(RayTransport(pool, cfg, training))
 
 
 def share_ray_group(group: WorkerGroup, cfg: Config, training: bool = True) -> WorkerGroup:
-    """A second group in the processes of the first, such as the reference model of a policy. Both
-    must have one layout, and closing one ends both."""
+    """Start a second group in the processes of the first, e.g. the reference model of a policy.
+    Both groups must have the same layout, and closing one ends both."""
     assert isinstance(group.ranks, RayTransport)
     return WorkerGroup(RayTransport(group.ranks.crew, cfg, training))
 
 
 class WorkerActor(RankActor):
-    """One rank and its workers."""
+    """Actor of one rank, with its workers."""
 
     def __init__(self, rank: int, world: int):
         super().__init__(rank, world)
         self.members: list[RankWorker] = []
 
     def start(self, cfg: Config, training: bool) -> tuple[int, ParallelDims]:
-        """Make a worker; its number in this process, and the layout."""
+        """Make a worker, and return its number in this process and its layout."""
         try:
             with Watchdog.over(self.rank, cfg.launch.timeout_minutes) as watchdog:
                 worker = MegatronWorker(cfg, training, watchdog)
@@ -86,13 +86,13 @@ class WorkerActor(RankActor):
         first_row: int,
         *args: Any,
     ) -> Any:
-        """Call a method of a Member with a part of a batch, which comes as bytes."""
+        """Call a method of a RankWorker with a part of a batch, which arrives as bytes."""
         values = None if pixels is None else TensorBatch.from_bytes(pixels.data)
         part = ReplicaBatch(TensorBatch.from_bytes(batch.data), values, first_row)
         return self.call(number, method, part, *args)
 
     def call(self, number: int, method: str, *args: Any) -> Any:
-        """Call a method of a Member."""
+        """Call a method of a RankWorker."""
         member = self.members[number]
         result = member.call(method, *args)
         # The other ranks of a replica have the same result, which need not be sent.
@@ -110,15 +110,15 @@ class ActorPool:
         self.gathering: threading.Thread | None = None
 
     def promise(self, refs: Sequence[Any], join: Join[T]) -> Future[T]:
-        """A future of what `join` makes of the results of every rank."""
+        """Return a future of the value that `join` makes from the results of all ranks."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # the ranks have begun: it cannot be cancelled
+        future.set_running_or_notify_cancel()  # the ranks have started: it cannot be cancelled
         results = [ref.future() for ref in refs]
         before = self.gathering
 
         def finish() -> None:
             if before is not None:
-                before.join()  # in order, so that the first failure says why the group ended
+                before.join()  # in order, so that the first failure is the reason of the end
             try:
                 future.set_result(join(self._all_of(results)))
             except Exception as error:
@@ -129,27 +129,27 @@ class ActorPool:
         return future
 
     def gather(self, refs: Sequence[Any]) -> list[Any]:
-        """Wait for the result of every rank."""
+        """Wait for the results of all ranks, and return them."""
         return self._all_of([ref.future() for ref in refs])
 
     def _all_of(self, results: Sequence[Future[Any]]) -> list[Any]:
-        """The result of every rank. The first error is raised once all have ended their call; the
-        processes are ended if one has died, or if others do not return from theirs."""
-        found: dict[Future[Any], Any] = {}
+        """Return the results of all ranks. The first error is raised once all ranks have ended
+        their call. If a rank has died, or others do not return in time, all processes are ended."""
+        outcomes: dict[Future[Any], Any] = {}
         errors: list[Exception] = []
-        going = set(results)
-        while going:
-            done = _some_of(going, GRACE_S if errors else None)
-            if not done:
+        pending = set(results)
+        while pending:
+            completed = _some_of(pending, GRACE_S if errors else None)
+            if not completed:
                 break
-            going -= done
-            ended = [(rank, result) for rank, result in enumerate(results) if result in done]
-            found |= {result: _outcome(result, rank) for rank, result in ended}
-            errors = [item for item in found.values() if isinstance(item, Exception)]
+            pending -= completed
+            ended = [(rank, result) for rank, result in enumerate(results) if result in completed]
+            outcomes |= {result: _outcome(result, rank) for rank, result in ended}
+            errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
         if not errors:
-            return [found[result] for result in results]
+            return [outcomes[result] for result in results]
         error = first_failure(errors)
-        if going or any(isinstance(item, ActorDiedError) for item in errors):
+        if pending or any(isinstance(outcome, ActorDiedError) for outcome in errors):
             self.close(error)
             raise _ended(self.ended) from error
         raise error
@@ -159,19 +159,19 @@ class ActorPool:
         if self.ended is None:
             self.ended = why
             if not ray.is_initialized():
-                return  # they ended with it
+                return  # the actors ended with Ray
             for actor in self.actors:
                 ray.kill(actor)
             remove_placement_group(self.place)
 
 
 class RayTransport:
-    """A worker in each process of a crew."""
+    """Transport to one worker in each process of an ActorPool."""
 
     def __init__(self, crew: ActorPool, cfg: Config, training: bool):
         self.crew = crew
-        found = crew.gather([actor.start.remote(cfg, training) for actor in crew.actors])
-        self.number, self.dims = found[0]
+        workers = crew.gather([actor.start.remote(cfg, training) for actor in crew.actors])
+        self.number, self.dims = workers[0]
 
     def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
         if parts is None:
@@ -186,9 +186,11 @@ class RayTransport:
         refs = []
         for rank, actor in enumerate(self.crew.actors):
             batch, pixels, first_row = stored[self.dims.replica_of(rank)]
-            mine = pixels if self.dims.stage_of(rank) == 0 else None
+            local_pixels = pixels if self.dims.stage_of(rank) == 0 else None
             refs.append(
-                actor.call_on_part.remote(self.number, method, batch, mine, first_row, *args)
+                actor.call_on_part.remote(
+                    self.number, method, batch, local_pixels, first_row, *args
+                )
             )
         return refs
 
@@ -197,13 +199,15 @@ class RayTransport:
 
 
 def _store(batch: TensorBatch | None) -> Any:
-    """Put it into the object store as an array, which the actors of a node read without a copy."""
+    """Put a batch into the object store as an array, which the actors of a node read without a
+    copy."""
     return None if batch is None else ray.put(np.frombuffer(batch.to_bytes(), dtype=np.uint8))
 
 
 def _some_of(going: set[Future[Any]], timeout: float | None) -> set[Future[Any]]:
-    """Those that have ended, at least one; none if that takes too long. Ray's own functions are not
-    called here: in a thread, while another shuts Ray down, they would start a new Ray."""
+    """Return the calls that have ended, at least one, or an empty set after `timeout` seconds.
+    Ray's own functions are not called here: if another thread shuts Ray down at that time, they
+    would start a new Ray."""
     started = time.monotonic()
     while timeout is None or time.monotonic() < started + timeout:
         if done := wait(going, POLL_S, FIRST_COMPLETED).done:
@@ -214,17 +218,18 @@ def _some_of(going: set[Future[Any]], timeout: float | None) -> set[Future[Any]]
 
 
 def _ended(why: Exception | str | None) -> WorkerError:
-    """The error of a call after the end of the group."""
+    """Return the error of a call after the end of the group."""
     fields = why.fields() if isinstance(why, MegatronVLMError) else {"problem": str(why)}
     return WorkerError(**fields).within("the group has ended")
 
 
 class ActorDiedError(WorkerError):
-    """The process of a rank has died."""
+    """Death of a rank's process."""
 
 
 def _outcome(result: Future[Any], rank: int) -> Any:
-    """The result of a call that has ended, or the worker's own error, without Ray's layers."""
+    """Return the result of a call that has ended, or the worker's own error without Ray's
+    layers."""
     try:
         return result.result()
     except RayTaskError as error:

@@ -1,5 +1,5 @@
-"""What a rank answers to a call, as bytes for the other ranks: tensors as they are, the rest JSON.
-An error keeps its fields, and its type if it is one of the errors of this package."""
+"""Results of a rank's calls as bytes for the other ranks. Tensors stay binary, the rest is JSON. An
+error keeps its fields, and its type if it is one of this package's errors."""
 
 from itertools import islice
 from typing import Any
@@ -32,7 +32,7 @@ _ERRORS: dict[str, type[MegatronVLMError]] = {
 
 
 def result_to_bytes(answer: Any) -> bytes:
-    """A result of a Member's method, or an error."""
+    """Encode the result of a RankWorker's method, or an error."""
     meta: dict[str, Any]
     rows: list[Tensor] = []
     if isinstance(answer, Exception):
@@ -46,13 +46,13 @@ def result_to_bytes(answer: Any) -> bytes:
     elif isinstance(answer, list) and answer and isinstance(answer[0], StepMetrics):
         meta = {"kind": "several"}
         rows = [
-            torch.frombuffer(bytearray(result_to_bytes(each)), dtype=torch.uint8) for each in answer
+            torch.frombuffer(bytearray(result_to_bytes(item)), dtype=torch.uint8) for item in answer
         ]
     elif isinstance(answer, list) and any(isinstance(row, Tensor) for row in answer):
         meta, rows = {"kind": "rows"}, answer
     elif isinstance(answer, list) and answer and _are_samples(answer[0]):
-        samples = [each for of_prompt in answer for each in of_prompt]
-        figures = [each.plain() for each in samples]
+        samples = [item for completions in answer for item in completions]
+        figures = [item.plain() for item in samples]
         meta = {"kind": "samples", "counts": list(map(len, answer)), "figures": figures}
     elif isinstance(answer, tuple):
         meta = {"kind": "tuple", "value": answer}
@@ -62,7 +62,7 @@ def result_to_bytes(answer: Any) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> Any:
-    """What `result_to_bytes` was given."""
+    """Decode the bytes of `result_to_bytes`."""
     fields, meta = unpack(data)
     rows, kind = list(fields["rows"][1]), meta["kind"]
     if kind == "error":

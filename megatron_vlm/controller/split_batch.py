@@ -1,7 +1,7 @@
-"""A batch cut into one part for each data parallel replica.
+"""Split of a batch into one part for each data parallel replica.
 
 Pixel values go to the first stage alone. The other stages get patches without values ([P, 0]) and
-still count them, so that a wrong batch is an error on every rank and not a hang on some.
+still count them, so that a wrong batch is an error on every rank and not a hang on some ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,19 +20,20 @@ BatchLike = TensorBatch | Sequence[Row]
 
 @dataclass(frozen=True)
 class ReplicaBatch:
-    """One replica's part: all fields, with the values of patches left out, and those values."""
+    """Part of one replica: all fields without patch values, and the patch values separately."""
 
     batch: TensorBatch
     pixels: TensorBatch | None
-    first_row: int  # its number in the whole batch
+    first_row: int  # number of the part's first row in the whole batch
 
     def whole(self) -> TensorBatch:
-        """All fields, with the values of patches where this rank has them."""
+        """Return all fields, with the patch values if this rank has them."""
         return self.batch if self.pixels is None else self.batch.with_fields(**self.pixels.fields)
 
 
 def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> list[ReplicaBatch]:
-    """The same number of rows in each part; rows without image and loss fill up the last ones."""
+    """Split rows into parts of equal length. Rows without images and loss fill up the last
+    parts."""
     batch = as_batch(rows, (*FIELDS, MASK, *value_names))
     if not len(batch):
         raise DataError("there are no rows", place="the batch", remedy="give at least one row")
@@ -40,17 +41,17 @@ def even_parts(rows: BatchLike, count: int, value_names: Sequence[str] = ()) -> 
 
 
 def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
-    """Parts as even as the number of rows allows; some may be empty. Labels and targets are
-    ignored."""
+    """Split prompts into parts as even as the number of rows allows; some may be empty. Labels and
+    targets are ignored."""
     return _cut(_prompts(rows), count)
 
 
 def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[ReplicaBatch]:
-    """The same, where `replicas` says which part each row is in."""
+    """Split prompts into `count` parts. `replicas` has the part of each row."""
     batch, parts = _prompts(rows), []
     for replica in range(count):
-        mine = [place for place, its in enumerate(replicas) if its == replica]
-        parts += _cut(batch[mine], 1)
+        places = [place for place, owner in enumerate(replicas) if owner == replica]
+        parts += _cut(batch[places], 1)
     return parts
 
 
@@ -61,7 +62,7 @@ def _prompts(rows: BatchLike) -> TensorBatch:
 
 
 def as_batch(rows: BatchLike, names: Iterable[str]) -> TensorBatch:
-    """The named fields; whatever else a controller keeps in its batch is left out."""
+    """Return the named fields. The other fields of a controller's batch are left out."""
     batch = rows if isinstance(rows, TensorBatch) else batch_of(rows)
     if "ids" not in batch:
         raise DataError(

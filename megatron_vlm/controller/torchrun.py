@@ -1,7 +1,7 @@
 """A group inside torchrun: SPMD, without a separate controller.
 
-Every rank makes a group around its worker and makes the same calls with the same batches; each
-takes its replica's part, and all get the results of the whole batch.
+Every rank makes a group around its worker and makes the same calls with the same batches. Each rank
+takes the part of its replica, and all ranks get the results of the whole batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,13 @@ from megatron_vlm.training.worker import MegatronWorker
 
 
 def local_group(worker: MegatronWorker) -> WorkerGroup:
-    """The group of which this rank's worker is a part. A process may have several."""
+    """Return the group that this rank's worker belongs to. A process may have several groups."""
     return WorkerGroup(LocalTransport(worker))
 
 
 class LocalTransport:
-    """This rank's Member. A call is done when it returns: its future is never pending."""
+    """Transport to this rank's RankWorker. A call is complete when it returns, so its future is
+    never pending."""
 
     def __init__(self, worker: MegatronWorker):
         self.member = RankWorker(worker)
@@ -38,34 +39,36 @@ class LocalTransport:
         try:
             future.set_result(join(self.answers(partial(self.member.call, method, *args))))
         except BrokenError:
-            raise  # at once: the other ranks cannot be told, and end when this process does
+            # Raise at once: the other ranks cannot be notified. They end when this process does.
+            raise
         except MegatronVLMError as error:
             future.set_exception(error)
         return future
 
     def mine_of(self, parts: Sequence[ReplicaBatch]) -> ReplicaBatch:
-        """The part of this rank's replica."""
+        """Return the part of this rank's replica."""
         part = parts[self.grid.dp.rank]
         return part if self.grid.first else replace(part, pixels=None)
 
     def answers(self, work: Callable[[], Any]) -> list[Any]:
-        """Of each replica, after all ranks have done the work. An error of any is raised by all."""
-        mine: Any = None
+        """Do the work on all ranks, and return the result of each replica. If a rank fails, every
+        rank raises its error."""
+        local_result: Any = None
         failure: Exception | None = None
         try:
-            mine = work()
+            local_result = work()
         except BrokenError:
             raise
         except Exception as error:
             failure = error
-        answer = result_to_bytes(failure if failure else mine if self.grid.leads else None)
-        # From all ranks, not only the replica's: an error must reach every one of them.
+        encoded = result_to_bytes(failure if failure else local_result if self.grid.leads else None)
+        # Gather from all ranks, not only from this replica: an error must reach every rank.
         device = self.member.worker.platform.device
-        found = [result_from_bytes(each) for each in all_gather_bytes(answer, None, device)]
-        if errors := [each for each in found if isinstance(each, Exception)]:
+        results = [result_from_bytes(result) for result in all_gather_bytes(encoded, None, device)]
+        if errors := [result for result in results if isinstance(result, Exception)]:
             raise first_failure(errors) from failure
         leaders = map(self.dims.leader_of, range(self.dims.dp))
-        return [found[rank] for rank in leaders]
+        return [results[rank] for rank in leaders]
 
     def close(self) -> None:
-        """Nothing to end: torchrun started the processes."""
+        """Do nothing: torchrun started the processes."""

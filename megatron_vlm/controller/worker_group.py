@@ -1,4 +1,4 @@
-"""WorkerGroup: the calls of a controller."""
+"""WorkerGroup, the calls of a controller."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -18,27 +18,27 @@ from megatron_vlm.training.optimizer import AdamStep
 from megatron_vlm.training.worker import StepMetrics
 
 T = TypeVar("T")
-Join = Callable[[list[Any]], T]  # from the replicas' results, in order
+Join = Callable[[list[Any]], T]  # combines the replicas' results, which are in order
 Parts = Sequence[ReplicaBatch] | None
 
 
 class Transport(Protocol):
-    """How a call reaches every rank; see torchrun.py and ray_actors.py."""
+    """A channel that carries a call to every rank; see torchrun.py and ray_actors.py."""
 
     dims: ParallelDims
 
     def call(self, join: Join[T], method: str, parts: Parts, *args: Any) -> Future[T]:
-        """Call a method of every Member, with the part of its replica if there are parts."""
+        """Call a method of every RankWorker. If there are parts, a rank gets its replica's part."""
 
     def close(self) -> None: ...
 
 
 class WorkerGroup:
-    """N MegatronWorkers as one. Batches are those of the whole group: rows, or a TensorBatch, of
-    which only the fields that a call reads are sent.
+    """N MegatronWorkers that act as one. A batch is that of the whole group: rows, or a
+    TensorBatch. Only the fields that a call reads are sent.
 
-    Every method returns a future. The calls of a group are done in the order in which they were
-    made, whether or not a result was waited for.
+    Every method returns a future. The calls of a group run in the order in which they were made,
+    whether or not the caller waited for a result.
     """
 
     def __init__(self, ranks: Transport):
@@ -46,7 +46,7 @@ class WorkerGroup:
         self.dims = ranks.dims
 
     def forward(self, batch: BatchLike, temperature: float = 1.0) -> Future[list[Tensor]]:
-        """Log-probs of each row's supervised tokens, as MegatronWorker.forward gives them."""
+        """Return the log-probs of each row's supervised tokens, as MegatronWorker.forward does."""
         parts = even_parts(batch, self.dims.dp)
 
         def join(found: list[list[Tensor]]) -> list[Tensor]:
@@ -57,8 +57,8 @@ class WorkerGroup:
     def likeliest(
         self, batch: BatchLike, count: int, temperature: float = 1.0
     ) -> Future[list[Tensor]]:
-        """The likeliest tokens where a row predicts something, as MegatronWorker.likeliest gives
-        them."""
+        """Return the most likely tokens at each position where a row predicts one, as
+        MegatronWorker does."""
         parts = even_parts(batch, self.dims.dp)
 
         def join(found: list[list[Tensor]]) -> list[Tensor]:
@@ -67,8 +67,8 @@ class WorkerGroup:
         return self.ranks.call(join, "likeliest", parts, count, temperature)
 
     def routing(self, batch: BatchLike) -> Future[TensorList]:
-        """The experts that each token of each row goes to, as MegatronWorker.routing gives them:
-        as the field `routing` of a batch they send it there again."""
+        """Return the experts of each token in each row, as MegatronWorker.routing does. As the
+        field `routing` of a batch they route its tokens to the same experts again."""
         parts = even_parts(batch, self.dims.dp)
 
         def join(found: list[list[Tensor]]) -> TensorList:
@@ -85,9 +85,10 @@ class WorkerGroup:
         accumulate: bool = False,
         **options: float,
     ) -> Future[StepMetrics]:
-        """Gradients of the mean loss over the batch, or of its sum over `divisor`, in place of
-        earlier ones, or with `accumulate` added to those since the last optim_step. The values of
-        each token that the loss reads are fields of the batch; see losses.py."""
+        """Compute the gradients of the mean loss over the batch, or of its sum over `divisor`. They
+        replace earlier gradients, or with `accumulate` are added to those since the last
+        optim_step. The values per token that the loss reads are fields of the batch; see losses.py.
+        """
         check_divisor(divisor)
         value_names = Objective.create(loss, options).value_names
         parts = even_parts(batch, self.dims.dp, value_names)
@@ -98,14 +99,14 @@ class WorkerGroup:
             log_probs = _in_order([metrics.log_probs for metrics in found])[: len(batch)]
             return replace(found[0], log_probs=log_probs)
 
-        asked = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
-        return self.ranks.call(join, "forward_backward", parts, asked)
+        call = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
+        return self.ranks.call(join, "forward_backward", parts, call)
 
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None
     ) -> Future[tuple[float, float]]:
-        """Clip and apply the gradients: (norm before clipping, learning rate). `adam` takes the
-        place of the configured settings for this step."""
+        """Clip and apply the gradients. Return the norm before clipping and the learning rate.
+        `adam` replaces the configured settings for this step."""
         return self.ranks.call(_first, "optim_step", None, lr, adam)
 
     def sample(
@@ -116,10 +117,12 @@ class WorkerGroup:
         seed: int | Sequence[int] = 0,
         batch_rows: int = ROWS,
     ) -> Future[list[list[Completion]]]:
-        """`n` answers to each prompt, as MegatronWorker.sample gives them; stop strings are looked
-        for in what the checkpoint's tokenizer decodes. Answers are drawn by `seed` and their number
-        in the call: give each call another seed. Or give one for each prompt: its answer k is the
-        one that its seed + k alone gives."""
+        """Sample `n` answers to each prompt, as MegatronWorker.sample does. Stop strings are
+        searched in the text that the checkpoint's tokenizer decodes.
+
+        With one seed, an answer depends on the seed and on its number in the call, so each call
+        needs another seed. With a seed for each prompt, answer k depends on its seed + k alone.
+        """
         args = (settings, n, seed, batch_rows)
         return self.ranks.call(_in_order, "sample", prompt_parts(prompts, self.dims.dp), *args)
 
@@ -132,7 +135,8 @@ class WorkerGroup:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Future[list[list[int]]]:
-        """New tokens for each prompt, as decode.generate gives them; the rest as for `sample`."""
+        """Generate new tokens for each prompt, as generate.generate does. The other arguments are
+        those of `sample`."""
         settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
 
         def join(found: list[Any]) -> list[list[int]]:
@@ -142,11 +146,11 @@ class WorkerGroup:
         return self.ranks.call(join, "sample", prompt_parts(prompts, self.dims.dp), *args)
 
     def save(self, folder: str, progress: dict[str, Any] | None = None) -> Future[None]:
-        """Write a checkpoint; `progress` is plain JSON, for `load` to return."""
+        """Write a checkpoint. `progress` is plain JSON, which `load` returns."""
         return self.ranks.call(_first, "save", None, str(folder), progress or {})
 
     def load(self, folder: str) -> Future[dict[str, Any]]:
-        """Fill the workers from a checkpoint of any layout; its `progress`."""
+        """Load a checkpoint of any layout into the workers, and return its `progress`."""
         return self.ranks.call(_first, "load", None, str(folder))
 
     def export(self, folder: str) -> Future[None]:
@@ -154,7 +158,7 @@ class WorkerGroup:
         return self.ranks.call(_first, "export", None, str(folder))
 
     def close(self) -> None:
-        """End the processes that the group has started."""
+        """End the processes that the group started."""
         self.ranks.close()
 
 

@@ -1,4 +1,4 @@
-"""Samples from an engine beside the trainer.
+"""Samples from an engine that runs next to the trainer.
 
 sampler = await VllmSampler.start(EngineSettings(python, folder))
 samples = await sampler.sample(row, SamplingSettings(max_tokens=64), seeds=[0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""Engines beside a trainer: a sampler in a loop of its own, in a thread of rank 0."""
+"""Engines next to a trainer: a sampler in an event loop of its own, in a thread of rank 0."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Engines:
-    """On rank 0: the sampler, and the loop that it lives in."""
+    """The sampler of rank 0, and the event loop that it runs in."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -25,41 +25,42 @@ class Engines:
     def start(
         self, settings: EngineSettings, gpus: Sequence[str], waiting: Callable[[], None]
     ) -> None:
-        """Start an engine on each of `gpus`, such as "6" or "4,5"; one where none are named.
-        `waiting` is called until they have loaded."""
+        """Start an engine on each of `gpus`, such as "6" or "4,5", or a single engine if there are
+        no names. `waiting` is called until the engines have loaded."""
         replicas = [{"CUDA_VISIBLE_DEVICES": each} for each in gpus] or [{}]
         starting = VllmSampler.start(settings, replicas)
         self._sampler = result_of(self.submit(starting), waiting)
 
     @property
     def sampler(self) -> VllmSampler:
-        """To be used in the loop."""
+        """The sampler, for use inside the event loop only."""
         assert self._sampler is not None, "not started"
         return self._sampler
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Have the loop do it."""
+        """Run a coroutine in the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End them, and whatever the loop still does."""
+        """End the engines and all tasks of the event loop."""
         self.submit(self._end()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
 
     async def _end(self) -> None:
-        # First, or what is still asked would be asked again, of an engine that is started for it.
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
+        # Cancel the tasks first: a pending request would be retried on an engine that is restarted
+        # for it.
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._sampler is not None:
             await self._sampler.close()
         await self.loop.shutdown_default_executor()
 
 
 def side_by_side(gpus: Sequence[str]) -> dict[str, Any]:
-    """vLLM's options for engines on several GPUs each."""
+    """Return vLLM's options for engines that run on several GPUs each."""
     parallel = max((each.count(",") + 1 for each in gpus), default=1)
     return {"tensor_parallel_size": parallel} if parallel > 1 else {}

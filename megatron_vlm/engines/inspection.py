@@ -1,4 +1,4 @@
-"""What an engine's own processor has made of a prompt.
+"""A prompt as an engine's own processor has prepared it.
 
 Shapes: P patches, C values of a patch.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class EngineMedia:
-    """A picture or a video: its grid, and its normalised patches in the type that the model gets
-    them in."""
+    """A picture or a video: its grid, and its normalised patches in the type that the model
+    receives."""
 
     grid: tuple[int, ...]
     patches_PC: Tensor
@@ -23,7 +23,7 @@ class EngineMedia:
 
 @dataclass(frozen=True)
 class EngineView:
-    """A whole prompt, and the version of the engine."""
+    """A whole prompt as an engine sees it, and the version of the engine."""
 
     ids: tuple[int, ...]
     images: tuple[EngineMedia, ...]
@@ -32,14 +32,16 @@ class EngineView:
 
 
 def seen_of(answer: Mapping[str, Any]) -> EngineView:
-    """Of the answer of `inspect` in server/serve.py."""
-    start, found = 0, []
-    for about in (*answer["image"], *answer["video"]):
-        shape, dtype = about["shape"], getattr(torch, about["dtype"])
+    """Read the answer of `inspect` in server/engine_server.py."""
+    start, media = 0, []
+    for entry in (*answer["image"], *answer["video"]):
+        shape, dtype = entry["shape"], getattr(torch, entry["dtype"])
         end = start + 4 * math.prod(shape)
         values = torch.frombuffer(bytearray(answer["body"][start:end]), dtype=torch.float32)
-        found.append(EngineMedia(tuple(about["grid"]), values.view(shape).to(dtype)))
+        media.append(EngineMedia(tuple(entry["grid"]), values.view(shape).to(dtype)))
         start = end
-    images = len(answer["image"])
+    num_images = len(answer["image"])
     version = f"vLLM {answer['vllm']}"
-    return EngineView(tuple(answer["ids"]), tuple(found[:images]), tuple(found[images:]), version)
+    return EngineView(
+        tuple(answer["ids"]), tuple(media[:num_images]), tuple(media[num_images:]), version
+    )

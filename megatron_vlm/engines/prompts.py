@@ -1,4 +1,4 @@
-"""A row as an engine takes it: what the trainer sees, put the way that vLLM asks for.
+"""A row as a request to vLLM, with the contents that the trainer sees.
 
 Shapes: P patches, C values of a patch, S tokens.
 """
@@ -28,7 +28,7 @@ from megatron_vlm.training.completions import SamplingSettings
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked: the fields of its `sample`, and the pixels of the pictures, then of
+    """A request to an engine: the fields of its `sample`, and the pixels of the pictures, then of
     the videos."""
 
     fields: dict[str, Any]
@@ -36,7 +36,7 @@ class Request:
 
 
 class Prompts:
-    """Makes requests of rows for one model."""
+    """A converter of rows to requests, for one model."""
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
@@ -45,11 +45,15 @@ class Prompts:
         self.folding = Folding(settings.folder, self.tokens)
 
     def request(self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]) -> Request:
-        """Refuses what the engine would not see as the trainer does, or would cut."""
+        """Make a request. Refuse a prompt that the engine would truncate, or would see otherwise
+        than the trainer."""
         self._check(prompt, settings)
-        if wrong := [seed for seed in seeds if not 0 <= seed < 2**63]:
+        if bad_seeds := [seed for seed in seeds if not 0 <= seed < 2**63]:
             raise ConfigError(
-                place="sample", key="seed", found=wrong[0], allowed="a number from 0 to 2**63 - 1"
+                place="sample",
+                key="seed",
+                found=bad_seeds[0],
+                allowed="a number from 0 to 2**63 - 1",
             )
         ids = prompt.ids_S.tolist()
         queue = GridQueue(prompt.image_grid_I3, prompt.video_grid_I3, self.tokens)
@@ -82,13 +86,13 @@ class Prompts:
         prompt.check_pixels("the prompt")
         self._check_count(prompt.image_grid_I3, "pictures", self.settings.pictures)
         self._check_count(prompt.video_grid_I3, "videos", self.settings.videos)
-        length, most = len(prompt.ids_S), self.settings.max_len
-        if length + settings.max_tokens > most:
+        length, max_len = len(prompt.ids_S), self.settings.max_len
+        if length + settings.max_tokens > max_len:
             raise ConfigError(
                 f"is less than its {length} tokens and max_tokens={settings.max_tokens} together",
                 place="the prompt",
                 key="max_len",
-                found=most,
+                found=max_len,
                 remedy="raise `max_len` of the engine's settings (rl.engine_max_len), ask for "
                 "fewer tokens, or shorten the prompt",
             )
@@ -106,22 +110,23 @@ class Prompts:
 
 
 def seen_by_trainer(row: Row, settings: ImageSettings) -> list[np.ndarray]:
-    """The pictures of a row [height, width, 3] as the trainer sees them, resized: its patches put
-    back."""
+    """Return the pictures of a row [height, width, 3] as the trainer sees them: resized, and put
+    back together from patches."""
     return [frames[0, 0] for frames in _put_back(row.pixel_values_PC, row.image_grid_I3, settings)]
 
 
 def seen_videos(row: Row, settings: ImageSettings) -> list[np.ndarray]:
-    """The videos of a row [frames, height, width, 3], likewise: the frames that were taken."""
-    found = _put_back(row.pixel_values_videos_PC, row.video_grid_I3, settings)
-    return [frames.reshape(-1, *frames.shape[2:]) for frames in found]
+    """Return the videos of a row [frames, height, width, 3] in the same way, with the frames that
+    were sampled."""
+    videos = _put_back(row.pixel_values_videos_PC, row.video_grid_I3, settings)
+    return [frames.reshape(-1, *frames.shape[2:]) for frames in videos]
 
 
 def _put_back(
     pixels_PC: Tensor | None, grid_I3: Tensor | None, settings: ImageSettings
 ) -> list[np.ndarray]:
-    """[temporal patches, frames of one, height, width, 3] of each picture or video. Sides of
-    patches are those of the model's weights, so pictures and videos have the same."""
+    """Return [temporal patches, frames of one, height, width, 3] of each picture or video. The
+    model's weights fix the size of a patch, so pictures and videos have the same."""
     if grid_I3 is None:
         return []
     assert pixels_PC is not None and pixels_PC.dtype == torch.uint8
@@ -131,24 +136,26 @@ def _put_back(
     return [unpatch(p.numpy(), grid, side, merge) for p, grid in zip(parts, grids, strict=True)]
 
 
-# A prompt with one placeholder for each picture and video, which vLLM puts all others in place of.
+# A folded prompt has one placeholder for each picture and video, which vLLM replaces with all of
+# the placeholders.
 #
-# Of a video, vLLM also writes the time of each frame before its placeholders, from what it is told
-# of them. The times in the prompt are those to tell it.
+# For a video, vLLM also writes the time of each frame before its placeholders, from the times in
+# the request. These times are read from the prompt.
 
 _TIME = re.compile(r"<(\d+)\.(\d) seconds>")
 
 
 @dataclass(frozen=True)
 class Folded:
-    """The prompt, and for each video the time of each temporal patch, in tenths of a second."""
+    """A folded prompt, and for each video the time of each temporal patch in tenths of a second."""
 
     ids: list[int]
     tenths: list[list[int]]
 
 
 class Folding:
-    """Folds the prompts of one model; its tokenizer is read at the first video."""
+    """A converter of prompts to folded ones, for one model. The tokenizer is read at the first
+    video."""
 
     def __init__(self, folder: str, tokens: Tokens):
         self.path, self.tokens = folder, tokens
@@ -160,25 +167,27 @@ class Folding:
     def fold(
         self, ids: list[int], runs: Sequence[PlaceholderRun], video_grid_I3: Tensor | None
     ) -> Folded:
-        """`runs` are all placeholders of the prompt, in order: a run for each temporal patch."""
+        """Fold a prompt. `runs` are all placeholders of the prompt in order, with a run for each
+        temporal patch."""
         frames = iter([] if video_grid_I3 is None else video_grid_I3[:, 0].tolist())
-        left, folded = iter(runs), Folded([], [])
-        end = 0  # of what is folded already
-        for run in left:
+        remaining, folded = iter(runs), Folded([], [])
+        end = 0  # end of the part that is folded already
+        for run in remaining:
             start, last = run.start, run
             if ids[start] == self.tokens.video_id:
-                group = [run, *(next(left) for _ in range(next(frames) - 1))]
+                group = [run, *(next(remaining) for _ in range(next(frames) - 1))]
                 folded.tenths.append(list(self._times(ids, group, end)))
                 start, last = self._first_time(ids, group[0], end), group[-1]
             folded.ids.extend([*ids[end:start], ids[run.start]])
             end = last.start + last.height * last.width
-            end += ids[run.start] == self.tokens.video_id  # the bracket behind its last frame
+            end += ids[run.start] == self.tokens.video_id  # the bracket after its last frame
         folded.ids.extend(ids[end:])
         return folded
 
     @staticmethod
     def _first_time(ids: list[int], run: PlaceholderRun, least: int) -> int:
-        """Where the time of a video's first frame begins: behind the bracket around all of it."""
+        """Return the place where the time of a video's first frame begins, which is after the
+        bracket that opens the whole video."""
         inner = run.start - 1
         places = (i for i in range(inner - 1, least - 1, -1) if ids[i] == ids[inner])
         return next(places, inner) + 1

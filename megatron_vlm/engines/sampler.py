@@ -1,4 +1,4 @@
-"""What every sampler can do, whatever draws for it."""
+"""The interface of every sampler."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,39 +12,41 @@ from megatron_vlm.training.completions import Completion, SamplingSettings
 
 
 class SamplerError(MegatronVLMError):
-    """What draws the samples has failed; says how, and what to do."""
+    """A failure of a sampler. Its message has the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of a Hugging Face checkpoint's folder, such as an export of ours."""
+    """A folder with a Hugging Face checkpoint, such as an export of this package."""
 
     folder: str
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder of PEFT's. Its weights are added to those that were there before any adapter."""
+    """A folder in PEFT's format. Its weights are added to the base weights, without any earlier
+    adapter."""
 
     folder: str
 
 
-# Or every tensor of a checkpoint, by its name there: `MegatronWorker.named_weights`.
+# The third form has every tensor of a checkpoint under its name there, as
+# `MegatronWorker.named_weights` yields them.
 Weights = Checkpoint | Adapter | Iterable[tuple[str, Tensor]]
 
 
 class Sampler(Protocol):
-    """Draws answers. Many calls of `sample` may be under way at a time."""
+    """A source of answers. Many calls of `sample` may be in progress at a time."""
 
     async def sample(
         self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]
     ) -> list[Completion]:
-        """An answer to the prompt for each seed; the same seed draws the same. Labels are
-        ignored."""
+        """Sample an answer to the prompt for each seed. The same seed gives the same answer. Labels
+        are ignored."""
 
     async def update(self, weights: Weights, version: int) -> None:
-        """Draw with other weights from now on, and say their version in each sample. Samples under
-        way are finished with the old weights first; those asked for meanwhile wait for the new."""
+        """Sample with other weights from now on, and put their version into each sample. Samples in
+        progress finish with the old weights first; later requests wait for the new weights."""
 
     async def close(self) -> None:
-        """End whatever was started."""
+        """End everything that the sampler started."""

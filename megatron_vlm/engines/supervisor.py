@@ -1,4 +1,4 @@
-"""One of several engines, started again when it has died."""
+"""Supervision of one engine among several, which is restarted when it has died."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -7,20 +7,20 @@ from contextlib import suppress
 from megatron_vlm.engines.sampler import SamplerError
 from megatron_vlm.engines.vllm_process import Engine, EngineDiedError
 
-DEATHS = 5  # in a row, without an answer in between, after which an engine is given up
+DEATHS = 5  # deaths in a row, without an answer in between, until an engine is given up
 
 Start = Callable[[Mapping[str, str]], Awaitable[Engine]]
 Renew = Callable[["EngineReplica", Engine], Awaitable[None]]
 
 
 class EngineReplica:
-    """An engine, or the next one on its way. `start` starts one with the replica's environment;
-    `renew` gives it the newest weights and puts it in its place."""
+    """An engine, or the next one while it starts. `start` starts an engine with the replica's
+    environment. `renew` gives it the newest weights and puts it into use."""
 
     def __init__(self, environment: Mapping[str, str], start: Start, renew: Renew):
         self.environment, self.start, self.renew = environment, start, renew
         self.engine: Engine | None = None
-        self.in_flight = 0  # samples
+        self.in_flight = 0  # number of samples
         self.deaths = 0
         self.given_up: Exception | None = None
         self.mending: asyncio.Task[None] | None = None
@@ -29,7 +29,8 @@ class EngineReplica:
         self.deaths = 0
 
     def lost(self, engine: Engine, died: EngineDiedError) -> None:
-        """Its engine has died, which many requests may hear of: start another, once."""
+        """Start another engine, once, after this one has died. Many requests may report its
+        death."""
         if self.engine is not engine:
             return
         engine.close()
@@ -54,7 +55,7 @@ class EngineReplica:
             except SamplerError as error:
                 self._died(EngineDiedError(str(error)))
                 continue
-            except Exception as error:  # a mistake, which another start would not mend
+            except Exception as error:  # a mistake, which another start would not correct
                 self.given_up = error
                 return
             try:

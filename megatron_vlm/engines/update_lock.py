@@ -1,4 +1,4 @@
-"""Many go through at a time, or one alone."""
+"""A lock that admits many holders at a time, or one alone."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 
 class UpdateLock:
-    """Whoever wants to be alone waits until all who are inside have left; meanwhile nobody else
-    comes in."""
+    """A lock for weight updates. `alone` waits until all holders have left; meanwhile no new holder
+    enters."""
 
     def __init__(self) -> None:
         self.inside = 0

@@ -1,7 +1,7 @@
-"""One engine: a process in an environment of its own, which is asked over a socket.
+"""An engine: a process in an environment of its own, which takes requests over a socket.
 
-server/serve.py is what runs there. Many requests may be under way. When the process has died, all
-of them end in an EngineDiedError; when this process dies, so does the engine.
+The process runs server/engine_server.py. Many requests may be in progress. When the process has
+died, all of them end in an EngineDiedError. When this process dies, so does the engine.
 """
 
 import asyncio
@@ -25,39 +25,39 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.scratch import socket_folder
 
 SERVER = Path(__file__).parent / "server" / "engine_server.py"
-_OURS = ("PYTHON", "OMP_")  # the engine's Python and threads are others
-_SAID = 4000  # characters of its last words that a message has
+_OURS = ("PYTHON", "OMP_")  # variables of this process that do not fit the engine's
+_SAID = 4000  # characters of the engine's last output in a message
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How engines are started."""
+    """Settings with which engines are started."""
 
-    python: str  # of the environment that has vLLM
-    folder: str  # the checkpoint to begin with
-    dtype: str = "auto"  # of weights and activations
+    python: str  # Python of an environment that has vLLM
+    folder: str  # checkpoint to start with
+    dtype: str = "auto"  # type of weights and activations
     max_len: int = 4096  # tokens of a prompt and its answer together
-    pictures: int = 8  # of a prompt, at most
-    videos: int = 0  # likewise
-    lora_rank: int = 0  # of the adapters that it may be given, at most; 0: none
-    adapters: int = 1  # different ones that requests under way may name
-    lora_vision: bool = False  # whether they have parts in the vision tower and its mergers
-    options: Mapping[str, Any] = field(default_factory=dict)  # more of vLLM's EngineArgs
-    start_s: float = 1800.0  # how long it may take to load
+    pictures: int = 8  # maximum in a prompt
+    videos: int = 0  # maximum in a prompt
+    lora_rank: int = 0  # maximum rank of its adapters; 0: no adapters
+    adapters: int = 1  # different adapters that requests in progress may name
+    lora_vision: bool = False  # whether adapters have parts in the vision tower and its mergers
+    options: Mapping[str, Any] = field(default_factory=dict)  # additional EngineArgs of vLLM
+    start_s: float = 1800.0  # seconds that the engine may take to load
 
     @property
     def most_adapters(self) -> int:
-        """`adapters`, or what the options say in its place."""
+        """Maximum number of adapters in use: `adapters`, unless the options replace it."""
         return int(self.options.get("max_loras", self.adapters))
 
 
 class EngineDiedError(Exception):
-    """The process is gone; says its last words."""
+    """The end of an engine's process, with its last output."""
 
 
 @dataclass(eq=False)
 class Engine:
-    """A process that was started, and what it has not answered yet."""
+    """A process that was started, and its pending requests."""
 
     settings: EngineSettings
     process: "subprocess.Popen[bytes]"
@@ -72,23 +72,23 @@ class Engine:
     async def start(
         settings: EngineSettings, environment: Mapping[str, str], buffer: int, version: int
     ) -> "Engine":
-        """Start one and have it load the checkpoint, as this version. It inherits `buffer`, the
-        memory that weights come through."""
-        ours, theirs = socket.socketpair()
-        said = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
+        """Start an engine, which loads the checkpoint as this version. It inherits `buffer`, the
+        memory for weights."""
+        local_end, engine_end = socket.socketpair()
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - close() does
         try:
             process = subprocess.Popen(
-                [settings.python, SERVER, str(theirs.fileno()), str(buffer)],
-                pass_fds=(theirs.fileno(), buffer),
+                [settings.python, SERVER, str(engine_end.fileno()), str(buffer)],
+                pass_fds=(engine_end.fileno(), buffer),
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env={**_environment(), **environment},
-                start_new_session=True,  # Ctrl-C is ours, and what it starts is ended with it
+                start_new_session=True,  # keeps Ctrl-C from it, and lets `_end` kill its processes
             )
         except OSError as error:
-            said.close()
-            ours.close()
+            output.close()
+            local_end.close()
             raise ConfigError(
                 f"cannot be started: {error.strerror}",
                 place="the engine",
@@ -98,29 +98,29 @@ class Engine:
                 "`make vllm-env`: .venv-vllm/bin/python",
             ) from error
         finally:
-            theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        engine = Engine(settings, process, reader, writer, said)
+            engine_end.close()
+        reader, writer = await asyncio.open_unix_connection(sock=local_end)
+        engine = Engine(settings, process, reader, writer, output)
         engine.listening = asyncio.create_task(engine._listen())
         try:
             await asyncio.wait_for(engine._load(version), settings.start_s)
         except BaseException as error:
             words = engine.last_words()
             engine.close()
-            if (known := _of_start(error, words, settings)) is None:
+            if (cause := _of_start(error, words, settings)) is None:
                 raise
-            raise known from error
+            raise cause from error
         return engine
 
     async def _load(self, version: int) -> None:
         names = ["folder", "dtype", "max_len", "pictures", "videos"]
         names += ["lora_rank", "lora_vision", "adapters"]
-        given = {name: getattr(self.settings, name) for name in names}
-        await self.ask("load", **given, version=version, options=dict(self.settings.options))
+        settings = {name: getattr(self.settings, name) for name in names}
+        await self.ask("load", **settings, version=version, options=dict(self.settings.options))
 
     async def ask(self, do: str, body: Sequence[Any] = (), **fields: Any) -> Any:
-        """The answer to a request, whose raw bytes are those of `body`. Where the answer has some,
-        it is an object, and they are its "body"."""
+        """Send a request with the raw bytes of `body`, and return its answer. If the answer has raw
+        bytes, it is an object, and they are its "body"."""
         number = next(self.numbers)
         future: Future[Any] = asyncio.get_running_loop().create_future()
         if not self.alive:
@@ -128,7 +128,7 @@ class Engine:
         self.waiting[number] = future
         self._send({"id": number, "do": do, **fields}, body)
         try:
-            with contextlib.suppress(ConnectionError):  # the listener hears of it, too
+            with contextlib.suppress(ConnectionError):  # the listener notices it, too
                 await self.writer.drain()
             return await future
         except asyncio.CancelledError:
@@ -144,7 +144,7 @@ class Engine:
             self.writer.write(part)
 
     async def _listen(self) -> None:
-        """Hand out answers until the process is gone."""
+        """Deliver answers until the process has ended."""
         try:
             while True:
                 text, size = sizes(await self.reader.readexactly(HEADER.size))
@@ -154,7 +154,7 @@ class Engine:
                 future = self.waiting.get(answer["id"])
                 if future is not None and not future.done():
                     self._settle(future, answer)
-        except Exception:  # it has ended, or says what cannot be understood
+        except Exception:  # the process has ended, or has sent an invalid frame
             self._end()
             for future in self.waiting.values():
                 if not future.done():
@@ -172,7 +172,7 @@ class Engine:
         return self.process.poll() is None and not self.writer.is_closing()
 
     def last_words(self) -> str:
-        """The end of what it has written."""
+        """Return the end of the process's output."""
         if self.said.closed:
             return "it was closed"
         self.said.seek(0, os.SEEK_END)
@@ -180,14 +180,14 @@ class Engine:
         return self.said.read().decode(errors="replace").strip()
 
     def _end(self) -> None:
-        """With whatever it has started."""
+        """Kill the process and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.writer.close()
 
     def close(self) -> None:
-        """End the process, now."""
+        """End the process immediately."""
         if self.listening is not None:
             self.listening.cancel()
         for future in self.waiting.values():
@@ -198,13 +198,14 @@ class Engine:
 
 
 def _environment() -> dict[str, str]:
-    theirs = {name: value for name, value in without_job().items() if not name.startswith(_OURS)}
-    # Where vLLM's own processes meet; it would take TMPDIR, whose name may be too long for sockets.
-    return {"VLLM_RPC_BASE_PATH": str(socket_folder()), **theirs}
+    inherited = {name: value for name, value in without_job().items() if not name.startswith(_OURS)}
+    # vLLM's own processes meet in this folder. By default they use TMPDIR, whose name may be too
+    # long for sockets.
+    return {"VLLM_RPC_BASE_PATH": str(socket_folder()), **inherited}
 
 
 def _explained(said: str) -> Exception:
-    """What vLLM's traceback means for a user."""
+    """Turn vLLM's traceback into an error for the user."""
     last = said.strip().splitlines()[-1]
     if last.startswith("PromptError: "):
         return DataError(last.removeprefix("PromptError: "))
@@ -212,9 +213,10 @@ def _explained(said: str) -> Exception:
 
 
 def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exception | None:
-    """What keeps an engine from starting, as a sentence with its remedy where that is known."""
-    known = f"{error}\n{words}"
-    if "No module named 'vllm'" in known:
+    """Return the error of an engine that does not start, with the remedy, or None if the cause is
+    unknown."""
+    text = f"{error}\n{words}"
+    if "No module named 'vllm'" in text:
         return ConfigError(
             "has no vLLM",
             place="the engine",
@@ -223,7 +225,7 @@ def _of_start(error: BaseException, words: str, settings: EngineSettings) -> Exc
             remedy="for the CPU run `make vllm-env` and give .venv-vllm/bin/python; on GPUs, "
             "install vllm in an environment of its own",
         )
-    if "Unsupported CPU attention configuration" in known:
+    if "Unsupported CPU attention configuration" in text:
         return ConfigError(
             ": vLLM's attention on a CPU takes heads that are 32, 64, 80, 96, 112, 128 or a larger "
             "multiple of 32 wide, and this model's are not",

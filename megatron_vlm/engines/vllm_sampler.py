@@ -1,4 +1,4 @@
-"""vLLM as a sampler: engines in processes of their own, see vllm_process.py, of which any may
+"""vLLM as a sampler, with engines in processes of their own; see vllm_process.py. Any of them may
 die."""
 
 import asyncio
@@ -24,13 +24,13 @@ from megatron_vlm.engines.weight_stream import (
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
-ASKED = 3  # times that a request is asked whose engines die of it, or with it
+ASKED = 3  # attempts of a request during which engines die
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine that is started again is given. Without `base` it has the weights that it
-    began with."""
+    """The state for an engine that is restarted. Without `base` it has the weights of its first
+    start."""
 
     version: int = 0
     base: Checkpoint | WeightCache | None = None
@@ -38,10 +38,10 @@ class EngineState:
 
 
 class VllmSampler:
-    """A Sampler, see sampler.py; made by `start`, and used in the event loop that this ran in.
+    """A Sampler (see sampler.py) that `start` makes. Use it in the event loop in which `start` ran.
 
-    A request goes to the engine with the fewest samples under way. An engine that dies is started
-    again with the newest weights, and what it was asked is asked again.
+    A request goes to the engine with the fewest samples in progress. An engine that dies is
+    restarted with the newest weights, and its pending requests are sent again.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class VllmSampler:
         self.buffer, self.kept = SharedBuffer(BUFFER_BYTES), WeightCache(keep)
         self.newest = EngineState()
         self.gate = UpdateLock()
-        self.suspects = asyncio.Lock()  # of a request that is asked for the last time
-        self.renewing = asyncio.Lock()  # whoever gives weights: the buffer is one
+        self.suspects = asyncio.Lock()  # held by a request during its last attempt
+        self.renewing = asyncio.Lock()  # held by a transfer of weights: there is one buffer
         self.replicas = [EngineReplica(each, self._start, self._renew) for each in replicas]
 
     @classmethod
@@ -66,9 +66,9 @@ class VllmSampler:
         replicas: Sequence[Mapping[str, str]] = ({},),
         keep: str | None = None,
     ) -> "VllmSampler":
-        """Start an engine for each of `replicas`, which are more variables of its environment, such
-        as its CUDA_VISIBLE_DEVICES. The newest weights, where they come as tensors, are kept in a
-        folder inside `keep`, by default of TMPDIR."""
+        """Start an engine for each of `replicas`, which are additional environment variables such
+        as CUDA_VISIBLE_DEVICES. The newest weights, if they arrive as tensors, are kept in a folder
+        inside `keep`, by default inside TMPDIR."""
         sampler = cls(settings, replicas, keep)
         starting = [asyncio.create_task(sampler._place(each)) for each in sampler.replicas]
         try:
@@ -94,25 +94,25 @@ class VllmSampler:
         seeds: Sequence[int],
         adapter: Adapter | None = None,
     ) -> list[Completion]:
-        """An answer for each seed, all with the weights of one version. `adapter`: one for this
-        request alone, beside whole weights, in a folder that stays as it is; up to
-        `settings.adapters` different ones are drawn with at the same time."""
+        """Sample an answer for each seed, all with the weights of one version. `adapter` is used by
+        this request alone, on top of whole weights; its folder must not change. At most
+        `settings.adapters` different adapters are in use at the same time."""
         request = self.prompts.request(prompt, settings, seeds)
         if not seeds:
             return []
-        named = {} if adapter is None else {"adapter": adapter.folder}
+        adapter_field = {} if adapter is None else {"adapter": adapter.folder}
         async with self.gate.among_others():
-            fields = {**request.fields, **named}
+            fields = {**request.fields, **adapter_field}
             answer = await self._ask("sample", fields, request.pixels, len(seeds))
         return [
             Completion(
-                tuple(each["ids"]), tuple(each["log_probs"]), each["ended"], answer["version"]
+                tuple(sample["ids"]), tuple(sample["log_probs"]), sample["ended"], answer["version"]
             )
-            for each in answer["samples"]
+            for sample in answer["samples"]
         ]
 
     async def inspect(self, prompt: Row) -> EngineView:
-        """What vLLM itself makes of the prompt. For engines that were started with the option
+        """Return vLLM's own view of the prompt. The engines must have been started with the option
         mm_processor_cache_gb=0."""
         request = self.prompts.request(prompt, SamplingSettings(1), [])
         fields = {name: request.fields[name] for name in ("prompt", "pictures", "videos")}
@@ -123,10 +123,10 @@ class VllmSampler:
         self, do: str, fields: Mapping[str, Any], pixels: Sequence[bytes], samples: int
     ) -> dict[str, Any]:
         died: EngineDiedError | None = None
-        for again in range(ASKED):
-            # The last time, those whose engines have died come one by one: the prompt that they
-            # died of, if it was one, takes none of the others along.
-            async with self.suspects if again == ASKED - 1 else nullcontext():
+        for attempt in range(ASKED):
+            # In the last attempt, requests whose engines have died run one by one: if a prompt
+            # kills engines, it does not affect the other requests.
+            async with self.suspects if attempt == ASKED - 1 else nullcontext():
                 replica, engine = await self._idlest()
                 replica.in_flight += samples
                 try:
@@ -145,32 +145,32 @@ class VllmSampler:
         ) from died
 
     async def _idlest(self) -> tuple[EngineReplica, Engine]:
-        """The replica with the fewest samples under way, once there is one."""
+        """Return the replica with the fewest samples in progress, once there is one."""
         while True:
             if live := self._live():
                 return min(live, key=lambda pair: pair[0].in_flight)
-            mending = [each.mending for each in self.replicas if not each.given_up]
+            mending = [replica.mending for replica in self.replicas if not replica.given_up]
             if not mending:
-                raise next(each.given_up for each in self.replicas if each.given_up)
+                raise next(replica.given_up for replica in self.replicas if replica.given_up)
             await asyncio.wait(filter(None, mending), return_when=asyncio.FIRST_COMPLETED)
 
     def _live(self) -> list[tuple[EngineReplica, Engine]]:
         return [(each, each.engine) for each in self.replicas if each.engine is not None]
 
     async def update(self, weights: Weights, version: int) -> None:
-        """Give new weights to all engines, when the samples under way have ended. Where this fails,
-        samples have the former weights. Tensors are taken from an iterable to the end, whatever
-        happens: on other ranks that may be a part of collectives."""
+        """Send new weights to all engines once the samples in progress have ended. If this fails,
+        samples have the former weights. An iterable of tensors is read to its end in any case: on
+        other ranks that may be part of collectives."""
         if isinstance(weights, Checkpoint | Adapter):
             async with self.gate.alone(), self.renewing:
                 await self._update(weights, version)
             return
-        named = iter(weights)
+        tensors = iter(weights)
         try:
             async with self.gate.alone(), self.renewing:
-                await self._update(named, version)
+                await self._update(tensors, version)
         finally:
-            for _ in named:
+            for _ in tensors:
                 pass
 
     async def _update(self, weights: Weights, version: int) -> None:
@@ -185,7 +185,7 @@ class VllmSampler:
         try:
             died = await self._give(weights, [engine for _, engine in live], version)
         except BaseException as error:
-            for replica, engine in live:  # nobody knows what it has now
+            for replica, engine in live:  # its weights are unknown now
                 replica.lost(engine, EngineDiedError(f"an update has failed: {error}"))
             raise
         self.newest = newest
@@ -196,27 +196,27 @@ class VllmSampler:
     async def _give(
         self, weights: Weights, engines: Sequence[Engine], version: int
     ) -> dict[Engine, EngineDiedError]:
-        """Those that have died of it, and of what."""
+        """Send weights to the engines, and return the engines that died with their errors."""
         if not isinstance(weights, Checkpoint | Adapter):
             return await stream(weights, engines, self.buffer, version)
         do = "folder" if isinstance(weights, Checkpoint) else "adapt"
-        asked = [engine.ask(do, folder=weights.folder, version=version) for engine in engines]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        requests = [engine.ask(do, folder=weights.folder, version=version) for engine in engines]
+        results = await asyncio.gather(*requests, return_exceptions=True)
         died = {}
-        for engine, each in zip(engines, found, strict=True):
-            if isinstance(each, EngineDiedError):
-                died[engine] = each
-            elif isinstance(each, BaseException):
-                raise each
+        for engine, result in zip(engines, results, strict=True):
+            if isinstance(result, EngineDiedError):
+                died[engine] = result
+            elif isinstance(result, BaseException):
+                raise result
         return died
 
     async def _renew(self, replica: EngineReplica, engine: Engine) -> None:
-        """Give the newest weights to an engine that was started again, and put it to work."""
+        """Give the newest weights to an engine that was restarted, and put it into use."""
         async with self.renewing:
             newest = self.newest
             base = newest.base.read() if isinstance(newest.base, WeightCache) else newest.base
-            given: list[Weights | None] = [base, newest.adapter]
-            for weights in (each for each in given if each is not None):
+            updates: list[Weights | None] = [base, newest.adapter]
+            for weights in (update for update in updates if update is not None):
                 for died in (await self._give(weights, [engine], newest.version)).values():
                     raise died
             replica.engine = engine
@@ -228,4 +228,4 @@ class VllmSampler:
         self.buffer.close()
         self.kept.close()
         with suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)  # for transports to end
+            await asyncio.sleep(0)  # transports need it to end

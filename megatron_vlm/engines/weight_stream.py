@@ -1,4 +1,4 @@
-"""Weights on their way to the engines: through memory that all of them see, a piece at a time."""
+"""Transfer of weights to the engines through memory that all of them share, one piece at a time."""
 
 import asyncio
 import mmap
@@ -18,7 +18,7 @@ BUFFER_BYTES = 64 << 20
 
 
 class SharedBuffer:
-    """Memory without a name, which engines inherit: nothing is left of it when all have ended."""
+    """Memory without a name, which engines inherit. It is freed when all processes have ended."""
 
     def __init__(self, size: int = BUFFER_BYTES):
         self.size = size
@@ -27,8 +27,8 @@ class SharedBuffer:
         self.memory = mmap.mmap(self.file, size)
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[dict[str, Any]]:
-        """Put a tensor into the memory, piece by piece, and say so of each. The next one may come
-        when all engines have copied the last."""
+        """Copy a tensor into the memory piece by piece, and yield a description of each piece. Ask
+        for the next piece when all engines have copied the last one."""
         values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         about = {
             "name": name,
@@ -49,24 +49,24 @@ class SharedBuffer:
 def complete_weights(
     named: Iterable[tuple[str, Tensor]], names: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same, which must be the tensors of a checkpoint with these names: an engine would keep
-    the former values of those that are missing, and say nothing."""
-    left = set(names)
+    """Yield the same tensors. They must be all tensors of a checkpoint with these names, because an
+    engine would silently keep the former values of missing tensors."""
+    missing = set(names)
     for name, tensor in named:
-        if name not in left:
+        if name not in missing:
             raise CheckpointError(
                 "is not in the engine's checkpoint, or came before",
                 place="the weights",
                 key=name,
                 remedy="give each tensor of the checkpoint once, by its name there",
             )
-        left.remove(name)
+        missing.remove(name)
         yield name, tensor
-    if left:
+    if missing:
         raise CheckpointError(
-            f"is one of the {len(left)} tensors out of {len(names)} that are missing",
+            f"is one of the {len(missing)} tensors out of {len(names)} that are missing",
             place="the weights",
-            key=min(left),
+            key=min(missing),
             remedy="give each tensor of the engine's checkpoint, also those that did not change",
         )
 
@@ -77,23 +77,25 @@ async def stream(
     buffer: SharedBuffer,
     version: int,
 ) -> dict[Engine, EngineDiedError]:
-    """Give the tensors to all engines at once. Those that die are left behind, and returned."""
+    """Send the tensors to all engines at once. Drop engines that die, and return them with their
+    errors."""
     feeds = [Feed(engine, version) for engine in engines]
     died: dict[Engine, EngineDiedError] = {}
 
     async def to_each(do: str, **fields: Any) -> None:
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(feed.ask(do, **fields) for feed in feeds), return_exceptions=True
         )
-        for feed, each in list(zip(feeds, found, strict=True)):
-            if isinstance(each, EngineDiedError):
-                died[feed.engine] = each
+        for feed, result in list(zip(feeds, results, strict=True)):
+            if isinstance(result, EngineDiedError):
+                died[feed.engine] = result
                 feeds.remove(feed)
-            elif isinstance(each, BaseException):
-                raise each
+            elif isinstance(result, BaseException):
+                raise result
 
     try:
-        # In this thread, though others wait: taking a tensor may be a collective on its device.
+        # Tensors are taken in this thread although other tasks wait for it: taking a tensor may be
+        # a collective on its device.
         for name, tensor in named:
             for piece in buffer.pieces(name, tensor):
                 await to_each("piece", **piece)
@@ -106,43 +108,44 @@ async def stream(
 
 
 class Feed:
-    """An engine that is loading what it is given."""
+    """An engine that is loading streamed weights."""
 
     def __init__(self, engine: Engine, version: int):
         self.engine = engine
         self.loading = asyncio.create_task(engine.ask("stream_weights", version=version))
 
     async def ask(self, do: str, **fields: Any) -> None:
-        """Of the engine; what has ended its loading says more than its answer."""
+        """Send a request to the engine. If the engine's loading has failed, raise that error
+        instead: it explains more than the answer."""
         if do == "loaded":
             await self.loading
             return
-        asked = asyncio.create_task(self.engine.ask(do, **fields))
-        await asyncio.wait({asked, self.loading}, return_when=asyncio.FIRST_COMPLETED)
+        request = asyncio.create_task(self.engine.ask(do, **fields))
+        await asyncio.wait({request, self.loading}, return_when=asyncio.FIRST_COMPLETED)
         if self.loading.done() and self.loading.exception() is not None:
-            asked.cancel()
-            await asyncio.wait({asked})
+            request.cancel()
+            await asyncio.wait({request})
             self.loading.result()
-        await asked
+        await request
 
 
-# A copy of the newest weights on disk, for an engine that has to be started again.
+# A copy of the newest weights stays on disk, for an engine that has to be restarted.
 
 _DATA = "weights"
 
 
 class WeightCache:
-    """The tensors of the last update that went through, in a folder of its own. It takes the disk
-    that they take, twice while new ones come, and the memory of one."""
+    """The tensors of the last successful update, in a temporary folder. It takes the disk space of
+    the weights, twice while new ones arrive, and the memory of one tensor."""
 
     def __init__(self, parent: str | None = None):
-        """In a folder inside `parent`, by default of TMPDIR."""
+        """Make the folder inside `parent`, by default inside TMPDIR."""
         self.folder = tempfile.TemporaryDirectory(prefix="megatron-vlm-weights-", dir=parent)
         self.index: list[dict[str, Any]] = []
 
     def through(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, each tensor kept on its way; with the last one, they take the place of the
-        former ones."""
+        """Yield the same tensors, and write each one to disk. After the last one, they replace the
+        former tensors."""
         index: list[dict[str, Any]] = []
         partial = Path(self.folder.name) / f"{_DATA}.partial"
         try:
@@ -169,18 +172,18 @@ class WeightCache:
         self.index = index
 
     def read(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors, one at a time."""
+        """Yield the tensors, one at a time."""
         if not self.index:
             return
         with (
             (Path(self.folder.name) / _DATA).open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as memory,
         ):
-            for each in self.index:
-                count, dtype = each["shape"].numel(), each["dtype"]
-                values = torch.frombuffer(memory, dtype=dtype, count=count, offset=each["start"])
-                yield each["name"], values.view(each["shape"]).clone()
-                del values  # or the memory could not be given back
+            for entry in self.index:
+                count, dtype = entry["shape"].numel(), entry["dtype"]
+                values = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry["start"])
+                yield entry["name"], values.view(entry["shape"]).clone()
+                del values  # otherwise the memory could not be released
 
     def close(self) -> None:
         self.folder.cleanup()

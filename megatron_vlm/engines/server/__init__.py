@@ -1,2 +1,2 @@
-"""What runs in the engine's process: files that import nothing of this package, see
+"""Files that run in the engine's process. They import nothing of this package; see
 engine_server.py."""

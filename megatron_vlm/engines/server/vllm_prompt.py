@@ -1,18 +1,19 @@
-"""A prompt as vLLM takes it, and what its processor makes of it."""
+"""Prompts in vLLM's form, and their contents after vLLM's processor."""
 
 from typing import Any
 
 from frames import Message
 
-_FPS = 10.0  # frames are numbered in tenths of a second, as times are written
+_FPS = 10.0  # frames are numbered in tenths of a second, like the times in prompts
 
 
 def given(prompt: list[int], pictures: list[list[int]], videos: list[Message], body: bytes) -> Any:
-    """`prompt` has one placeholder for each of `pictures`, whose heights and widths these are, and
-    for each of `videos`. The body has their pixels, RGB, which have the trainer's sizes already."""
+    """Return vLLM's form of a prompt, which has one placeholder for each picture and each video.
+    `pictures` are heights and widths. The body has the RGB pixels, already in the trainer's
+    sizes."""
     import PIL.Image
 
-    found: Message = {"prompt_token_ids": prompt}
+    inputs: Message = {"prompt_token_ids": prompt}
     media: dict[str, list[Any]] = {}
     start = 0
     for high, wide in pictures:
@@ -26,13 +27,13 @@ def given(prompt: list[int], pictures: list[list[int]], videos: list[Message], b
         media.setdefault("video", []).append(_video(video, body[start:end]))
         start = end
     if media:
-        found["multi_modal_data"] = media
-        found["mm_processor_kwargs"] = {"do_resize": False}
-    return found
+        inputs["multi_modal_data"] = media
+        inputs["mm_processor_kwargs"] = {"do_resize": False}
+    return inputs
 
 
 def _video(video: Message, pixels: bytes) -> tuple[Any, Message]:
-    """All its frames, each with the time of its temporal patch."""
+    """Return all frames of a video, each with the time of its temporal patch."""
     import numpy as np
 
     frames, high, wide = video["shape"]
@@ -48,8 +49,8 @@ def _video(video: Message, pixels: bytes) -> tuple[Any, Message]:
 
 
 def seen(request: Any, model: Any) -> tuple[Message, bytes]:
-    """The ids of vLLM's own request, and the grids, types and shapes of its patches, whose values
-    follow as fp32: first all of pictures, then all of videos."""
+    """Return the ids of vLLM's own request, and the grids, types and shapes of its patches. The
+    values follow as fp32: first those of all pictures, then those of all videos."""
     import torch
 
     about: Message = {"ids": list(request.prompt_token_ids), "image": [], "video": []}
@@ -70,8 +71,8 @@ def seen(request: Any, model: Any) -> tuple[Message, bytes]:
 
 
 def normalised(patches: Any, tower: Any) -> Any:
-    """Patches as the tower's first layer gets them: vLLM may hand it bytes, which it normalises
-    itself (0.32 does)."""
+    """Return patches as the tower's first layer receives them. vLLM may pass bytes to the tower,
+    which normalises them itself (0.32 does)."""
     norm = getattr(tower, "input_norm", None)
     patches = patches.to(tower.device)
     return patches.to(tower.dtype) if norm is None else norm(patches, tower.dtype)
