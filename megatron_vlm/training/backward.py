@@ -1,4 +1,4 @@
-"""forward_backward on this rank: the schedule, the division, and what is reported."""
+"""forward_backward on this rank: the schedule, the division, and the metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,72 +19,72 @@ from megatron_vlm.training.multi_model import run_together
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 from megatron_vlm.training.router_losses import router_losses, values_of, with_losses
 
-# The gradients of this rank from one step of the optimizer to the next: those of one call, or the
-# sum of several.
+# The gradients of this rank live from one step of the optimizer to the next. They are those of one
+# call, or the sum of several calls.
 #
-# Megatron ends every backward with what may be done once: it reduces the buffers over the replicas,
-# adds up tied embeddings over the stages, and divides. So what earlier calls gave waits apart while
-# a call computes, and is added when that is done.
+# Megatron ends every backward with operations that must run only once: it reduces the buffers over
+# the replicas, adds up tied embeddings over the stages, and divides. So the gradients of earlier
+# calls are stored separately while a call computes, and are added after it.
 
 
 class Gradients:
-    """What is in Megatron's gradient buffers between two calls."""
+    """Contents of Megatron's gradient buffers between two calls."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer):
         self.chunks, self.optimizer = list(chunks), optimizer
-        self.some = False  # whether a supervised token of a global batch is in them
-        self.micro_batches = 0  # of this replica that are in them
-        self.calls = 0  # that were completed, ever
+        self.some = False  # whether they include a supervised token of a global batch
+        self.micro_batches = 0  # micro-batches of this replica that they include
+        self.calls = 0  # calls that were ever completed
 
     @contextmanager
     def of_call(self, add: bool) -> Iterator[None]:
-        """A backward over empty buffers. In the end they hold its gradients alone, or with `add`
-        those of earlier calls as well. After an error they hold, with `add`, those of the earlier
-        calls, else none."""
+        """Run a backward over empty buffers. In the end they hold its gradients alone, or with
+        `add` also those of earlier calls. After an error they hold the gradients of the earlier
+        calls with `add`, and else are empty."""
         add = add and self.some
         earlier = [part.clone() for part in self._finished()] if add else []
-        taken = self.micro_batches
+        earlier_micro_batches = self.micro_batches
         self.clear()
         if add:
-            self.micro_batches = taken
+            self.micro_batches = earlier_micro_batches
         try:
             yield
         except BaseException:
             self.clear()
-            for part, kept in zip(self._finished(), earlier, strict=add):
-                part.copy_(kept)
-            self.some, self.micro_batches = add, taken if add else 0
+            for part, earlier_part in zip(self._finished(), earlier, strict=add):
+                part.copy_(earlier_part)
+            self.some, self.micro_batches = add, earlier_micro_batches if add else 0
             raise
-        for part, kept in zip(self._finished(), earlier, strict=add):
-            part.add_(kept)
+        for part, earlier_part in zip(self._finished(), earlier, strict=add):
+            part.add_(earlier_part)
         self.some = self.some or add
         self.calls += 1
 
     def took(self, micro_batches: int, supervised: int) -> None:
-        """A call's backward is done, over so many micro-batches of this replica, with so many
+        """Record a completed backward, with the number of this replica's micro-batches and of the
         supervised tokens in the global batch."""
         self.micro_batches += micro_batches
         self.some = self.some or supervised > 0
 
     def scale(self, factor: float) -> None:
-        """Multiply those of the call by a number."""
+        """Multiply the gradients of the call by a number."""
         for chunk in self.chunks:
             chunk.scale_gradients(factor)
 
     def clear(self) -> None:
-        """Empty buffers."""
+        """Empty the buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.forget()
 
     def forget(self) -> None:
-        """What they hold is spent, or of no use: the next call begins anew."""
+        """Mark the gradients as spent or useless: the next call starts without them."""
         self.some, self.micro_batches = False, 0
 
     def _finished(self) -> list[Tensor]:
-        """The parts of the buffers that are reduced over the replicas: all, or this replica's share
-        of each bucket where the optimizer is sharded."""
+        """Return the parts of the buffers that are reduced over the replicas: all parts, or this
+        replica's share of each bucket if the optimizer is sharded."""
         return [
             _share(group, bucket.grad_data)
             for chunk in self.chunks
@@ -103,36 +103,36 @@ def _share(group: Any, data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Figures of the global batch of one call, the same on every rank; on request, log-probs of
-    this replica's rows."""
+    """Metrics of one call for the global batch, the same on every rank. On request, they have the
+    log-probs of this replica's rows."""
 
-    # Mean over the supervised tokens by their weights, 0 where there are none; or their sum over
-    # the divisor that was given.
+    # This is the weighted mean over the supervised tokens, 0 if there are none, or the sum of their
+    # losses over the divisor of the call.
     loss: float
-    num_tokens: int  # supervised; optim_step applies nothing where no call had any
-    log_probs: list[Tensor] | None = None  # per row [S], as `forward` returns them
-    # What the loss reports, over the same; and with experts `expert_load`, see
-    # training/expert_routing.py, and of model.router_balance_loss and router_z_loss the losses
-    # without these coefficients.
+    num_tokens: int  # supervised tokens; optim_step applies nothing if no call had any
+    log_probs: list[Tensor] | None = None  # [S] for each row, as `forward` returns them
+    # These are the means of the loss's reports over the same tokens. Models with experts add
+    # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
+    # router_z_loss without these coefficients.
     means: dict[str, float] = field(default_factory=dict)
-    # With experts: the tokens of each [layers with experts, experts]. A controller does not get it.
+    # The tokens of each expert [layers with experts, experts]. A controller does not receive it.
     expert_load_LE: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossCall:
-    """What a forward_backward is asked for, beside its batch; see MegatronWorker."""
+    """Arguments of a forward_backward in addition to its batch; see MegatronWorker."""
 
-    per_token: bool = False  # log-probs on the host of every rank
+    per_token: bool = False  # return log-probs on the host of every rank
     loss: str | LossFunction = "cross_entropy"
-    divisor: float | None = None  # of the summed loss; None: the weights of the supervised tokens
-    accumulate: bool = False  # add to the gradients there are
+    divisor: float | None = None  # divides the summed loss; None: the sum of the weights
+    accumulate: bool = False  # add to the existing gradients
     options: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """A forward_backward of one model on this rank, ready to be done."""
+    """A forward_backward of one model on this rank, ready to run."""
 
     stage: Stage
     gradients: Gradients
@@ -143,8 +143,8 @@ class Backward:
     asked: LossCall
 
     def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
-        """Of what the last stage reports: the loss and the supervised tokens of the global batch,
-        and means. What the schedule has divided the gradients by is put right."""
+        """Return the loss and the supervised tokens of the global batch, and means, from the
+        reports of the last stage. Correct the schedule's division of the gradients."""
         loss_sum, count, weight, means = totals(
             self.objective, self.batches, outputs, self.stage.grid, self.stage.device
         )
@@ -160,7 +160,7 @@ class Backward:
         found: tuple[float, int, dict[str, float]],
         losses: RouterLosses | None,
     ) -> StepMetrics:
-        """What the caller gets to know."""
+        """Return the metrics for the caller."""
         loss, count, means = found
         log_probs = None
         if self.asked.per_token:
@@ -173,22 +173,33 @@ class Backward:
 
 
 def run_backward(asked: Sequence[Backward]) -> list[StepMetrics]:
-    """Do what is asked for, of different models of one layout, in one pass through the pipeline. A
-    collective. After an error all gradients are those of the calls before."""
+    """Run the requests, of different models with one layout, in one pass through the pipeline. A
+    collective. After an error all gradients are those of the earlier calls."""
     with ExitStack() as calls:
-        for each in asked:
-            each.stage.train(True)
-            calls.enter_context(each.gradients.of_call(each.asked.accumulate))
+        for request in asked:
+            request.stage.train(True)
+            calls.enter_context(request.gradients.of_call(request.asked.accumulate))
         losses = [
-            router_losses(each.model, each.stage, each.batches, each.step, each.asked.divisor)
-            for each in asked
+            router_losses(
+                request.model, request.stage, request.batches, request.step, request.asked.divisor
+            )
+            for request in asked
         ]
-        steps = [with_losses(each.step, of_it) for each, of_it in zip(asked, losses, strict=True)]
+        steps = [
+            with_losses(request.step, router_loss)
+            for request, router_loss in zip(asked, losses, strict=True)
+        ]
         if len(asked) == 1:
             outputs = [asked[0].stage.run(asked[0].batches, steps[0], forward_only=False)]
         else:
-            stages, batches = [each.stage for each in asked], [each.batches for each in asked]
+            stages, batches = (
+                [request.stage for request in asked],
+                [request.batches for request in asked],
+            )
             outputs = run_together(stages, batches, steps)
-        found = [each.totals(out) for each, out in zip(asked, outputs, strict=True)]
-        every = zip(asked, outputs, found, losses, strict=True)
-        return [each.metrics(out, of_it, routers) for each, out, of_it, routers in every]
+        sums = [request.totals(output) for request, output in zip(asked, outputs, strict=True)]
+        results = zip(asked, outputs, sums, losses, strict=True)
+        return [
+            request.metrics(output, own_sums, router_loss)
+            for request, output, own_sums, router_loss in results
+        ]

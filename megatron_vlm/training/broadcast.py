@@ -1,8 +1,9 @@
-"""One rank of a replica loads data; the others get from it what they need, and no more.
+"""Distribution of the data that one rank of a replica loads: the other ranks get only the parts
+that they need.
 
-Tokens, targets and positions go to every rank of the replica, and grids, the values and the
-weights of the loss with them: to its host, in one message for a step. Pixels, still as bytes, go
-only to the tensor parallel ranks of stage 0, from device to device.
+Tokens, targets and positions go to every rank of the replica, together with grids and the values
+and weights of the loss: to its host, in one message for a step. Pixels, still as bytes, go only to
+the tensor parallel ranks of stage 0, from device to device.
 """
 
 from collections.abc import Sequence
@@ -25,26 +26,26 @@ _FACTS = ("lengths", "rows", "value_names")
 
 
 def share_json(mine: Any, grid: RankGroups, device: torch.device) -> Any:
-    """What the loading rank has, as JSON can hold it, or its DataError, on every rank of the
-    replica. A collective."""
+    """Send the loading rank's JSON value, or its DataError, to every rank of the replica. A
+    collective."""
     failed = isinstance(mine, DataError)
-    said = {"error": str(mine)} if failed else {"value": mine}
-    found = broadcast_json(said, grid.leader, grid.replica.group, device)
-    if "error" in found:
-        raise mine if failed else DataError(found["error"])
-    return found["value"]
+    message = {"error": str(mine)} if failed else {"value": mine}
+    received = broadcast_json(message, grid.leader, grid.replica.group, device)
+    if "error" in received:
+        raise mine if failed else DataError(received["error"])
+    return received["value"]
 
 
 def share_bytes(mine: bytes | None, grid: RankGroups, device: torch.device) -> bytes:
-    """The bytes of the loading rank on every rank of the replica. A collective."""
+    """Send the bytes of the loading rank to every rank of the replica. A collective."""
     return broadcast_bytes(mine, grid.leader, grid.replica.group, device)
 
 
 def share_batch(
     mine: tuple[list[MicroBatch], Any] | None, grid: RankGroups, device: torch.device
 ) -> tuple[list[MicroBatch], Any]:
-    """The loading rank's micro-batches, and what comes with them as JSON can hold it, on every
-    rank of the replica. A collective."""
+    """Send the loading rank's micro-batches, and a JSON value with them, to every rank of the
+    replica. A collective."""
     if grid.replica.size == 1:
         assert mine is not None
         return mine
@@ -58,8 +59,8 @@ def share_batch(
             parts[name] = tensors[0]
         batch = None if mine is None else mine[0][number]
         for name in _PATCHES if grid.first else ():
-            own = None if batch is None else getattr(batch, name)
-            parts[name] = _share_patches(frame[name], own, grid, device)
+            local_patches = None if batch is None else getattr(batch, name)
+            parts[name] = _share_patches(frame[name], local_patches, grid, device)
         if not grid.first:
             parts |= dict.fromkeys(VISUAL_FIELDS)
         parts["visual"] = frame["visual"]
@@ -68,7 +69,8 @@ def share_batch(
 
 
 def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
-    """What the host of each rank needs, in one message; of the patches only shapes and types."""
+    """Pack the fields that the host of each rank needs into one message, but only the shapes and
+    types of patches."""
     fields: dict[str, Field] = {}
     frames = []
     for number, batch in enumerate(batches):
@@ -87,7 +89,7 @@ def _pack(batches: Sequence[MicroBatch], extra: Any) -> bytes:
 def _share_patches(
     said: tuple[list[int], str] | None, mine: Tensor | None, grid: RankGroups, device: torch.device
 ) -> Tensor | None:
-    """Patches on all ranks of the first stage, which the loading rank belongs to."""
+    """Send patches to all ranks of the first stage, which the loading rank belongs to."""
     if said is None or grid.tp.size == 1:
         return mine
     shape, dtype = said

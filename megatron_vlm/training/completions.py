@@ -1,4 +1,4 @@
-"""What a sampler is asked for, and what it answers."""
+"""Settings of a sampler, and its answers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,20 @@ from torch import Tensor
 from megatron_vlm.errors import ConfigError
 
 Ended = Literal["stop", "length"]
-# The least temperature above 0: logits that are divided by less may overflow, and what is drawn is
-# the likeliest token in any case.
+# This is the lowest temperature above 0. Logits that are divided by less may overflow, and the
+# sample is the most likely token in any case.
 COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How an answer is drawn. The defaults draw from what the model itself gives."""
+    """Settings to sample an answer. By default, tokens are sampled from the model's own
+    distribution."""
 
     max_tokens: int
-    temperature: float = 1.0  # 0 takes the likeliest token
-    top_k: int = 0  # draw among so many of the likeliest tokens; 0: among all
-    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities add up to this
+    temperature: float = 1.0  # 0 takes the most likely token
+    top_k: int = 0  # sample among this number of most likely tokens; 0: among all
+    top_p: float = 1.0  # sample among the most likely tokens whose probabilities add up to this
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     tempered: bool = False  # log-probs are those at this temperature, not at 1
@@ -50,41 +51,42 @@ class SamplingSettings:
 
     @property
     def picking(self) -> tuple[float, int, float, bool]:
-        """What says how the next token is picked, and nothing that says when an answer ends."""
+        """Settings that decide the next token, without those that decide the end of an answer."""
         return self.temperature, self.top_k, self.top_p, self.tempered
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> "SamplingSettings":
-        """From what JSON has made of `dataclasses.asdict`: lists in place of tuples."""
+        """Build settings from the JSON form of `dataclasses.asdict`, with lists in place of
+        tuples."""
         lists = {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
         return SamplingSettings(**{**said, **lists})
 
     def without_stop(self, ids: Sequence[int]) -> list[int]:
-        """An answer's ids without the stop id that ended it. A stop string stays."""
+        """Return an answer's ids without the stop id that ended it. A stop string stays."""
         return list(ids[:-1] if ids[-1] in self.stop_ids else ids)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to a prompt. Shapes: S the tokens of the prompt and its own, L decoder layers with
+    """An answer to a prompt. Shapes: S tokens of the prompt and the answer, L decoder layers with
     experts, K experts of a token."""
 
     ids: tuple[int, ...]  # with the token that ended it, unless its length did
-    # Of each id, by the model itself: as at temperature 1, unless settings say otherwise, with
-    # nothing cut off.
+    # The model's own log-prob of each id, without any cut-off: at temperature 1, unless the
+    # settings are tempered.
     log_probs: tuple[float, ...]
     ended: Ended
-    version: int = 0  # of the weights that drew it
-    # Where asked for, the experts that the tokens went to, as a Row takes them: -1 for the last,
-    # which nothing was drawn after.
+    version: int = 0  # version of the weights that sampled it
+    # On request, the experts of the tokens, as a Row takes them. The last token has -1, because
+    # nothing was sampled after it.
     routing_SLK: Tensor | None = None
 
     def plain(self) -> list[Any]:
-        """As JSON can hold it, without the routing."""
+        """Return the answer in a form that JSON can hold, without the routing."""
         return [self.ids, self.log_probs, self.ended, self.version]
 
     @staticmethod
     def of(said: Sequence[Any]) -> "Completion":
-        """What `plain` has said."""
+        """Build an answer from the JSON form of `plain`."""
         ids, log_probs, ended, version = said
         return Completion(tuple(ids), tuple(log_probs), ended, version)

@@ -1,5 +1,5 @@
-"""Answers that are drawn together, whatever the settings of each: prompts join between two rounds,
-and leave with their last answer. A round takes every lane through the pipeline once.
+"""Continuous batching of answers with different settings. Prompts join between two rounds and leave
+with their last answer. A round takes every lane through the pipeline once.
 
 Shapes: B rows of a pass, v a rank's part of the vocabulary with its padding, N draws of a pass, T
 tokens of a pass, L decoder layers with experts, K experts of a token, 2 an id and its log-prob.
@@ -37,14 +37,14 @@ Hear = Callable[[int, int], None]
 
 
 class Decoder:
-    """On every rank of a replica, with the same prompts. Its rows keep their place in the cache
-    from one call of `advance` to the next, whatever the ranks do meanwhile, as long as the weights
-    stay what they are.
+    """A decoder on every rank of a replica, with the same prompts. Its rows keep their place in the
+    cache between two calls of `advance`, independent of the ranks' other work, as long as the
+    weights do not change.
 
-    A pass has at most `batch_rows` rows, and as many passes as there are pipeline stages are under
-    way: so many rows have a cache, each with columns for the longest row beside it. `on_token`
-    hears of each token but stop ids as it is found, with the number of its prompt. With `routing`,
-    a sample says which experts its tokens went to.
+    A pass has at most `batch_rows` rows, and as many passes as pipeline stages are in progress. All
+    of their rows have a cache, each with columns for the longest row of its pass. `on_token`
+    receives each token except stop ids when it is sampled, with the number of its prompt. With
+    `routing`, a sample has the experts of its tokens.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Decoder:
         self.routing = routing
         self.lanes = [GenerationBatch(batch_rows, stage.device) for _ in range(stage.grid.pp.size)]
         self.waiting: deque[Prompt] = deque()
-        self.prompts: dict[int, Prompt] = {}  # that have not ended, by their numbers
+        self.prompts: dict[int, Prompt] = {}  # prompts that have not ended, by their numbers
 
     def prompt(
         self, number: int, row: Row, settings: SamplingSettings, n: int, seed: int
     ) -> Prompt:
-        """What can join: refused is refused here. Labels are ignored."""
+        """Return a prompt that can join, or refuse it. Labels are ignored."""
         if n < 1:
             raise ConfigError(place="sampling", key="n", found=n, allowed="at least 1")
         if settings.stop_strings and self.texts is None:
@@ -88,30 +88,35 @@ class Decoder:
         return Prompt(placed, draws)
 
     def join(self, prompts: Sequence[Prompt]) -> None:
-        """Draw answers to these, too, after those that wait."""
+        """Sample answers to these prompts as well, after those that wait."""
         self.prompts |= {prompt.number: prompt for prompt in prompts}
-        # The longest come first: what does not fit fails at once.
+        # The longest come first, so that a prompt that does not fit fails at once.
         self.waiting += sorted(prompts, key=lambda prompt: -len(prompt.row.tokens_S5))
 
     def leave(self, numbers: Collection[int]) -> None:
-        """Draw no more answers to these."""
-        self.prompts = {n: each for n, each in self.prompts.items() if n not in numbers}
-        self.waiting = deque(each for each in self.waiting if each.number not in numbers)
+        """Stop sampling answers to these prompts."""
+        self.prompts = {n: prompt for n, prompt in self.prompts.items() if n not in numbers}
+        self.waiting = deque(prompt for prompt in self.waiting if prompt.number not in numbers)
         for lane in self.lanes:
             lane.leave(numbers)
 
     def advance(self, rounds: int | None = None) -> list[Prompt]:
-        """A token of each row in so many rounds, or until all answers have ended; the prompts whose
-        answers have. A collective of the replica, and of those that share experts with it, which go
-        on until the last of them has all its answers."""
+        """Sample a token of each row in each of `rounds` rounds, or until all answers have ended.
+        Return the prompts whose answers have ended. A collective of the replica, and of the
+        replicas that share experts with it, which continue until the last of them has all its
+        answers."""
         with self.stage.evaluating():
             while rounds is None or rounds > 0:
-                passes = [(lane, each) for lane in self.lanes for each in lane.passes(self.waiting)]
+                passes = [
+                    (lane, decode_pass)
+                    for lane in self.lanes
+                    for decode_pass in lane.passes(self.waiting)
+                ]
                 if not self.stage.most(len(passes)):
                     break
-                _run(self.stage, [each for _, each in passes], self.routing)
-                for lane, each in passes:
-                    lane.settle(each, self._hear)
+                _run(self.stage, [decode_pass for _, decode_pass in passes], self.routing)
+                for lane, decode_pass in passes:
+                    lane.settle(decode_pass, self._hear)
                 rounds = None if rounds is None else rounds - 1
         ended = [prompt for prompt in self.prompts.values() if not prompt.left]
         for prompt in ended:
@@ -129,7 +134,7 @@ def _unlabelled(row: Row) -> Row:
 
 
 def _run(stage: Stage, passes: Sequence[DecodePass], routing: bool) -> None:
-    """Each pass through all stages; on every rank its draws get their next tokens."""
+    """Take each pass through all stages. On every rank its draws get their next tokens."""
     chosen: list[Chosen] = []
     outputs = stage.run(
         passes,
@@ -139,16 +144,16 @@ def _run(stage: Stage, passes: Sequence[DecodePass], routing: bool) -> None:
         filler=lambda: filler(stage.device),
         arriving=partial(_arrivals, stage),
     )
-    counts = [len(one.draws) for one in passes]
+    counts = [len(decode_pass.draws) for decode_pass in passes]
     picked_N2 = torch.empty(sum(counts), 2, dtype=torch.double, device=stage.device)
     if stage.grid.last and outputs:
         picked_N2 = torch.cat(outputs)
-    # Every rank needs them: the first stage to continue, all to know which rows have ended.
+    # Every rank needs the tokens: the first stage to continue, all to know which rows have ended.
     stage.grid.from_head(picked_N2)
-    found = iter(picked_N2.tolist())
-    for one in passes:
-        for draw in one.draws:
-            token, log_prob = next(found)
+    results = iter(picked_N2.tolist())
+    for decode_pass in passes:
+        for draw in decode_pass.draws:
+            token, log_prob = next(results)
             draw.ids.append(int(token))
             draw.log_probs.append(log_prob)
     if routing:
@@ -156,21 +161,21 @@ def _run(stage: Stage, passes: Sequence[DecodePass], routing: bool) -> None:
 
 
 def _add_routing(stage: Stage, passes: Sequence[DecodePass], chosen: Sequence[Chosen]) -> None:
-    """Where the tokens of these passes went to, for their draws. A collective."""
-    batches = [one.batch for one in passes]
+    """Add the routing of these passes' tokens to their draws. A collective."""
+    batches = [decode_pass.batch for decode_pass in passes]
     tables = routing_tables(batches, chosen, stage.sizes.text, stage.grid, stage.device)
-    for one, table_TLK in zip(passes, tables, strict=True):
-        by_row = table_TLK.split(list(one.batch.lengths))
-        for row, draw in zip(one.rows, one.draws, strict=True):
+    for decode_pass, table_TLK in zip(passes, tables, strict=True):
+        by_row = table_TLK.split(list(decode_pass.batch.lengths))
+        for row, draw in zip(decode_pass.rows, decode_pass.draws, strict=True):
             draw.routing.append(by_row[row])
 
 
 def _arrivals(
     stage: Stage, passes: Sequence[DecodePass], chunk: StageModel
 ) -> Iterator[tuple[DecodePass, StageInput]]:
-    # Past the prefill come generated tokens: a placeholder among them shows nothing.
-    sees = [one.cache.in_prefill for one in passes]
-    batches = [one.batch for one in passes]
+    # Generated tokens follow the prefill: a placeholder among them has no image.
+    sees = [decode_pass.cache.in_prefill for decode_pass in passes]
+    batches = [decode_pass.batch for decode_pass in passes]
     return zip(passes, stage.arrivals(batches, chunk, sees), strict=True)
 
 
@@ -180,22 +185,22 @@ def _forward_step(
     data: Iterator[tuple[DecodePass, StageInput]],
     chunk: Any,
 ) -> tuple[Tensor, Any]:
-    one, batch = next(data)
+    decode_pass, batch = next(data)
     if batch.routing is not None:
         chosen.append((batch.number, batch.routing.chosen))
-    lengths = one.batch.lengths
-    # The head on each row's last token only.
+    lengths = decode_pass.batch.lengths
+    # The head runs on each row's last token only.
     last_B = [(length - 1) * len(lengths) + row for row, length in enumerate(lengths)]
     places_B = to_device(torch.tensor(last_B), stage.device)
-    output = stage.call(chunk, batch, cache=one.cache, loss_mask=places_B)
-    if not one.draws:  # a filler
+    output = stage.call(chunk, batch, cache=decode_pass.cache, loss_mask=places_B)
+    if not decode_pass.draws:  # a filler
         return output, pass_through
-    return output, partial(_pick, stage, one)
+    return output, partial(_pick, stage, decode_pass)
 
 
 def _pick(stage: Stage, one: DecodePass, logits_Bv: Tensor, non_loss_data: bool = True) -> Tensor:
-    """The next token of each draw [N, 2]: one by one it is what its own settings pick, and those
-    that pick alike are done at once."""
+    """Pick the next token of each draw [N, 2]. A token is the one that its own settings pick alone;
+    draws that pick alike are computed at once."""
     logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
     never = (stage.sizes.tokens.image_id, stage.sizes.tokens.video_id)
     alike: dict[tuple[float, int, float, bool], list[int]] = {}

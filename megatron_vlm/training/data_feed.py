@@ -30,7 +30,8 @@ _ELSEWHERE = "another rank could not load its data; see its message"
 
 @dataclass(frozen=True)
 class StepData:
-    """One step's micro-batches on this rank, and what all ranks know of the global batch."""
+    """Micro-batches of a step on this rank, and the figures of the global batch that all ranks
+    know."""
 
     micro_batches: list[MicroBatch]
     after: Position
@@ -38,25 +39,25 @@ class StepData:
 
 
 class SharedBatches:
-    """A loader's batches on every rank; only one rank of a replica has the loader."""
+    """Batches of a loader on every rank. Only one rank of a replica has the loader."""
 
     def __init__(self, loader: Loader | None, grid: RankGroups, device: torch.device):
         self.grid, self.device = grid, device
         self.batches = None if loader is None else iter(loader)
 
     def next(self, vote: Vote = Vote.OK) -> StepData:
-        """The next batch. What one rank votes for or fails with, all do. A collective."""
-        mine: Any = None
+        """Return the next batch. A vote or an error of one rank applies to all. A collective."""
+        loaded: Any = None
         with fail_together(self.device, DataError, _ELSEWHERE, vote, catches=DataError):
             if self.batches is not None:
                 batch = next(self.batches)
-                mine = (batch.micro_batches, (asdict(batch.after), asdict(batch.figures)))
-        micro_batches, (after, figures) = share_batch(mine, self.grid, self.device)
+                loaded = (batch.micro_batches, (asdict(batch.after), asdict(batch.figures)))
+        micro_batches, (after, figures) = share_batch(loaded, self.grid, self.device)
         return StepData(micro_batches, Position(**after), BatchFigures(**figures))
 
 
 class Feeder:
-    """The training batches of a run, on every rank."""
+    """Training batches of a run, on every rank."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class Feeder:
         watchdog: Watchdog,
         asks: bool = False,
     ):
-        """With `asks` the samples are prompts, see open_data; whoever asks them takes them from
-        `data`, and nothing is started."""
+        """Open data.train. With `asks` the samples are prompts, see open_data: the caller takes
+        them from `data`, and nothing is started."""
         self.cfg, self.grid, self.device = cfg, grid, device
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None
@@ -80,25 +81,25 @@ class Feeder:
             remarks = asdict(Remarks.of(data, "data.train", cfg.data))
             return data, (data.length, fingerprint(data, cfg).to_json(), remarks)
 
-        self.data, (self.length, found, remarks) = open_together(
+        self.data, (self.length, saved, remarks) = open_together(
             "data.train", grid, device, opening, watchdog
         )
         self.remarks = Remarks(**remarks)
-        self.fingerprint = Fingerprint.from_json(found)
+        self.fingerprint = Fingerprint.from_json(saved)
         _check_same(self.fingerprint, device)
 
     def faults(self) -> str:
-        """What was left out so far, in a sentence; empty if nothing was."""
+        """Describe in a sentence what was left out so far; empty if nothing was."""
         if self.data is None:
             return ""
         dropped, errors = self.data.faults()
         errors = [*errors, *(self.loader.errors if self.loader is not None else [])]
         rules = [f"{count} samples dropped: {rule}" for rule, count in dropped.items()]
-        wrong = [f"{len(errors)} wrong samples skipped, the first: {errors[0]}"] if errors else []
-        return "; ".join([*rules, *wrong])
+        skipped = [f"{len(errors)} wrong samples skipped, the first: {errors[0]}"] if errors else []
+        return "; ".join([*rules, *skipped])
 
     def start(self, position: Position) -> None:
-        """Load from this position on."""
+        """Load batches from this position on."""
         size, limits = self.cfg.train.global_batch_size, Limits.of(self.cfg.train)
         if self.data is not None:
             data = self.cfg.data
@@ -106,7 +107,7 @@ class Feeder:
         self.batches = SharedBatches(self.loader, self.grid, self.device)
 
     def next(self, vote: Vote) -> StepData:
-        """The next step's data; Stopped or an error on one rank is Stopped or an error on all."""
+        """Return the next step's data. Stopped or an error on one rank is raised on all ranks."""
         return self.batches.next(vote)
 
 
@@ -117,8 +118,9 @@ def open_together(
     opening: Callable[[], tuple[T, Known]],
     watchdog: Watchdog,
 ) -> tuple[T | None, Known]:
-    """What `opening` opens, on the loading ranks, and what all ranks are to know of it, as JSON
-    can hold it. The error of one is an error on all, however long the others take. A collective."""
+    """Open data with `opening` on the loading ranks. Return the data, and the JSON value about it
+    that all ranks need. An error on one rank is an error on all, however long the others take. A
+    collective."""
     data: T | None = None
     opened: Any = None
     failure: MegatronVLMError | None = None
@@ -137,9 +139,11 @@ def open_together(
 
 
 def _check_same(mine: Fingerprint, device: torch.device) -> None:
-    found = [Fingerprint.from_json(each) for each in all_gather_json(mine.to_json(), None, device)]
-    for rank, other in enumerate(found):
-        differences = [*found[0].changed_order(other), *found[0].changed_rows(other)]
+    fingerprints = [
+        Fingerprint.from_json(item) for item in all_gather_json(mine.to_json(), None, device)
+    ]
+    for rank, other in enumerate(fingerprints):
+        differences = [*fingerprints[0].changed_order(other), *fingerprints[0].changed_rows(other)]
         if differences:
             raise DataError(
                 f"differs from that of rank 0 ({'; '.join(differences)}): their files differ, or "

@@ -1,4 +1,4 @@
-"""What a run that resumes compares: its data, and the rules by which records become rows."""
+"""Fingerprint that a resumed run compares: its data, and the rules by which records become rows."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,15 @@ from megatron_vlm.data.batches.stream_set import StreamSet
 from megatron_vlm.hf.digest import settings_digests
 from megatron_vlm.io.hub import folder_of
 
-# The keys of data.* of which the order has what matters. Of the others, those that have an effect
-# are compared, also those that are added later.
+# `order` contains what matters of these keys of data.*. All other keys that have an effect are
+# compared, including those that are added later.
 _IN_ORDER = ("train", "seed", "shuffle", "shuffle_window")
 _NOT_OF_ROWS = ("generation_config.json",)
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Values and digests by name: equal on all replicas, and after a resume."""
+    """Values and digests by name. They are equal on all replicas, and after a resume."""
 
     order: Mapping[str, str] = field(default_factory=dict)  # what a place in the data depends on
     rows: Mapping[str, str] = field(default_factory=dict)  # what else decides tokens and targets
@@ -31,18 +31,19 @@ class Fingerprint:
 
     @staticmethod
     def from_json(saved: Any) -> "Fingerprint":
-        """Of this version, or the digest that earlier ones wrote."""
+        """Read a fingerprint of this version, or the digest that earlier versions wrote."""
         return Fingerprint(whole=saved) if isinstance(saved, str) else Fingerprint(**saved)
 
     def changed_order(self, now: "Fingerprint") -> list[str]:
-        """Where the places in the data of this one mean nothing for another: what differs."""
+        """Return the differences that make a place in this data meaningless in the other data."""
         if self.order:
             return list(_changes(self.order, now.order))
         same = self.whole == now.whole
         return [] if same else ["the records, their order or their lengths"]
 
     def changed_rows(self, now: "Fingerprint") -> list[str]:
-        """What else differs. Earlier versions did not write it, or lacked some of the keys."""
+        """Return the other differences. Earlier versions did not write them, or lacked some
+        keys."""
         if not self.order:
             return []
         known = {k: v for k, v in now.rows.items() if k in self.rows or not k.startswith("data.")}
@@ -50,7 +51,7 @@ class Fingerprint:
 
 
 def fingerprint(data: DataSet | StreamSet, cfg: Config) -> Fingerprint:
-    """Of data.train as it was opened."""
+    """Return the fingerprint of data.train as it was opened."""
     rows = {
         f"data.{item.name}": repr(getattr(cfg.data, item.name))
         for item in fields(DataConfig)
@@ -108,9 +109,9 @@ def _digest(*parts: bytes) -> str:
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """In words: both values of a key, and of a digest only its name."""
+    """Yield the changes in words: both values of a key, but only the name of a digest."""
     for name in sorted(before.keys() | now.keys()):
-        was, found = before.get(name, "absent"), now.get(name, "absent")
-        if was == found:
+        former, current = before.get(name, "absent"), now.get(name, "absent")
+        if former == current:
             continue
-        yield f"{name}={found}, was {was}" if name.startswith("data.") else f"another {name}"
+        yield f"{name}={current}, was {former}" if name.startswith("data.") else f"another {name}"

@@ -1,4 +1,4 @@
-"""Which experts tokens go to, as batches say it and as it is written out.
+"""Expert routing of tokens: as batches specify it, and as it is returned.
 
 Shapes: S tokens of a row, T those of all rows of a micro-batch, L decoder layers with experts, K
 experts of a token.
@@ -18,39 +18,39 @@ from megatron_vlm.family.spec import TextSizes
 from megatron_vlm.model.experts import expert_mlps
 from megatron_vlm.model.stage_model import StageModel
 
-Chosen = tuple[int, Mapping[int, Tensor]]  # of a micro-batch by its number: experts, by layer
+Chosen = tuple[int, Mapping[int, Tensor]]  # number of a micro-batch, and its experts by layer
 
 
 def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
-    """Refuse a routing that the model cannot follow: a rank would wait for tokens of others, or
-    give a token the same expert twice."""
+    """Refuse a routing that the model cannot follow. A rank would otherwise wait for tokens of
+    other ranks, or give a token the same expert twice."""
     experts = text.experts
     for place, batch in enumerate(batches):
-        given_TLK = batch.routing_TLK
-        if given_TLK is None:
+        routing_TLK = batch.routing_TLK
+        if routing_TLK is None:
             continue
         if experts is None:
             raise DataError(": the model has no experts", key="routing", remedy="give none")
         tokens = sum(batch.lengths)
         shape = (tokens, len(experts.layers), experts.top_k)
-        if tuple(given_TLK.shape) != shape:
+        if tuple(routing_TLK.shape) != shape:
             raise DataError(
                 "does not fit the model",
                 place=f"micro-batch {place}",
                 key="routing.shape",
-                found=tuple(given_TLK.shape),
+                found=tuple(routing_TLK.shape),
                 allowed=f"{list(shape)}: tokens, layers with experts, experts per token",
             )
-        ordered_TLK = given_TLK.sort(dim=-1).values
-        ours = (ordered_TLK[..., 0] >= 0) & (ordered_TLK[..., -1] < experts.count)
-        ours &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
-        if (wrong := (~(ours | (ordered_TLK == -1).all(-1))).nonzero()).numel():
-            token, layer = wrong[0].tolist()
+        ordered_TLK = routing_TLK.sort(dim=-1).values
+        valid = (ordered_TLK[..., 0] >= 0) & (ordered_TLK[..., -1] < experts.count)
+        valid &= (ordered_TLK.diff(dim=-1) > 0).all(-1)
+        if (invalid := (~(valid | (ordered_TLK == -1).all(-1))).nonzero()).numel():
+            token, layer = invalid[0].tolist()
             number = sorted(experts.layers)[layer]
             raise DataError(
                 place=f"micro-batch {place}: token {token} in layer {number}",
                 key="routing",
-                found=given_TLK[token, layer].tolist(),
+                found=routing_TLK[token, layer].tolist(),
                 allowed=f"different experts from 0 to {experts.count - 1}, or -1 for all of them",
             )
 
@@ -58,13 +58,14 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
 def given_routing(
     batch: MicroBatch, chunk: StageModel, move: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
-    """What a micro-batch says of this chunk's layers, by their numbers, on the device."""
-    given_TLK, experts = batch.routing_TLK, chunk.sizes.text.experts
-    if given_TLK is None or experts is None:
+    """Return the routing that a micro-batch specifies for this chunk's layers, by their numbers, on
+    the device."""
+    routing_TLK, experts = batch.routing_TLK, chunk.sizes.text.experts
+    if routing_TLK is None or experts is None:
         return {}
     place = {number: index for index, number in enumerate(sorted(experts.layers))}
-    mine = [mlp.layer for mlp in expert_mlps([chunk])]
-    return {number: move(given_TLK[:, place[number - 1]].long()) for number in mine}
+    local_layers = [mlp.layer for mlp in expert_mlps([chunk])]
+    return {number: move(routing_TLK[:, place[number - 1]].long()) for number in local_layers}
 
 
 def routing_tables(
@@ -74,24 +75,24 @@ def routing_tables(
     grid: RankGroups,
     device: torch.device,
 ) -> list[Tensor]:
-    """The routing [T, L, K] of each micro-batch, on the host of every rank of a replica. `chosen`
-    is what this stage's routers chose. A collective."""
+    """Return the routing [T, L, K] of each micro-batch, on the host of every rank of a replica.
+    `chosen` has the choices of this stage's routers. A collective."""
     experts = text.experts
     assert experts is not None
-    order, found = sorted(experts.layers), []
+    order, tables = sorted(experts.layers), []
     for batch in batches:
         shape = (sum(batch.lengths), len(order), experts.top_k)
-        found.append(torch.zeros(shape, dtype=torch.int32, device=device))
+        tables.append(torch.zeros(shape, dtype=torch.int32, device=device))
     for number, layers in chosen:
         for layer, chosen_TK in layers.items() if number < len(batches) else ():
-            found[number][:, order.index(layer - 1)] = chosen_TK.int()
-    for table_TLK in found:
-        dist.all_reduce(table_TLK, group=grid.pp.group)  # of the other layers a stage has zeros
-    return [table_TLK.cpu() for table_TLK in found]
+            tables[number][:, order.index(layer - 1)] = chosen_TK.int()
+    for table_TLK in tables:
+        dist.all_reduce(table_TLK, group=grid.pp.group)  # a stage has zeros for other layers
+    return [table_TLK.cpu() for table_TLK in tables]
 
 
 def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> list[Tensor]:
-    """The routing [S, L, K] of each row, of the tables of its micro-batches."""
+    """Return the routing [S, L, K] of each row from the tables of its micro-batches."""
 
     def pairs() -> Iterator[tuple[int, Tensor]]:
         for batch, table_TLK in zip(batches, tables, strict=True):
@@ -101,7 +102,7 @@ def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> 
     return [by_place[place] for place in sorted(by_place)]
 
 
-# How evenly a step's tokens went to the experts.
+# The balance of a step's tokens over the experts.
 #
 # Shapes: L decoder layers, E experts.
 
@@ -109,8 +110,8 @@ def routing_of_rows(batches: Sequence[MicroBatch], tables: Sequence[Tensor]) -> 
 def take_expert_load(
     chunks: Sequence[StageModel], text: TextSizes, device: torch.device
 ) -> Tensor | None:
-    """The tokens of the global batch that each expert of each layer with experts got [L, E], on the
-    host. None for a dense model. Counting begins anew. A collective of all ranks."""
+    """Return the tokens of the global batch that each expert of each layer with experts got [L, E],
+    on the host, or None for a dense model. The counts restart at 0. A collective of all ranks."""
     if text.experts is None:
         return None
     load_LE = torch.zeros(text.layers, text.experts.count, dtype=torch.float64)
@@ -123,19 +124,19 @@ def take_expert_load(
 
 
 def begin_count(chunks: Sequence[StageModel]) -> None:
-    """Forget what was counted."""
+    """Reset the token counts to 0."""
     for mlp in expert_mlps(chunks):
         mlp.load = [0] * mlp.experts
 
 
 def busiest(load_LE: Tensor) -> float:
-    """The tokens of the busiest expert over those of the mean one, in the layer where that is most:
-    1 is perfect balance."""
+    """Return the tokens of the busiest expert over those of the mean one, in the layer with the
+    highest ratio. 1 is perfect balance."""
     return float((load_LE.amax(1) / load_LE.mean(1)).amax())
 
 
 def percent_of_mean(load_LE: Tensor) -> list[list[int]]:
-    """Of each expert, in whole percent of the mean one of its layer."""
+    """Return the tokens of each expert in whole percent of its layer's mean."""
     mean_L1 = load_LE.mean(1, keepdim=True).clamp(min=1e-9)
-    found: list[list[int]] = (100 * load_LE / mean_L1).round().int().tolist()
-    return found
+    percent: list[list[int]] = (100 * load_LE / mean_L1).round().int().tolist()
+    return percent

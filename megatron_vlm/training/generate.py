@@ -1,5 +1,5 @@
-"""Answers of the model, greedy or sampled, and the ranking of candidates, on the weights that are
-trained."""
+"""Greedy or sampled answers of the model, and the ranking of candidates, with the weights in
+training."""
 
 from collections.abc import Collection, Sequence
 
@@ -11,7 +11,7 @@ from megatron_vlm.training.continuous_batching import Decoder, Hear
 from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.stop_strings import Texts
 
-ROWS = 16  # of a pass, where nothing else is asked for
+ROWS = 16  # default number of rows in a pass
 
 
 def sample(
@@ -25,15 +25,15 @@ def sample(
     on_token: Hear | None = None,
     routing: bool = False,
 ) -> list[list[Completion]]:
-    """`n` answers to each prompt, as `settings` say.
+    """Generate `n` answers to each prompt.
 
-    Drawn answers need a seed for each prompt: answer k is the one that seed + k alone gives, at
-    every layout and whatever else is asked at the same time. Placeholders of images and videos are
-    never drawn: nobody could be trained on such an answer. Stop strings are looked for in what
-    `texts` say of an answer.
+    Sampled answers need a seed for each prompt. Answer k depends on seed + k alone, at every layout
+    and next to any other requests. Placeholders of images and videos are never sampled, because
+    such an answer cannot be trained on. Stop strings are searched in the text that `texts` decodes.
 
-    All ranks of a replica pass the same prompts and get the same answers; replicas may pass
-    different ones, or none. The rest is as for Decoder; what `on_token` raises ends the generation.
+    All ranks of a replica pass the same prompts and get the same answers. Replicas may pass
+    different prompts, or no prompts. The other arguments are those of Decoder. An error in
+    `on_token` ends the generation.
     """
     if settings.temperature > 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ConfigError(
@@ -45,13 +45,13 @@ def sample(
             remedy="give seeds",
         )
     decoder = Decoder(stage, batch_rows, texts, on_token, routing)
-    asked = [
+    requests = [
         decoder.prompt(number, row, settings, n, seed)
         for number, (row, seed) in enumerate(zip(prompts, seeds or [0] * len(prompts), strict=True))
     ]
-    decoder.join(asked)
+    decoder.join(requests)
     decoder.advance()
-    return [[draw.completion for draw in prompt.draws] for prompt in asked]
+    return [[draw.completion for draw in prompt.draws] for prompt in requests]
 
 
 def generate(
@@ -64,18 +64,19 @@ def generate(
     seeds: Sequence[int] | None = None,
     on_token: Hear | None = None,
 ) -> list[list[int]]:
-    """The most likely next tokens of each prompt, up to the first of `stop_ids` (left out) or to
-    `max_new_tokens`: what Hugging Face's `generate(do_sample=False)` gives. With a `temperature`
-    above 0 they are drawn. The rest is as for `sample`."""
+    """Return the most likely next tokens of each prompt, up to the first of `stop_ids` (left out)
+    or to `max_new_tokens`, as Hugging Face's `generate(do_sample=False)` does. With a `temperature`
+    above 0 they are sampled. The other arguments are those of `sample`."""
     settings = SamplingSettings(max_new_tokens, temperature, stop_ids=tuple(stop_ids))
-    found = sample(stage, prompts, settings, 1, seeds, batch_rows, on_token=on_token)
-    return [settings.without_stop(each.ids) for (each,) in found]
+    answers = sample(stage, prompts, settings, 1, seeds, batch_rows, on_token=on_token)
+    return [settings.without_stop(completion.ids) for (completion,) in answers]
 
 
 def candidate_log_probs(
     stage: Stage, prompt: Row, candidates: Sequence[Sequence[int]], batch_rows: int
 ) -> list[float]:
-    """The summed log-prob of each candidate's tokens after the prompt. Called as `generate` is."""
+    """Return the summed log-prob of each candidate's tokens after the prompt. Ranks call it as they
+    call `generate`."""
     for place, candidate in enumerate(candidates):
         if not len(candidate):
             raise DataError(

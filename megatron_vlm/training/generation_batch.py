@@ -1,8 +1,8 @@
-"""Rows that are answered together: who shares a pass through the pipeline, and who comes next.
+"""Rows that are generated together: the passes through the pipeline, and the order of prompts.
 
-The prompts go through the pipeline once (the prefill); after that each pass takes one token of
-every row of a lane. A row that has ended makes place for the next prompt at once. A pass is a
-MicroBatch like any other, its rows one token long.
+The prompts go through the pipeline once (the prefill). After that, each pass takes one token of
+every row of a lane. A row that has ended makes place for the next prompt at once. A pass is an
+ordinary MicroBatch, with rows of one token.
 """
 
 from collections import deque
@@ -21,25 +21,25 @@ from megatron_vlm.training.stop_strings import StopSearch
 
 @dataclass
 class ActiveSample:
-    """An answer in the making."""
+    """An answer that is being generated."""
 
-    prompt: int  # the number of its prompt
+    prompt: int  # number of its prompt
     settings: SamplingSettings
     seed: int
-    position: int  # of its next token: text continues after the highest position on any axis
+    position: int  # next position: text continues after the highest position on any axis
     searches: list[StopSearch] = field(default_factory=list)  # for its stop strings
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     ended: Ended | None = None
-    routing: list[Tensor] = field(default_factory=list)  # of each pass that was asked for it
+    routing: list[Tensor] = field(default_factory=list)  # experts of each pass, on request
 
     @property
     def turn(self) -> tuple[int, int]:
-        """What the noise of its next token is drawn from."""
+        """Seed and token number, which decide the noise of the next token."""
         return self.seed, len(self.ids)
 
     def end(self) -> Ended | None:
-        """How it has ended with its newest token, if it has."""
+        """Return how the answer ends with its newest token, or None if it continues."""
         if self.ids[-1] in self.settings.stop_ids:
             return "stop"
         if any(search.found(self.ids) for search in self.searches):
@@ -48,7 +48,7 @@ class ActiveSample:
 
     @property
     def completion(self) -> Completion:
-        """The answer, which has ended."""
+        """The answer, after it has ended."""
         assert self.ended is not None
         routing_SLK = None
         if self.routing:
@@ -61,7 +61,7 @@ class ActiveSample:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and the answers that are drawn to it, one or more."""
+    """A prompt and its answers, at least one."""
 
     row: PlacedRow
     draws: list[ActiveSample]
@@ -72,69 +72,69 @@ class Prompt:
 
     @property
     def left(self) -> int:
-        """Answers that have not ended."""
+        """Number of answers that have not ended."""
         return sum(draw.ended is None for draw in self.draws)
 
     @property
     def tokens(self) -> int:
-        """Of all answers, so far."""
+        """Number of tokens of all answers so far."""
         return sum(len(draw.ids) for draw in self.draws)
 
 
 @dataclass(frozen=True)
 class DecodePass:
-    """What goes through the pipeline at once: prompts, or the newest token of each row."""
+    """A pass through the pipeline, with prompts or with the newest token of each row."""
 
     batch: MicroBatch
     cache: KVCache
     draws: Sequence[ActiveSample] = ()
-    rows: Sequence[int] = ()  # which row of the batch each draw continues
+    rows: Sequence[int] = ()  # row of the batch that each draw continues
 
 
 class GenerationBatch:
-    """At most `size` rows that take each pass together. As many lanes as there are pipeline stages
-    are under way: while the last stage works on one, the first can take up the next."""
+    """A lane of at most `size` rows that take each pass together. As many lanes as pipeline stages
+    are in progress: while the last stage works on one, the first can start the next."""
 
     def __init__(self, size: int, device: torch.device):
         self.size, self.device = size, device
-        self.draws: list[ActiveSample] = []  # of each row
+        self.draws: list[ActiveSample] = []  # one for each row
         self.cache = KVCache([], device)
-        # Prompts that were taken up, and the draws that continue their rows but have no row yet.
+        # These are prompts after their prefill, and the draws that continue them without a row yet.
         self.begun = KVCache([], device)
         self.unseated: list[tuple[int, ActiveSample]] = []
 
     def passes(self, waiting: deque[Prompt]) -> list[DecodePass]:
-        """What this lane sends through the pipeline next: a token of each row, and prompts for the
-        rows that are free."""
+        """Return the next passes of this lane: a token of each row, and prompts for the free
+        rows."""
         self._seat()
-        found = []
+        passes = []
         if self.draws:
             self.cache.advance()
             rows = range(len(self.draws))
-            found.append(DecodePass(_newest(self.draws), self.cache, self.draws, rows))
+            passes.append(DecodePass(_newest(self.draws), self.cache, self.draws, rows))
         prompts, free = [], self.size - len(self.draws)
         while waiting and free > 0:
             prompts.append(waiting.popleft())
             free -= len(prompts[-1].draws)
         if prompts:
-            found.append(prefill(prompts, self.device))
-        return found
+            passes.append(prefill(prompts, self.device))
+        return passes
 
     def settle(self, done: DecodePass, heard: Callable[[ActiveSample], None]) -> None:
-        """A pass is through, and its draws have their next tokens: go on with those that have not
-        ended."""
+        """Finish a pass whose draws have their next tokens, and continue with the draws that have
+        not ended."""
         for draw in done.draws:
             heard(draw)
             draw.ended = draw.end()
-        going_on = [place for place, draw in enumerate(done.draws) if draw.ended is None]
+        unfinished = [place for place, draw in enumerate(done.draws) if draw.ended is None]
         if done.cache is self.cache:
-            self._keep(going_on)
+            self._keep(unfinished)
         else:
             self.begun = done.cache
-            self.unseated = [(done.rows[place], done.draws[place]) for place in going_on]
+            self.unseated = [(done.rows[place], done.draws[place]) for place in unfinished]
 
     def leave(self, prompts: Collection[int]) -> None:
-        """Between two passes: go on without the answers to these prompts."""
+        """Drop the answers to these prompts, between two passes."""
         self._keep([row for row, draw in enumerate(self.draws) if draw.prompt not in prompts])
         self.unseated = [pair for pair in self.unseated if pair[1].prompt not in prompts]
         if not self.unseated:
@@ -155,7 +155,7 @@ class GenerationBatch:
 
 
 def prefill(prompts: Sequence[Prompt], device: torch.device) -> DecodePass:
-    """The pass of these prompts, each in one row, however many answers are drawn to it."""
+    """Return the pass of these prompts. Each has one row, for any number of its answers."""
     batch = collate([prompt.row for prompt in prompts], range(len(prompts)))
     pairs = [(row, draw) for row, prompt in enumerate(prompts) for draw in prompt.draws]
     draws, rows = [draw for _, draw in pairs], [row for row, _ in pairs]
@@ -163,7 +163,7 @@ def prefill(prompts: Sequence[Prompt], device: torch.device) -> DecodePass:
 
 
 def filler(device: torch.device) -> DecodePass:
-    """A pass of nobody."""
+    """Return a pass that belongs to no prompt."""
     batch = filler_batch()
     return DecodePass(batch, KVCache(batch.lengths, device))
 
@@ -177,7 +177,7 @@ def _newest(draws: Sequence[ActiveSample]) -> MicroBatch:
 
 
 def _closed_up(rows: Sequence[int]) -> list[int]:
-    """These rows without gaps, of which few change their place: the last ones fill the gaps."""
+    """Return these rows without gaps. Few rows change their place: the last ones fill the gaps."""
     last = [row for row in rows if row >= len(rows)]
-    kept = set(rows)
-    return [place if place in kept else last.pop() for place in range(len(rows))]
+    remaining = set(rows)
+    return [place if place in remaining else last.pop() for place in range(len(rows))]

@@ -1,21 +1,21 @@
-"""Losses: pure functions of the log-probs of the supervised tokens. To add one, write it:
+"""Losses, which are pure functions of the log-probs of the supervised tokens. To add one, write it:
 
     @register
     def reinforce(log_probs_N, advantages_N, *, scale=1.0):
         loss_N = -scale * advantages_N * log_probs_N
         return loss_N, {"advantage": advantages_N}
 
-and ask for it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its
-positional parameters after the first are values of each token, which a Row has in `values_S` and a
-TensorBatch in fields of these names (without _N); its keyword parameters are options, numbers with
-a default. It returns the loss of each token and what else to report of each. Both are summed over
-the tokens and divided once, by the number of supervised tokens of the global batch. Where rows have
-`loss_weights_S`, the loss of each token is multiplied by its weight, and the sum divided by that of
-all weights instead, so that equal weights change nothing. A `divisor` of the call takes the place
-of either. Each loss also takes the options of `Objective`. Those that learn from samples are in
+and select it by name: `worker.forward_backward(batch, loss="reinforce", scale=0.5)`. Its positional
+parameters after the first are values of each token, which a Row has in `values_S` and a TensorBatch
+in fields of these names (without _N). Its keyword parameters are options, which are numbers with a
+default. It returns the loss of each token and the values to report of each token. Both are summed
+over the tokens and divided once, by the number of supervised tokens of the global batch. If rows
+have `loss_weights_S`, the loss of each token is multiplied by its weight, and the sum is divided by
+the sum of all weights instead, so that equal weights change nothing. A `divisor` of the call
+replaces either. Each loss also takes the options of `Objective`. Losses of sampled tokens are in
 policy_losses.py.
 
-Shapes: N supervised tokens of a micro-batch, of which there may be none.
+Shapes: N supervised tokens of a micro-batch. N may be 0.
 """
 
 import difflib
@@ -50,14 +50,14 @@ _REGISTRY: dict[str, LossFunction] = {}
 
 
 def register(function: LossFunction) -> LossFunction:
-    """Register a loss under its function's name; it replaces an earlier one of that name."""
+    """Register a loss under its function's name, in place of an earlier one of that name."""
     _REGISTRY[function.__name__] = function
     return function
 
 
 @register
 def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Supervised fine-tuning."""
+    """Return the loss of supervised fine-tuning."""
     return -log_probs_N, {}
 
 
@@ -65,8 +65,9 @@ def cross_entropy(log_probs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def weighted_cross_entropy(
     log_probs_N: Tensor, weights_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of tokens whose weights may have any sign, or be 0. Unlike `loss_weights_S`
-    they do not count in what the sum is divided by: with a divisor of 1 the loss is a sum."""
+    """Return the cross-entropy of tokens whose weights may have any sign, or be 0. Unlike
+    `loss_weights_S` they do not change the divisor of the sum: with a divisor of 1 the loss is a
+    sum."""
     return -weights_N * log_probs_N, {}
 
 
@@ -77,19 +78,20 @@ for _function in (importance_sampling, ppo, gspo, gspo_token, cispo, dro):
 @dataclass(frozen=True)
 class Objective:
     """A loss with its options, and two terms that any loss can have. `kl_coef` adds that multiple
-    of `kl_k3` to `ref_log_probs`, `entropy_coef` takes away that multiple of the entropy; 0 only
-    reports them, None does not compute them."""
+    of `kl_k3` to `ref_log_probs`. `entropy_coef` subtracts that multiple of the entropy. 0 only
+    reports a term, and None does not compute it."""
 
     function: LossFunction
-    own_names: tuple[str, ...] = ()  # the values of each token that the function reads
+    own_names: tuple[str, ...] = ()  # names of the values of each token that the function reads
     options: Mapping[str, float] = field(default_factory=dict)
     kl_coef: float | None = None
     entropy_coef: float | None = None
-    metrics: tuple[str, ...] = ()  # what is reported beside the loss
+    metrics: tuple[str, ...] = ()  # names of the values that are reported in addition to the loss
 
     @staticmethod
     def create(loss: str | LossFunction, options: Mapping[str, float]) -> "Objective":
-        """From the name of a registered loss or from a function; options are checked."""
+        """Build an objective from the name of a registered loss or from a function. Options are
+        checked."""
         if isinstance(loss, str):
             if loss not in _REGISTRY:
                 raise ConfigError(
@@ -116,7 +118,7 @@ class Objective:
                 raise ConfigError(
                     place=f"loss {loss.__name__}", key=name, found=value, allowed="a finite number"
                 )
-        made = Objective(
+        objective = Objective(
             loss,
             tuple(p.name.removesuffix("_N") for p in parameters if p.kind is not p.KEYWORD_ONLY)[
                 1:
@@ -126,17 +128,19 @@ class Objective:
             options.get("entropy_coef"),
         )
         # Called with no tokens, the function refuses bad options here, before any forward.
-        none = torch.zeros(0)
-        report = made.of_tokens(none, none, dict.fromkeys(made.value_names, none))[1]
-        return replace(made, metrics=tuple(report))
+        empty_N = torch.zeros(0)
+        report = objective.of_tokens(
+            empty_N, empty_N, dict.fromkeys(objective.value_names, empty_N)
+        )[1]
+        return replace(objective, metrics=tuple(report))
 
     @property
     def also(self) -> ExtraOutput | None:
-        """What the model gives beside the log-probs."""
+        """Values that the model must return in addition to the log-probs."""
         return None if self.entropy_coef is None else "entropy"
 
     def check_targets(self, batches: Sequence[MicroBatch]) -> None:
-        """Refuse a second figure of places that have several targets: they would share it."""
+        """Refuse such values if places have several targets, which would share them."""
         if self.also is not None and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
@@ -147,14 +151,14 @@ class Objective:
 
     @property
     def value_names(self) -> tuple[str, ...]:
-        """The per-token values that are needed."""
+        """Names of the values of each token that are needed."""
         more = [REFERENCE] if self.kl_coef is not None else []
         return tuple(dict.fromkeys([*self.own_names, *more]))
 
     def of_tokens(
         self, log_probs_N: Tensor, entropy_N: Tensor | None, values_N: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token, and what is reported for each."""
+        """Return the loss of each token, and the reported values of each token."""
         own = [values_N[name] for name in self.own_names]
         loss_N, report = self.function(log_probs_N, *own, **self.options)
         report = dict(report)
@@ -169,7 +173,7 @@ class Objective:
 
 
 def check_divisor(divisor: float | None) -> None:
-    """Refuse what no sum can be divided by."""
+    """Refuse a divisor by which no sum can be divided."""
     if divisor is None:
         return
     if not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
@@ -184,12 +188,12 @@ def check_divisor(divisor: float | None) -> None:
 def loss_of(
     objective: Objective, batch: StageInput, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The triple that Megatron's schedules take: summed loss, token count, what to report.
-    `output` is what the model gives: log-probs [N], or [2, N] with the entropies.
+    """Return the triple that Megatron's schedules take: summed loss, token count, and report.
+    `output` is what the model returns: log-probs [N], or [2, N] with the entropies.
 
-    Summed, not averaged: the gradient is divided once, by the count of the global batch, in
-    Megatron's finalize_model_grads; worker.py makes of that the sum of weights, if there are any,
-    or the divisor of the call.
+    The loss is summed, not averaged. Megatron's finalize_model_grads divides the gradient once, by
+    the count of the global batch. backward.py changes that to a division by the sum of the weights,
+    if there are any, or by the divisor of the call.
     """
     log_probs_N, entropy_N = (output, None) if objective.also is None else output
     values_N = batch.values_M(objective.value_names)
@@ -208,14 +212,14 @@ def totals(
     grid: RankGroups,
     device: torch.device,
 ) -> tuple[float, int, float, dict[str, float]]:
-    """Over the global batch: the summed loss, the supervised tokens, the sum of their weights, the
-    means of what the loss reports. `outputs` are the reports of `loss_of`, on the last stage. A
-    collective."""
+    """Return values of the global batch: the summed loss, the supervised tokens, the sum of their
+    weights, and the means of the loss's reports. `outputs` are the reports of `loss_of` on the last
+    stage. A collective."""
     names = ("loss_sum", *objective.metrics)
     total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if grid.last:
-        known = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
-        total[:2] = to_device(torch.tensor(known, dtype=torch.float64), device)
+        counts = (sum(batch.num_supervised for batch in batches), sum(b.weight for b in batches))
+        total[:2] = to_device(torch.tensor(counts, dtype=torch.float64), device)
         for place, name in enumerate(names, start=2):
             total[place] = sum(output[name].double() for output in outputs)
         dist.all_reduce(total, group=grid.dp.group)
@@ -227,6 +231,6 @@ def totals(
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Ask for the known name that is closest to this one; empty where none is close."""
+    """Suggest the known name that is closest to this one; empty if no name is close."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
     return f"did you mean {near[0]!r}?" if near else ""

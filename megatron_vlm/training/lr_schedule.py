@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function, so that checkpoints need not save it."""
+"""The learning rate of a step as a pure function, so that checkpoints need not save it."""
 
 import math
 
@@ -8,7 +8,8 @@ from megatron_vlm.errors import ConfigError
 
 
 def total_steps(train: TrainConfig, samples: int | None) -> int:
-    """From train.steps, or from train.epochs and the number of samples, which a stream has not."""
+    """Return train.steps, or the number of steps in train.epochs. A stream has no number of
+    samples, and needs train.steps."""
     if train.steps is not None:
         return train.steps
     assert samples is not None, "checks.py: a stream has train.steps"
@@ -16,13 +17,15 @@ def total_steps(train: TrainConfig, samples: int | None) -> int:
 
 
 def warmup_of(optim: OptimConfig, total: int) -> int:
-    """The steps of warm-up among `total`. As a ratio they are rounded up, and leave one step."""
+    """Return the warm-up steps among `total`. A ratio is rounded up, and leaves at least one
+    step."""
     part = math.ceil(round((optim.warmup_ratio or 0.0) * total, 6))
     return optim.warmup_steps or min(part, total - 1)
 
 
 def announced(cfg: Config, samples: int | None) -> str:
-    """How long a run is, in a line; a ConfigError where it would end before lr is reached."""
+    """Describe the length of a run in a line. Raise a ConfigError if the run would end before it
+    reaches lr."""
     total, train = total_steps(cfg.train, samples), cfg.train
     warmup = warmup_of(cfg.optim, total)
     data = "a stream" if samples is None else f"{samples:,} samples"
@@ -40,18 +43,18 @@ def announced(cfg: Config, samples: int | None) -> str:
 
 
 def lr_at(optim: OptimConfig, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: warm-up, then optim.schedule down to
-    optim.min_lr_ratio."""
+    """Return the learning rate of step `step` (from 0) of `total`: warm-up, then optim.schedule
+    down to optim.min_lr_ratio."""
     warmup = warmup_of(optim, total)
     if step < warmup:
         return optim.lr * (step + 1) / (warmup + 1)
-    left = max(1, total - warmup)
-    done = min(1.0, (step - warmup) / left)
+    decay_steps = max(1, total - warmup)
+    done = min(1.0, (step - warmup) / decay_steps)
     return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * _shape(optim, done))
 
 
 def _shape(optim: OptimConfig, done: float) -> float:
-    """From 1 down to 0 while `done` goes from 0 to 1."""
+    """Return the height of the schedule, from 1 down to 0 while `done` goes from 0 to 1."""
     if optim.schedule == "linear":
         return 1 - done
     if optim.schedule == "cosine":

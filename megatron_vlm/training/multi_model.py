@@ -1,8 +1,8 @@
-"""Micro-batches of several models in one pass through the pipeline: while the last ones of a model
-leave it, those of the next one come in, where each model alone would wait for it to fill.
+"""Micro-batches of several models in one pass through the pipeline. While the last micro-batches of
+a model leave it, those of the next model enter, so the pipeline fills only once.
 
-Every model computes with its own chunks, its own loss and its own count of tokens, in the order in
-which it would alone: its gradients are the same, bit for bit.
+Every model computes with its own chunks, its own loss and its own token count, in the same order as
+alone. Its gradients are therefore the same, bit for bit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,12 @@ from megatron_vlm.data.batches.micro_batch import MicroBatch, filler_batch
 from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.pipeline import ForwardStep, Stage
 
-Item = tuple[int, MicroBatch]  # the number of a model, and a micro-batch of it
+Item = tuple[int, MicroBatch]  # the number of a model, and one of its micro-batches
 
 
 class MultiModelChunk(nn.Module):
-    """For Megatron's schedules one chunk; in truth one of each model, of which `of` takes its
-    turn."""
+    """A single chunk for Megatron's schedules that contains a chunk of each model. `of` selects
+    one."""
 
     def __init__(self, stages: Sequence[Stage], place: int, finish: Any):
         super().__init__()
@@ -34,11 +34,11 @@ class MultiModelChunk(nn.Module):
         self.arrived: Any = None
 
     def set_input_tensor(self, arrived: Any) -> None:
-        """What the stage before has sent; whose it is, the micro-batch will tell."""
+        """Store the input from the previous stage. The micro-batch decides which model gets it."""
         self.arrived = arrived
 
     def of(self, model: int) -> Any:
-        """This model's chunk, which takes what has arrived."""
+        """Return this model's chunk, which takes the stored input."""
         stage = self.stages[model]
         stage.chunks[self.place].set_input_tensor(self.arrived)
         return stage.wrapped[self.place]
@@ -49,8 +49,9 @@ def run_together(
     batches: Sequence[Sequence[MicroBatch]],
     steps: Sequence[ForwardStep],
 ) -> list[list[Any]]:
-    """Forward and backward of each model's micro-batches by its own step, as Stage.run does it for
-    one; what the steps read on the last stage, by model. The models have one layout."""
+    """Run forward and backward of each model's micro-batches by its own step, as Stage.run does for
+    one model. Return what the steps read on the last stage, by model. The models have one
+    layout."""
     lead = stages[0]
     assert lead.chunks[0].config.no_sync_func is None, (
         "each model has a last micro-batch of its own"
@@ -58,9 +59,10 @@ def run_together(
     tokens = [torch.zeros((), dtype=torch.int, device=lead.device) for _ in stages]
 
     def finish(chunks: Any, num_tokens: Any = None, **more: Any) -> None:
-        """Megatron would divide all gradients by the tokens of all models."""
-        for stage, counted in zip(stages, tokens, strict=True):
-            stage.chunks[0].config.finalize_model_grads_func(stage.wrapped, counted, **more)
+        """Divide each model's gradients by its own tokens. Megatron would divide all gradients by
+        the tokens of all models."""
+        for stage, num_counted in zip(stages, tokens, strict=True):
+            stage.chunks[0].config.finalize_model_grads_func(stage.wrapped, num_counted, **more)
 
     def step(data: Iterator[tuple[int, Any]], chunk: MultiModelChunk) -> tuple[Tensor, Any]:
         model, batch = next(data)
@@ -74,8 +76,8 @@ def run_together(
         return output, counting
 
     def arriving(items: Sequence[Item], chunk: StageModel) -> Iterator[tuple[int, Any]]:
-        for model, of_model in groupby(items, itemgetter(0)):  # each counts its own from 0
-            for batch in lead.arrivals([batch for _, batch in of_model], chunk):
+        for model, group in groupby(items, itemgetter(0)):  # numbers restart at 0 in a model
+            for batch in lead.arrivals([batch for _, batch in group], chunk):
                 yield model, batch
 
     items, begins = _in_a_row(stages, batches)
@@ -95,12 +97,15 @@ def run_together(
 def _in_a_row(
     stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]]
 ) -> tuple[list[Item], list[int]]:
-    """All models' micro-batches, and where those of each begin. Replicas that share experts have
-    the same model at the same place: where one has fewer, fillers follow."""
+    """Join the micro-batches of all models, and return where those of each model begin. Replicas
+    that share experts have the same model at the same place: where one has fewer, fillers
+    follow."""
     items: list[Item] = []
     begins = []
-    for model, (stage, mine) in enumerate(zip(stages, batches, strict=True)):
+    for model, (stage, local_batches) in enumerate(zip(stages, batches, strict=True)):
         begins.append(len(items))
-        fillers = [filler_batch() for _ in range(stage.most(len(mine)) - len(mine))]
-        items += [(model, batch) for batch in (*mine, *fillers)]
+        fillers = [
+            filler_batch() for _ in range(stage.most(len(local_batches)) - len(local_batches))
+        ]
+        items += [(model, batch) for batch in (*local_batches, *fillers)]
     return items, begins

@@ -1,4 +1,4 @@
-"""From gradients to new weights: data parallel wrapping, the one normalisation, AdamW."""
+"""Update of the weights by the gradients: data parallel wrapping, the one normalisation, AdamW."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,24 +30,24 @@ from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
 
 @dataclass(frozen=True)
 class AdamStep:
-    """AdamW's settings for one step, in place of the configured ones. As there, norms and biases do
-    not decay, and a part with a weight decay of its own keeps it."""
+    """AdamW's settings for one step, in place of the configured ones. Norms and biases do not decay
+    in either case, and a part with its own weight decay keeps it."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    clip_grad: float  # global norm; 0: nothing is clipped
-    # Step even where there are no gradients, as if all were 0: momentum and decay move the weights.
+    clip_grad: float  # global norm; 0: no clipping
+    # Step even without gradients, as if all were 0: momentum and decay move the weights.
     without_gradients: bool = False
 
     @staticmethod
     def configured(optim: OptimConfig) -> "AdamStep":
-        """As every step without settings of its own."""
+        """Return the configured settings, which steps without settings of their own have."""
         return AdamStep(optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad)
 
     def __post_init__(self) -> None:
-        for name, good, wanted in (
+        for name, good, limits in (
             ("beta1", 0 <= self.beta1 < 1, "of at least 0 and below 1"),
             ("beta2", 0 <= self.beta2 < 1, "of at least 0 and below 1"),
             ("eps", 0 < self.eps < math.inf, "above 0"),
@@ -59,12 +59,12 @@ class AdamStep:
                     place="optim_step",
                     key=name,
                     found=getattr(self, name),
-                    allowed=f"a finite number {wanted}",
+                    allowed=f"a finite number {limits}",
                 )
 
 
 def check_lr(lr: float | None) -> None:
-    """Refuse a rate that would end in weights that are not finite."""
+    """Refuse a learning rate after which weights would not be finite."""
     if lr is not None and not 0 <= lr < math.inf:
         raise ConfigError(
             place="optim_step", key="lr", found=lr, allowed="a finite number of at least 0"
@@ -72,19 +72,21 @@ def check_lr(lr: float | None) -> None:
 
 
 def shards_optimizer(cfg: Config, grid: RankGroups) -> bool:
-    """Whether optimizer state is sharded: with one replica that would only copy it around."""
+    """Return whether optimizer state is sharded. With one replica, that would only copy it
+    around."""
     return cfg.parallel.distributed_optimizer and grid.dp.size > 1
 
 
 def gathers_behind(cfg: Config, grid: RankGroups) -> bool:
-    """Whether new weights are gathered while other work goes on."""
+    """Return whether new weights are gathered while other work runs."""
     return cfg.parallel.overlap_param_gather and shards_optimizer(cfg, grid)
 
 
 def wrap_data_parallel(
     cfg: Config, chunks: Sequence[StageModel], grid: RankGroups
 ) -> list[DistributedDataParallel]:
-    """Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP ranks."""
+    """Wrap the chunks in Megatron's DDP: fp32 gradient buffers, reduced (or scattered) over the DP
+    ranks."""
     wrapped = [
         DistributedDataParallel(
             config=chunk.config,
@@ -115,7 +117,8 @@ def finalize_grads(
     num_tokens: Tensor | None = None,
     **kwargs: object,
 ) -> None:
-    """Megatron's reductions and the division by the global token count, then the tower's part."""
+    """Run Megatron's reductions and the division by the global token count, then the tower's
+    part."""
     for reduce in reduces:
         reduce.begin_first()
     megatron_finalize(chunks, num_tokens, **kwargs)
@@ -147,8 +150,9 @@ def build_optimizer(
     parts: Mapping[nn.Parameter, Part],
     grid: RankGroups,
 ) -> MegatronOptimizer:
-    """AdamW with fp32 main weights, its state sharded over DP by parallel.distributed_optimizer.
-    `parts` says which part of the model each parameter belongs to."""
+    """Build AdamW with fp32 main weights, and its state sharded over DP by
+    parallel.distributed_optimizer. `parts` is the part of the model that each parameter belongs
+    to."""
     optim, model_config = cfg.optim, chunks[0].config
     config = OptimizerConfig(
         optimizer="adam",
@@ -169,7 +173,7 @@ def build_optimizer(
     )
     set_adam(optimizer, AdamStep.configured(optim))
     for group in optimizer.param_groups:
-        if "foreach" in group:  # torch's AdamW, where neither TE nor Apex brings a fused one
+        if "foreach" in group:  # torch's AdamW: neither TE nor Apex provides a fused one
             group["fused"] = True
     return optimizer
 
@@ -177,7 +181,7 @@ def build_optimizer(
 def _part_overrides(
     optim: OptimConfig, parts: Mapping[nn.Parameter, Part]
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Groups for the parts that have a learning rate or weight decay of their own."""
+    """Return groups for the parts that have a learning rate or weight decay of their own."""
     overrides = {}
     for part in (Part.vision, Part.merger):
         lr = getattr(optim, f"{part.switch}_lr")
@@ -203,11 +207,11 @@ def set_lr(optimizer: MegatronOptimizer, lr: float, base: float) -> None:
 
 
 def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
-    """Set what AdamW computes with, beside the learning rate."""
+    """Set the parameters of AdamW except for the learning rate."""
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
         # Megatron marks norms and biases with wd_mult=0 but leaves applying it to its own
-        # scheduler (optimizer_param_scheduler.py in 0.16), which we do not use.
+        # scheduler (optimizer_param_scheduler.py in 0.16), which is not used here.
         group["weight_decay"] = group.get("start_wd", adam.weight_decay) * group["wd_mult"]
 
 
@@ -218,13 +222,13 @@ def apply_gradients(
     device: torch.device,
     limit: float,
 ) -> float:
-    """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them; return
-    their norm before clipping. Nothing is applied if it is not finite: Megatron checks that only
-    with a loss scaler, which bf16 and fp32 do not use."""
+    """Clip the gradients to a norm of at most `limit`, unless that is 0, and apply them. Return
+    their norm before clipping. Apply nothing if it is not finite: Megatron checks that only with a
+    loss scaler, which bf16 and fp32 do not use."""
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer, grid, device)
     if math.isfinite(norm):
-        gather.finish()  # what no forward has waited for, such as a tower without images
+        gather.finish()  # no forward waits for some weights, e.g. of a tower without images
         _clip(optimizer, norm, limit)
         optimizer.step_with_ready_grads()
         gather.start()
@@ -233,16 +237,16 @@ def apply_gradients(
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.device) -> float:
-    """The norm of all gradients, the same on every rank. A collective.
+    """Return the norm of all gradients, the same on every rank. A collective.
 
-    Megatron's own asks the device for the norm of each tensor, one after the other, where neither
-    Transformer Engine nor Apex is installed; here the host waits once."""
+    If neither Transformer Engine nor Apex is installed, Megatron's own function waits for the norm
+    of each tensor, one after the other; here the host waits once."""
     parts = optimizer.chained_optimizers
     if grid.ep.size == 1:
         squared, group = _squared(parts, device), optimizer.get_grad_stats_parallel_group()
     else:
-        # Experts and the rest have different numbers of copies, and a stage may have no experts:
-        # all ranks add up what they hold, each its share of what others hold as well.
+        # Experts and other parameters have different numbers of copies, and a stage may have no
+        # experts. So all ranks add up what they hold, divided by the number of copies.
         squared, group = torch.zeros((), device=device), dist.group.WORLD
         for part in parts:
             sharded = isinstance(part, DistributedOptimizer)
@@ -253,7 +257,7 @@ def gradient_norm(optimizer: MegatronOptimizer, grid: RankGroups, device: torch.
 
 
 def _squared(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor:
-    """The sum of the squares of this rank's gradients."""
+    """Return the sum of the squares of this rank's gradients."""
     grads = [grad for part in parts for grad in part.get_main_grads_for_grad_norm()]
     if not grads:
         return torch.zeros((), device=device)
@@ -261,14 +265,14 @@ def _squared(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor
 
 
 def _has_experts(part: MegatronOptimizer) -> bool:
-    """Whether it updates experts: Megatron makes an optimizer of their own for those."""
+    """Return whether an optimizer updates experts, for which Megatron makes a separate one."""
     return any(group["is_expert_parallel"] for group in part.param_groups)
 
 
 @torch.no_grad()
 def _clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
-    """Scale the gradients to a norm of at most `limit`; 0 leaves them."""
-    factor = limit / (norm + 1e-6)  # as Megatron and torch have it
+    """Scale the gradients to a norm of at most `limit`; 0 leaves them unchanged."""
+    factor = limit / (norm + 1e-6)  # the same as in Megatron and torch
     params = [param for part in optimizer.chained_optimizers for param in part.get_parameters()]
     grads = [param.grad for param in params if param.grad is not None]
     if grads and limit > 0 and factor < 1:

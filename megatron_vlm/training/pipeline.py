@@ -1,5 +1,5 @@
-"""Stage: this rank's chunks of the model, and Megatron's schedule that takes work through all of
-them."""
+"""Stage: this rank's chunks of the model, and Megatron's schedule that takes work through all
+stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,16 +22,17 @@ from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
 
-# Takes an iterator of items and a chunk; returns the stage's output and what reads the last
-# stage's: for a backward (scaled loss, ...), forward only whatever is wanted of it.
+# A step takes an iterator of items and a chunk. It returns the stage's output, and a function that
+# reads the output of the last stage: for a backward it returns (scaled loss, ...), and for a
+# forward alone any value.
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 
-# Brings items to the device for a chunk.
+# It brings items to the device for a chunk.
 Arriving = Callable[[Sequence[Any], StageModel], Iterator[Any]]
 
 
 class Stage:
-    """What a pipeline stage computes with. `wrapped` is the chunks, in training inside DDP."""
+    """A pipeline stage on this rank. `wrapped` has the chunks, inside DDP in training."""
 
     def __init__(
         self,
@@ -55,18 +56,19 @@ class Stage:
         filler: Callable[[], Any] = filler_batch,
         arriving: Arriving | None = None,
     ) -> list[Any]:
-        """Each item through all stages and chunks; what `step` reads of each on the last stage.
+        """Take each item through all stages and chunks. Return what `step` reads of each item on
+        the last stage.
 
-        `batch_of` gives the micro-batch of an item that is none itself, and `arriving` what `step`
-        takes of the items of a chunk, in place of `arrivals`. Interleaved stages take items in
-        groups of as many as there are stages, and replicas that share experts as many as each
-        other: `filler` makes those that are lacking.
+        `batch_of` returns the micro-batch of an item that is not a micro-batch itself. `arriving`
+        replaces `arrivals`: it yields what `step` takes of the items of a chunk. Interleaved stages
+        take items in groups of as many as there are stages, and replicas that share experts take
+        the same number of items: `filler` makes those that are missing.
         """
-        dims, config, given = self.grid.dims, self.chunks[0].config, len(items)
-        count = self.most(given)
+        dims, config, num_items = self.grid.dims, self.chunks[0].config, len(items)
+        count = self.most(num_items)
         if dims.virtual_stages > 1:
             count += -count % dims.pp if count else dims.pp
-        items = [*items, *(filler() for _ in range(count - given))]
+        items = [*items, *(filler() for _ in range(count - num_items))]
         between: dict[str, Any] = {}
         if dims.pp > 1:
             batches = [batch_of(item) for item in items]
@@ -77,18 +79,18 @@ class Stage:
             data_iterator=[(arriving or self.arrivals)(items, chunk) for chunk in self.chunks],
             model=self.wrapped,
             num_microbatches=len(items),
-            # Neither is used: KnownShapeP2P says what arrives.
+            # Neither is used: KnownShapeP2P knows the shapes that arrive.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             **between,
         )
-        return outputs[:given]
+        return outputs[:num_items]
 
     def most(self, count: int) -> int:
-        """The largest of the counts of the replicas that share experts with this one: each of them
-        takes part in every pass of the others. A collective of theirs, if there are any."""
+        """Return the largest count of the replicas that share experts with this one: each of them
+        takes part in every pass of the others. A collective of these replicas, if there are any."""
         if self.grid.ep.size == 1:
             return count
         largest = torch.tensor(count, device=self.device)
@@ -101,11 +103,11 @@ class Stage:
         chunk: StageModel,
         sees: Sequence[bool] | None = None,
     ) -> Iterator[StageInput]:
-        """The batches on the device; of one that `sees` nothing, only words."""
+        """Yield the batches on the device. A batch that `sees` nothing has only words."""
         return arrivals(batches, chunk, sees or [True] * len(batches), self.copies)
 
     def call(self, chunk: Any, batch: StageInput, **more: Any) -> Tensor:
-        """A chunk's output for a micro-batch."""
+        """Return a chunk's output for a micro-batch."""
         output: Tensor = chunk(
             input_ids=batch.ids_BS,
             position_ids=batch.position_ids_3BS,
@@ -124,15 +126,15 @@ class Stage:
         also: ExtraOutput | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """A chunk's output for a micro-batch; on the last stage the log-probs of its targets."""
+        """Return a chunk's output for a micro-batch; on the last stage, its targets' log-probs."""
         heads = {"labels": batch.targets_M, "loss_mask": batch.places_N, "of_M": batch.of_M}
         return self.call(chunk, batch, **heads, also=also, temperature=temperature)
 
     def score(self, batches: Sequence[MicroBatch], temperature: float = 1.0) -> list[Tensor]:
-        """Log-probs of each row's supervised tokens at this temperature, fp32 on the host: one
-        tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
-        shape. The same on every rank of the replica. Replicas that share experts call it together,
-        one that has nothing to score without batches."""
+        """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the
+        host: one tensor [S] for each row, zero where a token is not supervised. A row with targets
+        has log-probs in their shape. All ranks of the replica get the same. Replicas that share
+        experts call it together; one that has nothing to score passes no batches."""
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             output = self.predict(chunk, next(data), temperature=temperature)
@@ -145,14 +147,14 @@ class Stage:
     def likeliest(
         self, batches: Sequence[MicroBatch], count: int, temperature: float
     ) -> list[Tensor]:
-        """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
-        temperature in float64, in the place that predicts them; elsewhere zeros. The rest is as for
-        `score`."""
+        """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids
+        and log-probs at this temperature in float64, at the position that predicts them, and zeros
+        elsewhere. The rest is the same as for `score`."""
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             batch = next(data)
-            asked = (count, temperature)
-            return self.call(chunk, batch, loss_mask=batch.places_N, likeliest=asked), pass_through
+            top = (count, temperature)
+            return self.call(chunk, batch, loss_mask=batch.places_N, likeliest=top), pass_through
 
         with self.evaluating():
             outputs = self.run(batches, step, forward_only=True)
@@ -168,23 +170,23 @@ class Stage:
         return _by_place(batches, map(rows, batches, pieces))
 
     def routing(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """The experts [S, L, K] that each token of each row goes to, on every rank of the replica.
+        """Return the experts [S, L, K] of each token of each row, on every rank of the replica.
         Replicas that share experts call it together."""
-        kept: list[StageInput] = []
+        inputs: list[StageInput] = []
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
-            kept.append(batch := next(data))
+            inputs.append(batch := next(data))
             output = self.predict(chunk, batch)
             return output, pass_through
 
         with self.evaluating():
             self.run(batches, step, forward_only=True)
-        chosen = [(each.number, each.routing.chosen) for each in kept if each.routing is not None]
+        chosen = [(item.number, item.routing.chosen) for item in inputs if item.routing is not None]
         tables = routing_tables(batches, chosen, self.sizes.text, self.grid, self.device)
         return routing_of_rows(batches, tables)
 
     def per_row(self, batches: Sequence[MicroBatch], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The last stage's log-probs [M] of each micro-batch, by row, on every rank."""
+        """Return the last stage's log-probs [M] of each micro-batch, by row, on every rank."""
         counts = [batch.num_supervised for batch in batches]
         pieces = self._from_last(outputs, counts, torch.empty(0))
         return _by_place(batches, map(MicroBatch.log_probs_by_row, batches, pieces))
@@ -192,8 +194,8 @@ class Stage:
     def _from_last(
         self, outputs: Sequence[Tensor], sizes: Sequence[int], like: Tensor
     ) -> tuple[Tensor, ...]:
-        """What the last stage has found of each micro-batch, on the host of every rank; so many
-        entries of each, of the dtype and the other dimensions of `like`."""
+        """Send the last stage's output for each micro-batch to the host of every rank. `sizes` are
+        the numbers of its entries; `like` has their dtype and the other dimensions."""
         flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
         if self.grid.last and sizes:
             flat.copy_(torch.cat(list(outputs)))
@@ -202,9 +204,9 @@ class Stage:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """No gradients and no recomputation; afterwards training continues as before."""
+        """Run without gradients and recomputation; afterwards training continues as before."""
         was_training = self.wrapped[0].training
-        if was_training:  # not for every generated token: it visits each module
+        if was_training:  # not for every generated token: train() visits each module
             self.train(False)
         try:
             with torch.no_grad():
@@ -220,26 +222,26 @@ class Stage:
 
 
 def pass_through(output: Tensor, non_loss_data: bool = True) -> Any:
-    """For Megatron's forward-only schedules: return the stage's output itself."""
+    """Return the stage's output itself, for Megatron's forward-only schedules."""
     assert non_loss_data
     return output
 
 
 def _by_place(batches: Sequence[MicroBatch], rows: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    """The rows of micro-batches in the order of the batch that they were cut from."""
-    found = {
+    """Return the rows of micro-batches in the order of the batch that they were cut from."""
+    row_at = {
         place: row
-        for batch, of_batch in zip(batches, rows, strict=True)
-        for place, row in zip(batch.rows, of_batch, strict=False)  # a filler's row is nobody's
+        for batch, batch_rows in zip(batches, rows, strict=True)
+        for place, row in zip(batch.rows, batch_rows, strict=False)  # a filler's row has no place
     }
-    return [found[place] for place in sorted(found)]
+    return [row_at[place] for place in sorted(row_at)]
 
 
-# What travels between stages, known in advance.
+# The shapes of the tensors between stages are known in advance.
 #
-# With lengths that vary, Megatron sends the shape of each tensor ahead of it, and the device stands
-# still twice for that. But the order in which its schedules take micro-batches through the chunks
-# is fixed, and each stage knows the sizes of every micro-batch: so it knows what arrives, and when.
+# With varying lengths, Megatron sends the shape of each tensor ahead of it, and the device stops
+# twice for that. But the order in which its schedules take micro-batches through the chunks is
+# fixed, and each stage knows the sizes of every micro-batch. So it knows what arrives, and when.
 
 Shape = tuple[int, int, int]
 
@@ -257,26 +259,27 @@ class KnownShapeP2P(P2PCommunicator):
         order = get_schedule_table(len(batches), chunks, config.microbatch_group_size_per_vp_stage)
 
         def after(place: int, batch: MicroBatch) -> Shape:
-            """What a place in the pipeline sends on: hidden states, then the features that no
-            layer has added yet."""
+            """Return the shape that a place in the pipeline sends on: hidden states, then the
+            features that no layer has added yet."""
             rows, tokens = batch.tokens_BS5.shape[:2]
             features = sizes.vision.deepstack if batch.visual else 0
             return tokens * (1 + dims.features_after(place, features)), rows, sizes.text.hidden
 
         def outputs(stage: int) -> list[Shape]:
-            """What a stage sends on, in order; the end of the pipeline sends nothing."""
+            """Return the shapes that a stage sends on, in order. The end of the pipeline sends
+            nothing."""
             places = [(dims.place_of(stage, chunk), batches[item]) for item, chunk in order]
             return [after(place, batch) for place, batch in places if place < pp * chunks - 1]
 
         def gradients(stage: int) -> list[Shape]:
-            """What a stage sends back, in order: for each input its gradient. Backward takes the
-            chunks in the opposite order."""
+            """Return the shapes that a stage sends back, in order: the gradient of each input.
+            Backward takes the chunks in the opposite order."""
             places = [
                 (dims.place_of(stage, chunks - 1 - chunk), batches[item]) for item, chunk in order
             ]
             return [after(place - 1, batch) for place, batch in places if place > 0]
 
-        # The last stage is the one before the first: it sends on what its inner chunks give.
+        # The last stage comes before the first: it sends on the outputs of its inner chunks.
         self.to_next = iter(outputs(stage))
         self.from_prev = iter(outputs((stage - 1) % pp))
         self.from_next = iter(gradients((stage + 1) % pp))
@@ -288,11 +291,11 @@ class KnownShapeP2P(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape | None, Shape | None]:
-        """The shapes of what this call receives."""
+        """Return the shapes that this call receives."""
         if tensor_send_next is not None:
-            # Told before it is sent: a receiver that waits for another size would never say so.
-            sent, known = tuple(tensor_send_next.shape), next(self.to_next)
-            assert sent == known, f"the next stage waits for {known}, and this one has {sent}"
+            # Check before sending: a receiver that waits for another size would never report it.
+            sent, expected = tuple(tensor_send_next.shape), next(self.to_next)
+            assert sent == expected, f"the next stage waits for {expected}, and this one has {sent}"
         return (
             next(self.from_prev) if recv_prev else None,
             next(self.from_next) if recv_next else None,

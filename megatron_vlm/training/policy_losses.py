@@ -1,10 +1,10 @@
-"""Losses of tokens that a model has sampled, pure functions as losses.py asks for them.
+"""Losses of sampled tokens: pure functions with the interface of losses.py.
 
-`advantages_N` says how much better than expected the answer of each token was, `old_log_probs_N`
-are those of the model that sampled it. Which advantages and which division make which algorithm:
-docs/rl.md.
+`advantages_N` has the advantage of each token's answer, which is how much better than expected it
+was. `old_log_probs_N` are the log-probs of the model that sampled it. docs/rl.md lists which
+advantages and which division make which algorithm.
 
-Shapes: N supervised tokens of a micro-batch, row by row, of which there may be none.
+Shapes: N supervised tokens of a micro-batch, row by row. N may be 0.
 """
 
 import math
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron_vlm.errors import ConfigError
 
-Losses = tuple[Tensor, dict[str, Tensor]]  # of each token, and what is reported of each
+Losses = tuple[Tensor, dict[str, Tensor]]  # loss of each token, and reported values of each token
 
 
 def importance_sampling(
     log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor
 ) -> Losses:
-    """Policy gradient of tokens that a model with `old_log_probs` has sampled. Where that is the
-    model as it is now, this is REINFORCE."""
+    """Return the policy gradient loss of tokens that a model with `old_log_probs` has sampled. If
+    that is the current model, this is REINFORCE."""
     ratio_N = (log_probs_N - old_log_probs_N).exp()
     return -ratio_N * advantages_N, _drift(log_probs_N, old_log_probs_N)
 
@@ -34,8 +34,8 @@ def ppo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Losses:
-    """The same, without a reward for a ratio beyond [1 - clip_low, 1 + clip_high]. A clip_high
-    above clip_low is DAPO's clip-higher."""
+    """Return PPO's clipped loss, without a reward for a ratio beyond [1 - clip_low, 1 + clip_high].
+    A clip_high above clip_low is DAPO's clip-higher."""
     _check_clips("ppo", clip_low, clip_high)
     ratio_N = (log_probs_N - old_log_probs_N).exp()
     loss_N, clipped = _clipped(ratio_N, advantages_N, clip_low, clip_high)
@@ -51,9 +51,10 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Losses:
-    """Group Sequence Policy Optimization (arXiv 2507.18071): ppo with one ratio for all tokens of a
-    sequence, the geometric mean of theirs. `sequences_N` is a number of the row that a token
-    belongs to, another one than that of the next row. A row is whole in its micro-batch."""
+    """Return the loss of Group Sequence Policy Optimization (arXiv 2507.18071): ppo with one ratio
+    for all tokens of a sequence, which is the geometric mean of the tokens' ratios. `sequences_N`
+    has a number for the row that a token belongs to, which differs from that of the next row. A row
+    is whole in its micro-batch."""
     _check_clips("gspo", clip_low, clip_high)
     log_ratio_N = log_probs_N - old_log_probs_N
     ratio_N = _means_of_sequences(log_ratio_N, sequences_N).exp()
@@ -71,9 +72,10 @@ def gspo_token(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Losses:
-    """GSPO-token of the same paper: each token's gradient is that of its own log-prob, so that the
-    tokens of a sequence may differ in their advantages. The mean of a sequence is over the tokens
-    whose `sequence_mask` is not 0; a sequence without any has the ratio 1."""
+    """Return the GSPO-token loss of the same paper. Each token's gradient is that of its own
+    log-prob, so that the tokens of a sequence may differ in their advantages. The mean of a
+    sequence is over the tokens whose `sequence_mask` is not 0; a sequence without such tokens has
+    the ratio 1."""
     _check_clips("gspo_token", clip_low, clip_high)
     log_ratio_N = (log_probs_N - old_log_probs_N).detach()
     mask_N = (sequence_mask_N != 0).to(log_ratio_N.dtype)
@@ -91,9 +93,9 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
 ) -> Losses:
-    """Clipped importance sampling as a weight of REINFORCE (MiniMax-M1, arXiv 2506.13585): the
-    ratio has no gradient, so that a clipped token still has one. With clip_low=1 only what is above
-    1 + clip_high is clipped."""
+    """Return the CISPO loss (MiniMax-M1, arXiv 2506.13585): REINFORCE, weighted by clipped
+    importance sampling. The ratio has no gradient, so that a clipped token still has one. With
+    clip_low=1 only ratios above 1 + clip_high are clipped."""
     _check_clips("cispo", clip_low, clip_high)
     ratio_N = (log_probs_N.detach() - old_log_probs_N).exp()
     weight_N = _within(ratio_N, clip_low, clip_high)
@@ -105,8 +107,9 @@ def cispo(
 def dro(
     log_probs_N: Tensor, advantages_N: Tensor, old_log_probs_N: Tensor, *, beta: float = 0.05
 ) -> Losses:
-    """Direct Reward Optimization (arXiv 2405.19107): REINFORCE on samples of any policy, held near
-    that one by half of `beta` times the square of how far each log-prob has moved."""
+    """Return the loss of Direct Reward Optimization (arXiv 2405.19107): REINFORCE on samples of any
+    policy. Half of `beta` times the squared change of each log-prob keeps the model near that
+    policy."""
     if beta < 0:
         raise ConfigError(place="loss dro", key="beta", found=beta, allowed="0 or above")
     moved_N = log_probs_N - old_log_probs_N
@@ -115,8 +118,8 @@ def dro(
 
 
 def kl_k3(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy || other) from tokens that the policy sampled: unbiased
-    as the plain difference of log-probs is, never negative, and of less variance."""
+    """Return Schulman's k3 estimate of KL(policy || other) from tokens that the policy sampled. It
+    is unbiased like the plain difference of log-probs, never negative, and has less variance."""
     log_ratio_N = other_log_probs_N - log_probs_N
     return log_ratio_N.expm1() - log_ratio_N
 
@@ -137,7 +140,8 @@ def _check_clips(name: str, clip_low: float, clip_high: float) -> None:
 
 
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Losses:
-    """PPO's pessimistic bound: the larger loss of the two ratios, and where it was the clipped."""
+    """Return PPO's pessimistic bound, which is the larger loss of the two ratios, and report where
+    the clipped ratio had the larger loss."""
     plain_N = ratio_N * advantages_N
     clipped_N = _within(ratio_N, clip_low, clip_high) * advantages_N
     report = {"clip_fraction": (clipped_N < plain_N).float()}
@@ -145,8 +149,8 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: 
 
 
 def _within(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """The ratio clipped to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold
-    is none, whether it is infinite or the largest float64: torch's clamp refuses the latter."""
+    """Clip the ratio to [1 - clip_low, 1 + clip_high]. An upper bound that its dtype cannot hold is
+    no bound, whether it is infinite or the largest float64, which torch's clamp refuses."""
     high = 1 + clip_high
     if high > torch.finfo(ratio_N.dtype).max:
         high = math.inf
@@ -156,8 +160,8 @@ def _within(ratio_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
 def _means_of_sequences(
     values_N: Tensor, sequences_N: Tensor, mask_N: Tensor | None = None
 ) -> Tensor:
-    """For each token the mean over its sequence, or over those of its tokens whose mask is 1. There
-    are N sums, since how many sequences there are is known on the device alone, and the host must
+    """Return for each token the mean over its sequence, or over the tokens of its sequence whose
+    mask is 1. There are N sums: only the device knows the number of sequences, and the host must
     not wait for it."""
     starts_N = torch.zeros_like(sequences_N, dtype=torch.long)
     starts_N[1:] = sequences_N[1:] != sequences_N[:-1]
@@ -169,6 +173,6 @@ def _means_of_sequences(
 
 
 def _drift(log_probs_N: Tensor, old_log_probs_N: Tensor) -> dict[str, Tensor]:
-    """How far the policy has moved from the one that sampled."""
+    """Report how far the policy has moved from the policy that sampled."""
     log_ratio_N = log_probs_N.detach() - old_log_probs_N
     return {"ratio": log_ratio_N.exp(), "old_kl": log_ratio_N.expm1() - log_ratio_N}

@@ -1,7 +1,7 @@
-"""Mistakes that the command line, config.json and the names of files show. They are said before
-torch and transformers are imported, which takes many seconds, and before processes are started.
+"""Checks of the command line, config.json and the names of files. They run before torch and
+transformers are imported, which takes many seconds, and before processes are started.
 
-Whatever passes here is checked again, and more closely, by those who use it.
+Everything that passes here is checked again, more closely, where it is used.
 """
 
 import glob
@@ -19,16 +19,16 @@ from megatron_vlm.family.config_json import Counts, no_config_json, read_counts
 from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.model.constraints import check_layout, check_router_losses, check_supported
 
-_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # on the Hub
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")  # a name on the Hub
 
 
 def check_run(cfg: Config) -> None:
-    """Refuse a run or an evaluation whose model, layout or data cannot be."""
+    """Refuse a run or an evaluation with an impossible model, layout or data."""
     check_supported(cfg)
     counts = check_model(cfg.model.path)
-    # How many GPUs there are, torch has to say; ray asks its cluster.
-    asked = cfg.launch.processes if cfg.launch.backend == "local" else None
-    world = processes_for(cfg, 0) if asked else cfg.parallel.tp * cfg.parallel.pp
+    # Only torch knows the number of GPUs, and only Ray's cluster knows its own.
+    processes = cfg.launch.processes if cfg.launch.backend == "local" else None
+    world = processes_for(cfg, 0) if processes else cfg.parallel.tp * cfg.parallel.pp
     if under_launcher():
         world = int(os.environ["WORLD_SIZE"])
     if counts is not None:
@@ -45,15 +45,15 @@ def check_run(cfg: Config) -> None:
 
 
 def check_records(cfg: Config) -> None:
-    """Refuse a model or records of data.train that cannot be, where no run is to begin."""
+    """Refuse an impossible model, or impossible records of data.train, if no run will start."""
     check_model(cfg.model.path)
     check_new_tokens(cfg)
     check_data(cfg, "data.train")
 
 
 def check_model(path: str) -> Counts | None:
-    """Refuse a model.path without a config.json of a Qwen3-VL. None where more than JSON is needed
-    to tell."""
+    """Refuse a model.path without a config.json of Qwen3-VL. Return None if JSON alone cannot
+    decide."""
     if _at(str(Path(path) / "config.json")) == "nothing":
         if _NAME.fullmatch(path) and "/" in path and _at(path) == "nothing":
             return None
@@ -62,14 +62,13 @@ def check_model(path: str) -> Counts | None:
 
 
 def check_new_tokens(cfg: Config) -> None:
-    """Refuse tokens of data.add_tokens that the tokenizer of a folder has already."""
+    """Refuse tokens of data.add_tokens that the tokenizer of a folder already has."""
     if _at(str(Path(cfg.model.path) / "config.json")) == "a file":
         find_new_tokens(cfg.model.path, cfg.data.add_tokens)
 
 
 def check_data(cfg: Config, key: str) -> None:
-    """Refuse the files of data.train or data.eval, and the folders of their images, that do not
-    exist."""
+    """Refuse files of data.train or data.eval, and folders of their images, that do not exist."""
     held_out = [each.source for each in cfg.data.eval]
     for spec in cfg.data.train if key == "data.train" else held_out:
         path = spec.path
@@ -90,4 +89,4 @@ def _at(path: str) -> str:
     try:
         return what_is_at(os.path.expanduser(path))
     except (OSError, ValueError):
-        return "something else"  # whoever opens it says what is wrong with it
+        return "something else"  # the code that opens it reports the error

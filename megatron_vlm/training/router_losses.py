@@ -1,5 +1,4 @@
-"""The losses of the routers in a step: what is known before its first backward, and what is logged
-after its last.
+"""Router losses of a step: their inputs before its first backward, and their values after its last.
 
 Shapes: L decoder layers, E experts.
 """
@@ -28,43 +27,44 @@ def router_losses(
     step: ForwardStep,
     divisor: float | None = None,
 ) -> RouterLosses | None:
-    """Those that the configuration asks for, for this global batch; None for none. A collective.
-    They are means of their own, whatever the summed loss is divided by.
+    """Return the router losses of the configuration for this global batch, or None without any. A
+    collective. They are means of their own, independent of the divisor of the summed loss.
 
-    The balancing loss takes a forward pass of its own, with what `step` computes: the share of
-    each expert is that of all layers, tokens and replicas, so it is unknown until the last of them
+    The balancing loss takes an additional forward pass, with the computation of `step`. The share
+    of each expert is over all layers, tokens and replicas, so it is unknown until the last of them
     has routed.
     """
-    wanted = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
-    wanted = {name: coefficient for name, coefficient in wanted.items() if coefficient}
+    coefficients = {"balance_loss": model.router_balance_loss, "z_loss": model.router_z_loss}
+    coefficients = {name: coefficient for name, coefficient in coefficients.items() if coefficient}
     experts = stage.sizes.text.experts
-    if experts is None or not wanted:
+    if experts is None or not coefficients:
         return None
-    # Of a filler, which has no row, no token is real.
+    # A filler has no row, so none of its tokens is real.
     tokens = sum(sum(batch.lengths) for batch in batches if batch.rows)
-    known = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
-    total = to_device(known, stage.device)
+    counts = torch.tensor([tokens, sum(batch.weight for batch in batches)], dtype=torch.float64)
+    total = to_device(counts, stage.device)
     dist.all_reduce(total, group=stage.grid.dp.group)
     all_tokens, weight = total.tolist()
     divided_by = divisor if divisor and weight else weight
     mean = 1 / (len(experts.layers) * max(all_tokens, 1))
     balance_E = None
-    if "balance_loss" in wanted:
+    if "balance_loss" in coefficients:
         load_E = _load_ahead(stage, batches, step).sum(0)
         balance_E = to_device((experts.count * mean * mean * load_E).float(), stage.device)
     return RouterLosses(
-        # Every gradient of the step is divided by this in the end; without a supervised token
-        # there are none.
-        {name: coefficient * divided_by for name, coefficient in wanted.items()},
-        {name: torch.zeros((), dtype=torch.float64, device=stage.device) for name in wanted},
+        # Every gradient of the step is divided by this in the end. Without a supervised token there
+        # are no gradients.
+        {name: coefficient * divided_by for name, coefficient in coefficients.items()},
+        {name: torch.zeros((), dtype=torch.float64, device=stage.device) for name in coefficients},
         mean,
         balance_E,
     )
 
 
 def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) -> Tensor:
-    """How many tokens of the global batch each expert will get [L, E], by a forward pass without
-    the head. In training, not in evaluation: with the same dropout and the same kernels."""
+    """Count the tokens of the global batch that each expert will get [L, E], in a forward pass
+    without the head. The pass runs in training mode, to have the same dropout and the same
+    kernels."""
 
     def without_head(batch: StageInput) -> StageInput:
         if batch.places_N is None or batch.targets_M is None:
@@ -83,7 +83,7 @@ def _load_ahead(stage: Stage, batches: Sequence[MicroBatch], step: ForwardStep) 
 
 
 def with_losses(step: ForwardStep, losses: RouterLosses | None) -> ForwardStep:
-    """A forward step whose routers add these losses."""
+    """Return a forward step whose routers add these losses."""
     if losses is None:
         return step
 
@@ -95,7 +95,8 @@ def with_losses(step: ForwardStep, losses: RouterLosses | None) -> ForwardStep:
 
 
 def values_of(losses: RouterLosses | None) -> dict[str, float]:
-    """Each loss without its coefficient, over the global batch. A collective of all ranks."""
+    """Return each loss without its coefficient, over the global batch. A collective of all
+    ranks."""
     if losses is None:
         return {}
     values = torch.stack([losses.sums[name] for name in losses.scales])

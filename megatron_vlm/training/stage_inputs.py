@@ -1,4 +1,4 @@
-"""A micro-batch on its way to a stage's device: what the stage needs of it, and nothing more.
+"""A micro-batch on its way to a stage's device, with the parts that the stage needs, and no others.
 
 Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
 patch, F the values of a target that a loss reads, 3 the axes of a position, 5 the columns of a
@@ -22,21 +22,21 @@ from megatron_vlm.training.expert_routing import given_routing
 
 @dataclass(frozen=True)
 class StageInput:
-    """A micro-batch on the device: pixels on the first stage alone, what the head and the loss
-    read on the last alone."""
+    """A micro-batch on the device. Pixels are on the first stage alone, and the inputs of the head
+    and the loss on the last stage alone."""
 
     host: MicroBatch
     tokens_BS5: Tensor
     pixel_values_PC: Tensor | None = None
     pixel_values_videos_PC: Tensor | None = None
     visuals: VisualPlan | None = None
-    places_N: Tensor | None = None  # of the supervised places in the flattened [S * B]
+    places_N: Tensor | None = None  # supervised places in the flattened [S * B]
     targets_M: Tensor | None = None
-    of_M: Tensor | None = None  # the place of each target, where places have several
+    of_M: Tensor | None = None  # place of each target, if places have several targets
     values_MF: Tensor | None = None
     weights_M: Tensor | None = None
-    number: int = 0  # of this micro-batch in the step
-    routing: Routing | None = None  # where there are experts
+    number: int = 0  # number of this micro-batch in the step
+    routing: Routing | None = None  # set if there are experts
 
     @property
     def ids_BS(self) -> Tensor:
@@ -47,7 +47,7 @@ class StageInput:
         return self.tokens_BS5[..., 2:].permute(2, 0, 1).long()
 
     def values_M(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The values of the targets, by name. A batch without targets needs none."""
+        """Return the values of the targets by name. A batch without targets needs no values."""
         if self.values_MF is None:
             return dict.fromkeys(names, torch.zeros(0, device=self.tokens_BS5.device))
         return {name: self.values_MF[:, self.host.value_names.index(name)] for name in names}
@@ -60,8 +60,8 @@ def stage_input(
     sees: bool,
     move: Callable[[Tensor], Tensor],
 ) -> StageInput:
-    """What `chunk` needs of the batch. `move` takes a tensor to the device; who `sees` nothing
-    takes placeholders of images for words."""
+    """Return the parts of the batch that `chunk` needs. `move` takes a tensor to the device. If
+    `sees` is false, placeholders of images count as words."""
 
     def moved(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else move(tensor)
@@ -78,7 +78,7 @@ def stage_input(
         for name in ("targets_M", "of_M", "values_MF", "weights_M"):
             parts[name] = moved(getattr(batch, name))
     if chunk.sizes.text.experts is not None:
-        # A filler has rows of nobody: they are padding.
+        # A filler's rows belong to no sample, so they are padding.
         lengths = batch.lengths if batch.rows else (0,) * len(batch.lengths)
         places = move(real_places(lengths, batch.tokens_BS5.shape[1]))
         parts["routing"] = Routing(places, given_routing(batch, chunk, move))
@@ -88,12 +88,12 @@ def stage_input(
 def arrivals(
     batches: Sequence[MicroBatch], chunk: StageModel, sees: Sequence[bool], copies: CopyStream
 ) -> Iterator[StageInput]:
-    """Micro-batches on the device, in order: while one computes, the next is on its way."""
-    coming: Callable[[], StageInput] | None = None
+    """Yield micro-batches on the device, in order. While one computes, the next is being copied."""
+    pending: Callable[[], StageInput] | None = None
     for number, batch in enumerate(batches):
         following = copies.send(partial(stage_input, batch, number, chunk, sees[number]))
-        if coming is not None:
-            yield coming()
-        coming = following
-    if coming is not None:
-        yield coming()
+        if pending is not None:
+            yield pending()
+        pending = following
+    if pending is not None:
+        yield pending()

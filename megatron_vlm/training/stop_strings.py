@@ -1,53 +1,53 @@
-"""Strings at which an answer ends, and the text that they are looked for in."""
+"""Strings at which an answer ends, and the text in which they are searched."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 TextOf = Callable[[Sequence[int]], str]
 
-# Characters at the beginning of a tail that may differ from those of the whole answer: a character
-# whose first bytes are in the tokens before, or a space that a decoder leaves out at a beginning.
+# This many characters at the beginning of a tail may differ from those of the whole answer: the
+# first bytes of a character may be in earlier tokens, and a decoder may drop a leading space.
 SEAM = 8
-WINDOW = 16  # tokens of a tail, beside as many as the longest string has characters
+WINDOW = 16  # tokens of a tail, plus one for each character of the longest string
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What ids say."""
+    """Decoders of ids into text."""
 
     plain: TextOf  # without special tokens
-    shown: TextOf | None = None  # with them
-    special: tuple[str, ...] = ()  # their texts
+    shown: TextOf | None = None  # with special tokens
+    special: tuple[str, ...] = ()  # texts of the special tokens
 
     def of(self, string: str) -> TextOf:
-        """Where a string is looked for: one that has a special token in it is found only where
-        those are shown."""
+        """Return the decoder for the search of a string. A string that contains a special token can
+        only be found in text that shows them."""
         if self.shown is None or not any(token in string for token in self.special):
             return self.plain
         return self.shown
 
     def searches(self, strings: Sequence[str]) -> list["StopSearch"]:
-        """What finds these strings in an answer."""
-        found: dict[TextOf, list[str]] = {}
+        """Return searches that find these strings in an answer."""
+        strings_of: dict[TextOf, list[str]] = {}
         for string in strings:
-            found.setdefault(self.of(string), []).append(string)
-        return [StopSearch(text_of, of_it) for text_of, of_it in found.items()]
+            strings_of.setdefault(self.of(string), []).append(string)
+        return [StopSearch(text_of, group) for text_of, group in strings_of.items()]
 
 
 @dataclass
 class StopSearch:
-    """Looks for strings in an answer that grows by a token at a time, and finds them at the token
-    at which the text of the whole answer has one first.
+    """A search for strings in an answer that grows by one token at a time. It finds a string at the
+    first token at which the text of the whole answer contains one.
 
-    Only a tail of the answer is decoded. What a token says may depend on those before it, so a tail
-    begins only where its text was seen to be the end of the text of all that is decoded, with room
-    for the longest string, for a character that is not complete, and for the seam. Where no tail is
-    such, more is decoded, at worst the whole answer.
+    Only a tail of the answer is decoded. The text of a token may depend on the tokens before it.
+    So a tail begins only where its text was the same as the end of all decoded text, with room for
+    the longest string, for an incomplete character, and for the seam. If there is no such tail,
+    more is decoded, at worst the whole answer.
     """
 
     text_of: TextOf
     strings: Sequence[str]
-    start: int = 0  # the first token of the tail
+    start: int = 0  # first token of the tail
     window: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class StopSearch:
         self.window = WINDOW + self.longest
 
     def found(self, ids: Sequence[int]) -> bool:
-        """Whether there is one, now that the answer has one more token."""
+        """Return whether the answer contains a string, now that it has one more token."""
         text = self.text_of(ids[self.start :])
         seam = SEAM if self.start else 0
         if any(text.find(string, seam) >= 0 for string in self.strings):
@@ -67,7 +67,7 @@ class StopSearch:
     def _shorten(self, ids: Sequence[int], text: str) -> None:
         start = len(ids) - self.window
         tail = self.text_of(ids[start:])
-        # What comes may still change the last character, and complete a string that began before.
+        # Later tokens may still change the last character, and complete a string that began before.
         if len(tail) >= self.longest + 2 * SEAM and text[SEAM:].endswith(tail[SEAM:]):
             self.start = start
         else:

@@ -1,8 +1,9 @@
-"""MegatronWorker: one rank's model, its training step, and its place in the whole.
+"""MegatronWorker: one rank's model, its training step, and its place in the job.
 
-SPMD: every rank makes one and makes the same calls. A batch goes to a data parallel replica: all
-ranks of one replica pass the same, replicas pass different ones. A batch is a list of rows or a
-TensorBatch, cut into micro-batches in order, or a list of micro-batches as the loader plans them.
+It is SPMD: every rank makes a worker and makes the same calls. A batch goes to a data parallel
+replica: all ranks of one replica pass the same batch, and replicas pass different batches. A batch
+is a list of rows or a TensorBatch, which is cut into micro-batches in order, or a list of
+micro-batches as the loader plans them.
 """
 
 import math
@@ -78,14 +79,15 @@ from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.stop_strings import Texts
 
-# Collectives outlast launch.timeout_minutes: the watchdog reports first, and knows who is stuck.
+# Collectives time out after launch.timeout_minutes: the watchdog reports first, with the rank.
 PATIENCE = 2
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
 
 
 class MegatronWorker:
-    """Build it from a Config inside torchrun (or any launcher that sets torch's variables)."""
+    """A rank's worker. Build it from a Config inside torchrun (or any launcher that sets torch's
+    variables)."""
 
     def __init__(
         self,
@@ -94,10 +96,10 @@ class MegatronWorker:
         watchdog: Watchdog | None = None,
         base: "MegatronWorker | None" = None,
     ):
-        """Without `training` there are no gradients and no optimizer, nor the memory for them.
-        `watchdog`: of a run, which is told how far this has got. `base`: a worker of the same
-        checkpoint and layout, whose weights this one has in common with it as far as they are
-        frozen here; what that one trains, too, changes for both."""
+        """Load the model of cfg. Without `training` there are no gradients and no optimizer, nor
+        the memory for them. `watchdog` belongs to a run, and receives the worker's progress. `base`
+        is a worker of the same checkpoint and layout. Weights that are frozen here are shared with
+        it; weights that it trains change for both."""
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
         self.base, self.cfg = base, cfg
@@ -115,13 +117,13 @@ class MegatronWorker:
         self.source.read_headers()
         check_tensors(self.source)
         check_tied(self.source)
-        found = digests(self.source) if world_size > 1 and base is None else {}
+        own_digests = digests(self.source) if world_size > 1 and base is None else {}
         patience = PATIENCE * cfg.launch.timeout_minutes
         watchdog.at(0, f"meeting the other ranks{meeting_place()}")
         join_world(self.platform, patience)
         watchdog.join(job_store(), world_size)
         if world_size > 1:
-            check_same(compared(cfg), found, self.platform.device)
+            check_same(compared(cfg), own_digests, self.platform.device)
         self.grid = RankGroups.create(self.dims, cfg.train.seed, patience)
         watchdog.at(0, "building the model")
         self._build()
@@ -143,35 +145,36 @@ class MegatronWorker:
         pixels = PixelTables(str(self.source.path), self.platform.device)
         self.stage = Stage(self.chunks, wrapped, self.grid, pixels)
         self.lr = cfg.optim.lr
-        self.steps = 0  # that the optimizer has done
-        self.pending_save: Any = None  # checkpoint/save_load.py: the save that was begun last
+        self.steps = 0  # completed steps of the optimizer
+        self.pending_save: Any = None  # checkpoint/save_load.py: the save that started last
 
     def _remark(self, parameters: int) -> None:
-        """Say, once in a job, what users may not expect of its platform."""
+        """Report, once in a job, what users may not expect of its platform."""
         remark = self.platform.remark(self.cfg.platform, parameters)
         if remark is not None and self.base is None and rank_of_process() == 0:
             say(remark)
 
     def _build(self) -> None:
-        """The table of parameters, and this stage's chunks of the model with their adapters."""
+        """Build the table of parameters, and this stage's chunks of the model with their
+        adapters."""
         cfg, family, sizes = self.cfg, self.source.family, self.source.sizes
         if not self.platform.is_cuda:
             enable_onednn(sizes.text.hidden, sizes.text.experts is not None)
         self.table: list[Entry] = name_table(family, sizes, cfg.model.backend, self.dims)
         linears = adapted_linears(self.table, self.adapted)
         self.table += adapter_entries(linears, cfg.lora.rank)
-        others = None if self.base is None else self.base.chunks
+        base_chunks = None if self.base is None else self.base.chunks
         self.chunks: list[StageModel] = build_chunks(
-            cfg, family, self.source.config, sizes, self.grid, self.platform, others
+            cfg, family, self.source.config, sizes, self.grid, self.platform, base_chunks
         )
-        mine = [linear for linear in linears if linear.stage == self.grid.pp.rank]
-        attach(self.chunks, mine, cfg.lora, self.grid.tp.group)
+        local_linears = [linear for linear in linears if linear.stage == self.grid.pp.rank]
+        attach(self.chunks, local_linears, cfg.lora, self.grid.tp.group)
 
     def _load(self) -> None:
-        """Fill the parameters, and say which of them learn."""
+        """Fill the parameters, and mark those that are trained."""
         with fail_together(self.platform.device, CheckpointError):
-            own = self.held if self.base is None else own_parameters(self.held, self.cfg)
-            load_hf(own, self.source, self.grid, self.watchdog.busy)
+            own_params = self.held if self.base is None else own_parameters(self.held, self.cfg)
+            load_hf(own_params, self.source, self.grid, self.watchdog.busy)
             if self.adapted:
                 fill(self.held, self.grid, values(self.cfg, self.adapted, self.source))
         for entry, param in self.held.items():
@@ -179,20 +182,20 @@ class MegatronWorker:
 
     @cached_property
     def base_digest(self) -> str:
-        """Of the weights that were loaded."""
+        """Digest of the weights that were loaded."""
         return self.base.base_digest if self.base else weights_digest(self.source)
 
     @property
     def held(self) -> Mapping[Entry, torch.nn.Parameter]:
-        """This rank's parameters by their entries in the table, with the newest weights: whoever
-        reads or fills them comes here first."""
+        """Parameters of this rank by their entries in the table, with the newest weights. All code
+        that reads or fills parameters takes them from here first."""
         self.gather.finish()
         return self._held
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
-        """Log-probs of each row's supervised tokens at this temperature, fp32 on the host: one
-        tensor [S] a row, zero where a token is not supervised; of a row with targets, in their
-        shape. The same on every rank of the replica."""
+        """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the
+        host: one tensor [S] for each row, zero where a token is not supervised. A row with targets
+        has log-probs in their shape. All ranks of the replica get the same."""
         if not 0 < temperature < math.inf:
             raise ConfigError(
                 place="forward", key="temperature", found=temperature, allowed="more than 0"
@@ -200,9 +203,9 @@ class MegatronWorker:
         return self.stage.score(self.micro_batches(batch), temperature)
 
     def likeliest(self, batch: Batch, count: int, temperature: float = 1.0) -> list[Tensor]:
-        """The likeliest tokens where a row predicts something: [S, k, 2], ids and log-probs at this
-        temperature, in the place that predicts them, zeros elsewhere; float64 on the host, the same
-        on every rank of the replica."""
+        """Return the most likely tokens at each position where a row predicts one: [S, k, 2], ids
+        and log-probs at this temperature, at the position that predicts them, and zeros elsewhere.
+        They are float64 on the host, the same on every rank of the replica."""
         tokens = range(1, self.source.sizes.text.vocab + 1)
         if count not in tokens:
             raise ConfigError(place="likeliest", key="count", found=count, allowed=tokens)
@@ -213,8 +216,9 @@ class MegatronWorker:
         return self.stage.likeliest(self.micro_batches(batch), count, temperature)
 
     def routing(self, batch: Batch) -> list[Tensor]:
-        """The experts that each token of each row goes to: `routing_SLK` of a Row, which sends it
-        there again. Int32 on the host, the same on every rank of the replica."""
+        """Return the experts of each token of each row. As `routing_SLK` of a Row, they route its
+        tokens to the same experts again. They are int32 on the host, the same on every rank of the
+        replica."""
         self._check_experts()
         return self.stage.routing(self.micro_batches(batch))
 
@@ -234,17 +238,21 @@ class MegatronWorker:
         texts: Texts | None = None,
         routing: bool = False,
     ) -> list[list[Completion]]:
-        """`n` answers to each prompt, with the log-probs that `forward` gives their tokens, and
-        with `routing` the experts that they went to. A collective; see training/generate.py."""
+        """Sample `n` answers to each prompt, with the log-probs that `forward` returns for their
+        tokens, and with `routing` the experts of the tokens. A collective; see
+        training/generate.py."""
         if routing:
             self._check_experts()
-        drawn = n, seeds, batch_rows, texts
-        found = sample(self.stage, prompts, settings, *drawn, self.hear, routing)
-        return [[replace(each, version=self.steps) for each in answers] for answers in found]
+        arguments = n, seeds, batch_rows, texts
+        completions = sample(self.stage, prompts, settings, *arguments, self.hear, routing)
+        return [
+            [replace(completion, version=self.steps) for completion in answers]
+            for answers in completions
+        ]
 
     def hear(self, prompt: int, token: int) -> None:
-        """A token was drawn."""
-        self.watchdog.busy()  # many long answers take long
+        """Record a token that was sampled."""
+        self.watchdog.busy()  # many long answers take a long time
 
     def forward_backward(
         self,
@@ -255,21 +263,21 @@ class MegatronWorker:
         accumulate: bool = False,
         **options: float,
     ) -> StepMetrics:
-        """Gradients of the mean loss over the global batch, in place of any before.
+        """Compute gradients of the mean loss over the global batch, in place of earlier ones.
 
         `return_per_token_outputs` also copies each token's log-prob to the host of every rank. For
         losses, their options and the values of each token that they read, see training/losses.py.
-        Given a `divisor`, the same on all ranks, the summed loss is divided by it, and not by the
-        sum of the weights of the supervised tokens. With `accumulate` the gradients are added to
-        those of the calls since the last optim_step; after an error these are as they were.
+        With a `divisor`, which is the same on all ranks, the summed loss is divided by it, and not
+        by the sum of the weights of the supervised tokens. With `accumulate` the gradients are
+        added to those of the calls since the last optim_step; after an error these are unchanged.
         """
-        asked = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
-        [done] = run_backward([self.backward(batch, asked)])
-        return done
+        call = LossCall(return_per_token_outputs, loss, divisor, accumulate, options)
+        [metrics] = run_backward([self.backward(batch, call)])
+        return metrics
 
     def backward(self, batch: Batch, asked: LossCall) -> Backward:
-        """A forward_backward, checked and ready for run_backward, which also takes those of other
-        workers beside the same base."""
+        """Prepare and check a forward_backward for run_backward, which also takes those of other
+        workers with the same base."""
         assert self.gradients is not None, "made without training"
         check_divisor(asked.divisor)
         objective = Objective.create(asked.loss, asked.options)
@@ -283,10 +291,10 @@ class MegatronWorker:
     def optim_step(
         self, lr: float | None = None, adam: AdamStep | None = None
     ) -> tuple[float, float]:
-        """Clip and apply the gradients, which are spent then; returns (gradient norm before
-        clipping, learning rate). Where the norm is not finite, nothing is applied; nor where no
-        token was supervised, unless `adam` asks for it: momentum and decay would move the weights
-        without a gradient. `adam` takes the place of the configured settings for this step."""
+        """Clip and apply the gradients, which are then spent. Return (gradient norm before
+        clipping, learning rate). Nothing is applied if the norm is not finite. Nothing is applied
+        either if no token was supervised, unless `adam` requests it: momentum and decay would move
+        the weights without a gradient. `adam` replaces the configured settings for this step."""
         assert self.optimizer is not None and self.gradients is not None, "made without training"
         check_lr(lr)
         self.lr = self.lr if lr is None else lr
@@ -311,9 +319,10 @@ class MegatronWorker:
         done: TrainingSummary | None = None,
         kind: Exported | None = None,
     ) -> None:
-        """Write a Hugging Face checkpoint: the one that was loaded, with the present weights. The
-        mark says where those are from, and the model card what was `done`. Where there are
-        adapters: these, or the model that they are merged into; by default as cfg says."""
+        """Write a Hugging Face checkpoint: the one that was loaded, with the current weights. The
+        mark records where these come from, and the model card describes the training in `done`. If
+        there are adapters, `kind` chooses them or the model that they are merged into; the default
+        is that of cfg."""
         if not self.cfg.lora.rank:
             export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)
             return
@@ -323,8 +332,8 @@ class MegatronWorker:
         export_adapter(self.held, trained, self.table, self.grid, form, path, kind, mark, done)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor as `export_hf` writes it, one at a time, on rank 0; nothing on the others. A
-        collective: all ranks iterate, to the end."""
+        """Yield every tensor as `export_hf` writes it, one at a time, on rank 0, and nothing on
+        other ranks. A collective: all ranks must iterate to the end."""
         if self.cfg.lora.rank:
             raise ConfigError(
                 ": the streamed weights would lack the adapters",
@@ -337,14 +346,15 @@ class MegatronWorker:
     def micro_batches(
         self, batch: Batch, value_names: Sequence[str] = (), first_row: int = 0
     ) -> list[MicroBatch]:
-        """The batch as a forward takes it, checked. In errors, rows count from `first_row`."""
+        """Return the batch as checked micro-batches for a forward. In errors, rows count from
+        `first_row`."""
         if isinstance(batch, TensorBatch):
             batch = rows_of(batch, value_names)
         if len(batch) and isinstance(batch[0], MicroBatch):
-            made: Sequence[MicroBatch] = batch  # type: ignore[assignment]
-            for place, micro_batch in enumerate(made):
+            planned: Sequence[MicroBatch] = batch  # type: ignore[assignment]
+            for place, micro_batch in enumerate(planned):
                 micro_batch.check_values(value_names, f"micro-batch {place}")
-            return self._checked(made)
+            return self._checked(planned)
         rows: Sequence[Row] = batch  # type: ignore[assignment]
         size = self.cfg.train.micro_batch_size
         tokens = self.source.sizes.tokens
@@ -360,7 +370,7 @@ class MegatronWorker:
         self.watchdog.busy()  # a step of many micro-batches may take long
         batch = next(data)
         assert self.gradients is not None
-        number = self.gradients.micro_batches + batch.number  # among all of the step
+        number = self.gradients.micro_batches + batch.number  # among all micro-batches of the step
         where = self.cfg.train.seed, self.steps, self.grid.dp.rank, number
         with dropout_rng(*where):
             output = self.stage.predict(chunk, batch, objective.also)
