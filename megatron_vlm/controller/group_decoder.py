@@ -1,4 +1,4 @@
-"""Sampling with a model of this process over many calls. Requests join and leave between the calls,
+"""Sampling from a model of this process over many calls. Requests join and leave between the calls,
 while the KV caches of the other requests wait."""
 
 from collections.abc import Collection, Mapping, Sequence

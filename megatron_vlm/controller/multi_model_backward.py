@@ -14,8 +14,8 @@ from megatron_vlm.training.losses import Objective
 
 @dataclass(frozen=True, eq=False)
 class SummedLoss:
-    """A request for gradients of a local group's model: those of the sum of a loss over a batch,
-    which are added to the gradients since the last optim_step."""
+    """A request for gradients of a local group's model. They are those of the sum of a loss over a
+    batch, and are added to the gradients since the last optim_step."""
 
     group: WorkerGroup
     batch: BatchLike

@@ -224,7 +224,7 @@ def _ended(why: Exception | str | None) -> WorkerError:
 
 
 class ActorDiedError(WorkerError):
-    """Death of a rank's process."""
+    """An error for a rank whose process has died."""
 
 
 def _outcome(result: Future[Any], rank: int) -> Any:

@@ -47,7 +47,7 @@ def prompt_parts(rows: BatchLike, count: int) -> list[ReplicaBatch]:
 
 
 def dealt_parts(rows: BatchLike, replicas: Sequence[int], count: int) -> list[ReplicaBatch]:
-    """Split prompts into `count` parts. `replicas` has the part of each row."""
+    """Split prompts into `count` parts, where `replicas` has the part of each row."""
     batch, parts = _prompts(rows), []
     for replica in range(count):
         places = [place for place, owner in enumerate(replicas) if owner == replica]

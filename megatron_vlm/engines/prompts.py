@@ -1,4 +1,4 @@
-"""A row as a request to vLLM, with the contents that the trainer sees.
+"""Rows as requests to vLLM, with the contents that the trainer sees.
 
 Shapes: P patches, C values of a patch, S tokens.
 """
@@ -45,8 +45,8 @@ class Prompts:
         self.folding = Folding(settings.folder, self.tokens)
 
     def request(self, prompt: Row, settings: SamplingSettings, seeds: Sequence[int]) -> Request:
-        """Make a request. Refuse a prompt that the engine would truncate, or would see otherwise
-        than the trainer."""
+        """Make a request. Refuse a prompt that the engine would truncate, or would not see as the
+        trainer does."""
         self._check(prompt, settings)
         if bad_seeds := [seed for seed in seeds if not 0 <= seed < 2**63]:
             raise ConfigError(

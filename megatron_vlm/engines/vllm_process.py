@@ -52,7 +52,7 @@ class EngineSettings:
 
 
 class EngineDiedError(Exception):
-    """The end of an engine's process, with its last output."""
+    """An error for an engine whose process has died. It has the process's last output."""
 
 
 @dataclass(eq=False)

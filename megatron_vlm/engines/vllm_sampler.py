@@ -24,7 +24,7 @@ from megatron_vlm.engines.weight_stream import (
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint
 from megatron_vlm.training.completions import Completion, SamplingSettings
 
-ASKED = 3  # attempts of a request during which engines die
+ASKED = 3  # attempts for a request whose engines die
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Gradients:
     def of_call(self, add: bool) -> Iterator[None]:
         """Run a backward over empty buffers. In the end they hold its gradients alone, or with
         `add` also those of earlier calls. After an error they hold the gradients of the earlier
-        calls with `add`, and else are empty."""
+        calls with `add`, and are empty without it."""
         add = add and self.some
         earlier = [part.clone() for part in self._finished()] if add else []
         earlier_micro_batches = self.micro_batches
@@ -106,12 +106,12 @@ class StepMetrics:
     """Metrics of one call for the global batch, the same on every rank. On request, they have the
     log-probs of this replica's rows."""
 
-    # This is the weighted mean over the supervised tokens, 0 if there are none, or the sum of their
-    # losses over the divisor of the call.
+    # The loss is the weighted mean over the supervised tokens, or 0 if there are none. With a
+    # divisor it is the sum over that divisor.
     loss: float
     num_tokens: int  # supervised tokens; optim_step applies nothing if no call had any
     log_probs: list[Tensor] | None = None  # [S] for each row, as `forward` returns them
-    # These are the means of the loss's reports over the same tokens. Models with experts add
+    # The means of the loss's reports are over the same tokens. Models with experts add
     # `expert_load`, see training/expert_routing.py, and the losses of model.router_balance_loss and
     # router_z_loss without these coefficients.
     means: dict[str, float] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Backward:
 
     def totals(self, outputs: Sequence[Any]) -> tuple[float, int, dict[str, float]]:
         """Return the loss and the supervised tokens of the global batch, and means, from the
-        reports of the last stage. Correct the schedule's division of the gradients."""
+        reports of the last stage. Also correct the schedule's division of the gradients."""
         loss_sum, count, weight, means = totals(
             self.objective, self.batches, outputs, self.stage.grid, self.stage.device
         )

@@ -1,5 +1,5 @@
-"""Distribution of the data that one rank of a replica loads: the other ranks get only the parts
-that they need.
+"""Distribution of data that one rank of a replica loads. The other ranks get only the parts that
+they need.
 
 Tokens, targets and positions go to every rank of the replica, together with grids and the values
 and weights of the loss: to its host, in one message for a step. Pixels, still as bytes, go only to

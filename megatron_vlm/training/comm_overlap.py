@@ -2,8 +2,8 @@
 and new weights are gathered while the next forward starts.
 
 Megatron starts each collective when a bucket of parameters is complete, or when a module needs it.
-But a replica whose micro-batch has no images does not run the tower, and has another order than a
-replica with images: they would wait for each other. So here all replicas have the same order.
+But a replica whose micro-batch has no images does not run the tower, so its order differs from that
+of a replica with images, and they would wait for each other. Here all replicas have the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from torch import nn
 
 
 class GradReduce:
-    """Gradient reductions of a chunk. Each starts when its bucket and those before it are
-    complete."""
+    """Gradient reductions of a chunk. A reduction starts when its bucket and all buckets before it
+    are complete."""
 
     def __init__(self, chunk: DistributedDataParallel) -> None:
         self.order = list(reversed(_forward_order(chunk)))  # backward has the opposite order
@@ -35,21 +35,22 @@ class GradReduce:
             self.begun += 1
 
     def begin_first(self) -> None:
-        """Start the reductions of the very first step. In it Megatron learns which gradients there
-        are, and has started none."""
+        """Start the reductions of the first step. During that step Megatron learns which gradients
+        there are, and starts no reductions."""
         for group in self.order:
             if group.is_first_batch:
                 self._add(group)
 
     def end(self) -> None:
-        """End the step's reductions."""
+        """Reset after the step's reductions."""
         self.complete.clear()
         self.begun = 0
 
 
 class WeightGather:
-    """Weight gathers after a step of the distributed optimizer. Each part of the model waits for
-    its own when it runs. Without chunks there are none, because the optimizer gathers by itself."""
+    """Weight gathers after a step of the distributed optimizer. A part of the model waits for its
+    own gathers when it runs. Without chunks there are none, because the optimizer gathers by
+    itself."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.pending: list[Any] = []
@@ -70,7 +71,8 @@ class WeightGather:
         self.pending = list(self.groups)
 
     def finish(self) -> None:
-        """Wait for all gathers, before anything but a forward reads or changes weights."""
+        """Wait for all gathers. This must come before anything but a forward reads or changes
+        weights."""
         self._wait(self.pending)
 
     def _wait(self, groups: Sequence[Any]) -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 from megatron_vlm.errors import ConfigError
 
 Ended = Literal["stop", "length"]
-# This is the lowest temperature above 0. Logits that are divided by less may overflow, and the
+# Lower temperatures above 0 are refused: logits that are divided by them may overflow, and the
 # sample is the most likely token in any case.
 COLDEST = 1e-6
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings to sample an answer. By default, tokens are sampled from the model's own
+    """Settings for the sampling of an answer. By default, tokens are sampled from the model's own
     distribution."""
 
     max_tokens: int

@@ -68,7 +68,7 @@ class Decoder:
     def prompt(
         self, number: int, row: Row, settings: SamplingSettings, n: int, seed: int
     ) -> Prompt:
-        """Return a prompt that can join, or refuse it. Labels are ignored."""
+        """Check a request, and return a prompt that can join. Labels are ignored."""
         if n < 1:
             raise ConfigError(place="sampling", key="n", found=n, allowed="at least 1")
         if settings.stop_strings and self.texts is None:
@@ -102,9 +102,8 @@ class Decoder:
 
     def advance(self, rounds: int | None = None) -> list[Prompt]:
         """Sample a token of each row in each of `rounds` rounds, or until all answers have ended.
-        Return the prompts whose answers have ended. A collective of the replica, and of the
-        replicas that share experts with it, which continue until the last of them has all its
-        answers."""
+        Return the prompts whose answers have ended. A collective of the replica and of the replicas
+        that share experts with it, which continue until the last of them has all its answers."""
         with self.stage.evaluating():
             while rounds is None or rounds > 0:
                 passes = [
@@ -199,7 +198,7 @@ def _forward_step(
 
 
 def _pick(stage: Stage, one: DecodePass, logits_Bv: Tensor, non_loss_data: bool = True) -> Tensor:
-    """Pick the next token of each draw [N, 2]. A token is the one that its own settings pick alone;
+    """Pick the next token of each draw [N, 2]. A token depends on its own draw's settings alone;
     draws that pick alike are computed at once."""
     logits_BV = whole_logits(logits_Bv, stage.sizes.text.vocab, stage.grid.tp)
     never = (stage.sizes.tokens.image_id, stage.sizes.tokens.video_id)

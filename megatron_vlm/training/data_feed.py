@@ -68,8 +68,8 @@ class Feeder:
         watchdog: Watchdog,
         asks: bool = False,
     ):
-        """Open data.train. With `asks` the samples are prompts, see open_data: the caller takes
-        them from `data`, and nothing is started."""
+        """Open data.train. With `asks` the samples are prompts, see open_data. The caller then
+        takes them from `data`, and nothing is started."""
         self.cfg, self.grid, self.device = cfg, grid, device
         self.replica = Replica(grid.dp.rank, grid.dp.size)
         self.loader: Loader | None = None

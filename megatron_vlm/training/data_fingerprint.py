@@ -1,4 +1,5 @@
-"""Fingerprint that a resumed run compares: its data, and the rules by which records become rows."""
+"""Fingerprint of a run's data, and of the rules that turn records into rows. A resumed run compares
+it."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Expert routing of tokens: as batches specify it, and as it is returned.
+"""Expert routing of tokens, as batches specify it and as it is returned.
 
 Shapes: S tokens of a row, T those of all rows of a micro-batch, L decoder layers with experts, K
 experts of a token.
@@ -58,7 +58,7 @@ def check_routing(batches: Sequence[MicroBatch], text: TextSizes) -> None:
 def given_routing(
     batch: MicroBatch, chunk: StageModel, move: Callable[[Tensor], Tensor]
 ) -> dict[int, Tensor]:
-    """Return the routing that a micro-batch specifies for this chunk's layers, by their numbers, on
+    """Return the routing that a micro-batch specifies for this chunk's layers, by layer number, on
     the device."""
     routing_TLK, experts = batch.routing_TLK, chunk.sizes.text.experts
     if routing_TLK is None or experts is None:
@@ -130,8 +130,8 @@ def begin_count(chunks: Sequence[StageModel]) -> None:
 
 
 def busiest(load_LE: Tensor) -> float:
-    """Return the tokens of the busiest expert over those of the mean one, in the layer with the
-    highest ratio. 1 is perfect balance."""
+    """Return the tokens of the busiest expert over the mean, in the layer with the highest ratio. 1
+    is perfect balance."""
     return float((load_LE.amax(1) / load_LE.mean(1)).amax())
 
 

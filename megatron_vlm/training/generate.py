@@ -28,7 +28,7 @@ def sample(
     """Generate `n` answers to each prompt.
 
     Sampled answers need a seed for each prompt. Answer k depends on seed + k alone, at every layout
-    and next to any other requests. Placeholders of images and videos are never sampled, because
+    and with any other requests. Placeholders of images and videos are never sampled, because
     such an answer cannot be trained on. Stop strings are searched in the text that `texts` decodes.
 
     All ranks of a replica pass the same prompts and get the same answers. Replicas may pass

@@ -99,7 +99,7 @@ class GenerationBatch:
         self.size, self.device = size, device
         self.draws: list[ActiveSample] = []  # one for each row
         self.cache = KVCache([], device)
-        # These are prompts after their prefill, and the draws that continue them without a row yet.
+        # The cache holds prompts after their prefill. The draws that continue them have no row yet.
         self.begun = KVCache([], device)
         self.unseated: list[tuple[int, ActiveSample]] = []
 
@@ -121,8 +121,8 @@ class GenerationBatch:
         return passes
 
     def settle(self, done: DecodePass, heard: Callable[[ActiveSample], None]) -> None:
-        """Finish a pass whose draws have their next tokens, and continue with the draws that have
-        not ended."""
+        """Finish a pass whose draws have their next tokens. The draws that have not ended
+        continue."""
         for draw in done.draws:
             heard(draw)
             draw.ended = draw.end()
@@ -155,7 +155,7 @@ class GenerationBatch:
 
 
 def prefill(prompts: Sequence[Prompt], device: torch.device) -> DecodePass:
-    """Return the pass of these prompts. Each has one row, for any number of its answers."""
+    """Return the pass of these prompts. Each prompt has one row, for any number of answers."""
     batch = collate([prompt.row for prompt in prompts], range(len(prompts)))
     pairs = [(row, draw) for row, prompt in enumerate(prompts) for draw in prompt.draws]
     draws, rows = [draw for _, draw in pairs], [row for row, _ in pairs]

@@ -140,7 +140,7 @@ class Objective:
         return None if self.entropy_coef is None else "entropy"
 
     def check_targets(self, batches: Sequence[MicroBatch]) -> None:
-        """Refuse such values if places have several targets, which would share them."""
+        """Refuse such values if places have several targets, which would have to share them."""
         if self.also is not None and any(batch.of_M is not None for batch in batches):
             raise ConfigError(
                 ": an entropy belongs to a token, but rows have several targets at one place",
@@ -151,7 +151,7 @@ class Objective:
 
     @property
     def value_names(self) -> tuple[str, ...]:
-        """Names of the values of each token that are needed."""
+        """Names of the values of each token that the objective needs."""
         more = [REFERENCE] if self.kl_coef is not None else []
         return tuple(dict.fromkeys([*self.own_names, *more]))
 
@@ -173,7 +173,7 @@ class Objective:
 
 
 def check_divisor(divisor: float | None) -> None:
-    """Refuse a divisor by which no sum can be divided."""
+    """Refuse a divisor that no sum can be divided by."""
     if divisor is None:
         return
     if not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
@@ -212,9 +212,9 @@ def totals(
     grid: RankGroups,
     device: torch.device,
 ) -> tuple[float, int, float, dict[str, float]]:
-    """Return values of the global batch: the summed loss, the supervised tokens, the sum of their
-    weights, and the means of the loss's reports. `outputs` are the reports of `loss_of` on the last
-    stage. A collective."""
+    """Return the figures of the global batch: the summed loss, the supervised tokens, the sum of
+    their weights, and the means of the loss's reports. `outputs` are the reports of `loss_of` on
+    the last stage. A collective."""
     names = ("loss_sum", *objective.metrics)
     total = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if grid.last:

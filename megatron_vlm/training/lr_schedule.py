@@ -17,8 +17,8 @@ def total_steps(train: TrainConfig, samples: int | None) -> int:
 
 
 def warmup_of(optim: OptimConfig, total: int) -> int:
-    """Return the warm-up steps among `total`. A ratio is rounded up, and leaves at least one
-    step."""
+    """Return the number of warm-up steps among `total`. A ratio is rounded up, and leaves at least
+    one step."""
     part = math.ceil(round((optim.warmup_ratio or 0.0) * total, 6))
     return optim.warmup_steps or min(part, total - 1)
 
@@ -54,7 +54,7 @@ def lr_at(optim: OptimConfig, step: int, total: int) -> float:
 
 
 def _shape(optim: OptimConfig, done: float) -> float:
-    """Return the height of the schedule, from 1 down to 0 while `done` goes from 0 to 1."""
+    """Return the factor of the schedule, from 1 down to 0 while `done` goes from 0 to 1."""
     if optim.schedule == "linear":
         return 1 - done
     if optim.schedule == "cosine":

@@ -50,7 +50,7 @@ def run_together(
     steps: Sequence[ForwardStep],
 ) -> list[list[Any]]:
     """Run forward and backward of each model's micro-batches by its own step, as Stage.run does for
-    one model. Return what the steps read on the last stage, by model. The models have one
+    one model. Return what the steps read on the last stage, by model. All models have the same
     layout."""
     lead = stages[0]
     assert lead.chunks[0].config.no_sync_func is None, (
@@ -98,8 +98,8 @@ def _in_a_row(
     stages: Sequence[Stage], batches: Sequence[Sequence[MicroBatch]]
 ) -> tuple[list[Item], list[int]]:
     """Join the micro-batches of all models, and return where those of each model begin. Replicas
-    that share experts have the same model at the same place: where one has fewer, fillers
-    follow."""
+    that share experts have the same model at the same place: a replica with fewer micro-batches
+    adds fillers."""
     items: list[Item] = []
     begins = []
     for model, (stage, local_batches) in enumerate(zip(stages, batches, strict=True)):

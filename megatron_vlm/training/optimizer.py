@@ -1,4 +1,5 @@
-"""Update of the weights by the gradients: data parallel wrapping, the one normalisation, AdamW."""
+"""Optimizer step from gradients to new weights: data parallel wrapping, the one normalisation,
+AdamW."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,8 @@ from megatron_vlm.training.comm_overlap import GradReduce, WeightGather
 
 @dataclass(frozen=True)
 class AdamStep:
-    """AdamW's settings for one step, in place of the configured ones. Norms and biases do not decay
-    in either case, and a part with its own weight decay keeps it."""
+    """AdamW's settings for one step, in place of the configured ones. As in the configuration,
+    norms and biases do not decay, and a part with its own weight decay keeps it."""
 
     beta1: float
     beta2: float
@@ -43,7 +44,7 @@ class AdamStep:
 
     @staticmethod
     def configured(optim: OptimConfig) -> "AdamStep":
-        """Return the configured settings, which steps without settings of their own have."""
+        """Return the configured settings, which apply to steps without settings of their own."""
         return AdamStep(optim.beta1, optim.beta2, optim.eps, optim.weight_decay, optim.clip_grad)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class AdamStep:
 
 
 def check_lr(lr: float | None) -> None:
-    """Refuse a learning rate after which weights would not be finite."""
+    """Refuse a learning rate that would make the weights not finite."""
     if lr is not None and not 0 <= lr < math.inf:
         raise ConfigError(
             place="optim_step", key="lr", found=lr, allowed="a finite number of at least 0"
@@ -150,9 +151,8 @@ def build_optimizer(
     parts: Mapping[nn.Parameter, Part],
     grid: RankGroups,
 ) -> MegatronOptimizer:
-    """Build AdamW with fp32 main weights, and its state sharded over DP by
-    parallel.distributed_optimizer. `parts` is the part of the model that each parameter belongs
-    to."""
+    """Build AdamW with fp32 main weights, whose state parallel.distributed_optimizer shards over
+    DP. `parts` has the part of the model that each parameter belongs to."""
     optim, model_config = cfg.optim, chunks[0].config
     config = OptimizerConfig(
         optimizer="adam",
@@ -228,7 +228,7 @@ def apply_gradients(
     optimizer.prepare_grads()
     norm = gradient_norm(optimizer, grid, device)
     if math.isfinite(norm):
-        gather.finish()  # no forward waits for some weights, e.g. of a tower without images
+        gather.finish()  # for weights that no forward waited for, e.g. without images
         _clip(optimizer, norm, limit)
         optimizer.step_with_ready_grads()
         gather.start()
@@ -265,7 +265,7 @@ def _squared(parts: Sequence[MegatronOptimizer], device: torch.device) -> Tensor
 
 
 def _has_experts(part: MegatronOptimizer) -> bool:
-    """Return whether an optimizer updates experts, for which Megatron makes a separate one."""
+    """Return whether an optimizer updates experts. Megatron makes a separate optimizer for them."""
     return any(group["is_expert_parallel"] for group in part.param_groups)
 
 

@@ -1,4 +1,4 @@
-"""Stage: this rank's chunks of the model, and Megatron's schedule that takes work through all
+"""Stage: this rank's chunks of the model, with Megatron's schedule that takes work through all
 stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ from megatron_vlm.model.stage_model import StageModel
 from megatron_vlm.training.expert_routing import routing_of_rows, routing_tables
 from megatron_vlm.training.stage_inputs import StageInput, arrivals
 
-# A step takes an iterator of items and a chunk. It returns the stage's output, and a function that
-# reads the output of the last stage: for a backward it returns (scaled loss, ...), and for a
-# forward alone any value.
+# A forward step takes an iterator of items and a chunk. It returns the stage's output and a
+# function that reads the output of the last stage. For a backward that function returns (scaled
+# loss, ...), and for a forward alone any value.
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[..., Any]]]
 
-# It brings items to the device for a chunk.
+# This function brings items to the device for a chunk.
 Arriving = Callable[[Sequence[Any], StageModel], Iterator[Any]]
 
 
@@ -89,8 +89,9 @@ class Stage:
         return outputs[:num_items]
 
     def most(self, count: int) -> int:
-        """Return the largest count of the replicas that share experts with this one: each of them
-        takes part in every pass of the others. A collective of these replicas, if there are any."""
+        """Return the largest count among the replicas that share experts with this one, because
+        each of them takes part in every pass of the others. A collective of these replicas, if
+        there are any."""
         if self.grid.ep.size == 1:
             return count
         largest = torch.tensor(count, device=self.device)
@@ -132,9 +133,10 @@ class Stage:
 
     def score(self, batches: Sequence[MicroBatch], temperature: float = 1.0) -> list[Tensor]:
         """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the
-        host: one tensor [S] for each row, zero where a token is not supervised. A row with targets
-        has log-probs in their shape. All ranks of the replica get the same. Replicas that share
-        experts call it together; one that has nothing to score passes no batches."""
+        host: one tensor [S] for each row, zero where a token is not supervised. The log-probs of a
+        row with targets have the targets' shape. All ranks of the replica get the same. Replicas
+        that share experts call it together; a replica that has nothing to score passes no
+        batches."""
 
         def step(data: Iterator[StageInput], chunk: Any) -> tuple[Tensor, Any]:
             output = self.predict(chunk, next(data), temperature=temperature)
@@ -195,7 +197,8 @@ class Stage:
         self, outputs: Sequence[Tensor], sizes: Sequence[int], like: Tensor
     ) -> tuple[Tensor, ...]:
         """Send the last stage's output for each micro-batch to the host of every rank. `sizes` are
-        the numbers of its entries; `like` has their dtype and the other dimensions."""
+        the numbers of entries of each micro-batch; `like` has their dtype and their other
+        dimensions."""
         flat = torch.empty(sum(sizes), *like.shape[1:], dtype=like.dtype, device=self.device)
         if self.grid.last and sizes:
             flat.copy_(torch.cat(list(outputs)))

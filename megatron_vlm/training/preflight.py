@@ -45,7 +45,8 @@ def check_run(cfg: Config) -> None:
 
 
 def check_records(cfg: Config) -> None:
-    """Refuse an impossible model, or impossible records of data.train, if no run will start."""
+    """Refuse an impossible model, or impossible records of data.train, for a command that starts no
+    run."""
     check_model(cfg.model.path)
     check_new_tokens(cfg)
     check_data(cfg, "data.train")

@@ -27,8 +27,8 @@ def router_losses(
     step: ForwardStep,
     divisor: float | None = None,
 ) -> RouterLosses | None:
-    """Return the router losses of the configuration for this global batch, or None without any. A
-    collective. They are means of their own, independent of the divisor of the summed loss.
+    """Return the router losses of the configuration for this global batch, or None if it has none.
+    They are means of their own, independent of the divisor of the summed loss. A collective.
 
     The balancing loss takes an additional forward pass, with the computation of `step`. The share
     of each expert is over all layers, tokens and replicas, so it is unknown until the last of them

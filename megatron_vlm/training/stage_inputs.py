@@ -1,4 +1,4 @@
-"""A micro-batch on its way to a stage's device, with the parts that the stage needs, and no others.
+"""A micro-batch on its way to a stage's device, with only the parts that the stage needs.
 
 Shapes: S tokens of a row, B rows, N supervised places, M their targets, P patches, C values of a
 patch, F the values of a target that a loss reads, 3 the axes of a position, 5 the columns of a
@@ -60,7 +60,7 @@ def stage_input(
     sees: bool,
     move: Callable[[Tensor], Tensor],
 ) -> StageInput:
-    """Return the parts of the batch that `chunk` needs. `move` takes a tensor to the device. If
+    """Return the parts of the batch that `chunk` needs. `move` copies a tensor to the device. If
     `sees` is false, placeholders of images count as words."""
 
     def moved(tensor: Tensor | None) -> Tensor | None:

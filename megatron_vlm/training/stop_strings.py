@@ -20,8 +20,8 @@ class Texts:
     special: tuple[str, ...] = ()  # texts of the special tokens
 
     def of(self, string: str) -> TextOf:
-        """Return the decoder for the search of a string. A string that contains a special token can
-        only be found in text that shows them."""
+        """Return the decoder for the search of a string. If a string contains a special token, it
+        can only be found in text that shows special tokens."""
         if self.shown is None or not any(token in string for token in self.special):
             return self.plain
         return self.shown

