@@ -107,7 +107,7 @@ class StepMetrics:
     log-probs of this replica's rows."""
 
     # The loss is the weighted mean over the supervised tokens, or 0 if there are none. With a
-    # divisor it is the sum over that divisor.
+    # divisor it is the sum of the tokens' losses over that divisor.
     loss: float
     num_tokens: int  # supervised tokens; optim_step applies nothing if no call had any
     log_probs: list[Tensor] | None = None  # [S] for each row, as `forward` returns them
@@ -125,7 +125,7 @@ class LossCall:
 
     per_token: bool = False  # return log-probs on the host of every rank
     loss: str | LossFunction = "cross_entropy"
-    divisor: float | None = None  # divides the summed loss; None: the sum of the weights
+    divisor: float | None = None  # divides the summed loss; None: the supervised tokens' weights
     accumulate: bool = False  # add to the existing gradients
     options: Mapping[str, float] = field(default_factory=dict)
 
