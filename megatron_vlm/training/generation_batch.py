@@ -99,8 +99,8 @@ class GenerationBatch:
         self.size, self.device = size, device
         self.draws: list[ActiveSample] = []  # one for each row
         self.cache = KVCache([], device)
-        # `begun` caches prompts after their prefill. The draws in `unseated` continue them, and have
-        # no row yet.
+        # `begun` caches prompts after their prefill. Draws in `unseated` continue them, but have no
+        # row yet.
         self.begun = KVCache([], device)
         self.unseated: list[tuple[int, ActiveSample]] = []
 
