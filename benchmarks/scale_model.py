@@ -15,7 +15,8 @@ from megatron_vlm.config.schema import ParallelConfig
 from megatron_vlm.data.batches.balance import Plan, RowSize
 from megatron_vlm.data.batches.cost import WorkModel
 from megatron_vlm.distributed.dims import ParallelDims
-from megatron_vlm.family.qwen3_vl import dense, moe
+from megatron_vlm.family.qwen3_vl.dense import sizes_of
+from megatron_vlm.family.qwen3_vl.moe import moe_sizes_of
 from megatron_vlm.family.spec import ModelSizes
 from megatron_vlm.planner.hardware import all_to_all
 from megatron_vlm.planner.pipeline_time import one_f_one_b
@@ -57,8 +58,9 @@ class Setup:
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        family = moe if isinstance(self.config, Qwen3VLMoeConfig) else dense
-        return family.sizes_of(self.config)
+        if isinstance(self.config, Qwen3VLMoeConfig):
+            return moe_sizes_of(self.config)
+        return sizes_of(self.config)
 
     @cached_property
     def parameters(self) -> "Parameters":

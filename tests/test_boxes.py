@@ -136,7 +136,7 @@ def test_ms_swifts_examples(number, max_pixels, reader):
 
 def test_the_example_of_the_docs(reader):
     page = Path(__file__).parents[1] / "docs" / "data.md"
-    said = r"For a picture of (\d+ x \d+) pixels the answer becomes `(.*?)`"
+    said = r"For a picture of (\d+ x \d+) pixels the answer becomes\s`(.*?)`"
     found = re.search(rf'```json\n({{"images".*?)```\s+{said}', page.read_text(), re.DOTALL)
     example, size, answer = found.groups()
     raw = {**json.loads(example), "images": [blank(*map(int, size.split(" x ")))]}
