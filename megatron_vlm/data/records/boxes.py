@@ -1,7 +1,8 @@
 """Grounding: the boxes and points of a record, in ms-swift's form.
 
-`objects` holds what the marks `<ref-object>` and `<bbox>` in the texts stand for, each kind in the
-order of its marks. They become text in `encode/grounding.py`, where the pictures' sizes are known.
+`objects` holds the values of the marks `<ref-object>` and `<bbox>` in the texts, each kind in the
+order of its marks. `data/tokens/boxes_as_text.py` turns them into text, since the sizes of the
+pictures are known there.
 """
 
 import re
@@ -16,13 +17,13 @@ from megatron_vlm.errors import DataError
 
 REF, BOX = "<ref-object>", "<bbox>"
 MARKS = re.compile(f"{REF}|{BOX}")
-# What coordinates count: pixels, parts of the picture's sides, or thousandths of them.
+# Coordinates count pixels, parts of the picture's sides, or thousandths of them.
 UNITS = ("real", "norm1", "norm1000")
-_MOST = 1e9  # no picture has so many pixels
+_MOST = 1e9  # more pixels than any picture has
 
 
 def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objects | None:
-    """What a record's `objects` says; as many marks as it fills must be in the turns' texts."""
+    """Parse a record's `objects`, which must have a value for each mark in the turns' texts."""
     where = f"{keys.where}: objects"
     if isinstance(value, str) and value:
         value = parse_text(value, "objects", keys.where)
@@ -35,24 +36,24 @@ def parse_objects(value: Any, turns: Sequence[ChatMessage], keys: Keys) -> Objec
             key="objects",
             remedy="see docs/data.md",
         )
-    given = keys.read(value, {"ref", "bbox", "bbox_type", "image_id"}, where)
-    if not given:
+    fields = keys.read(value, {"ref", "bbox", "bbox_type", "image_id"}, where)
+    if not fields:
         return None
-    refs, boxes = (_list(given.get(name, ()), name, where) for name in ("ref", "bbox"))
-    unit = given.get("bbox_type", "real")
+    refs, boxes = (_list(fields.get(name, ()), name, where) for name in ("ref", "bbox"))
+    unit = fields.get("bbox_type", "real")
     if unit not in UNITS:
         raise DataError(place=where, key="bbox_type", found=unit, allowed=UNITS)
     pictures = sum(isinstance(part, Image) for turn in turns for part in turn.parts)
-    images = _images(given.get("image_id"), len(boxes), pictures, where)
-    found = Objects(
+    images = _images(fields.get("image_id"), len(boxes), pictures, where)
+    objects = Objects(
         tuple(text_of(ref, f"ref[{i}]", where) for i, ref in enumerate(refs)),
         tuple(
             Box(_coordinates(box, f"bbox[{i}]", where), unit, image)
             for i, (box, image) in enumerate(zip(boxes, images, strict=True))
         ),
     )
-    _check_marks(found, turns, keys.where)
-    return found
+    _check_marks(objects, turns, keys.where)
+    return objects
 
 
 def _list(value: Any, key: str, where: str) -> Sequence[Any]:
@@ -62,11 +63,11 @@ def _list(value: Any, key: str, where: str) -> Sequence[Any]:
 
 
 def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
-    """For each box the number of its image: 0 unless the record says otherwise."""
-    given = [0] * boxes if is_empty(value) else _list(value, "image_id", where)
-    if len(given) != boxes:
+    """Return the number of each box's image: 0 unless the record has another number."""
+    numbers = [0] * boxes if is_empty(value) else _list(value, "image_id", where)
+    if len(numbers) != boxes:
         raise DataError(
-            f"has {len(given)} entries for {boxes} boxes",
+            f"has {len(numbers)} entries for {boxes} boxes",
             place=where,
             key="image_id",
             remedy="give the number of its image for each box, or leave image_id out if all boxes "
@@ -79,7 +80,7 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
             key="bbox",
             remedy="give images, or write the coordinates into the text",
         )
-    for place, image in enumerate(given):
+    for place, image in enumerate(numbers):
         if type(image) is not int or not 0 <= image < pictures:
             raise DataError(
                 f": the record has images 0 to {pictures - 1}",
@@ -89,20 +90,20 @@ def _images(value: Any, boxes: int, pictures: int, where: str) -> Sequence[int]:
                 allowed=range(pictures),
                 remedy="give the number of the image that the box is of",
             )
-    return given
+    return numbers
 
 
 def _coordinates(value: Any, key: str, where: str) -> tuple[float, ...]:
     if not is_list(value) or len(value) not in (2, 4):
-        got = f"a list of {len(value)}" if is_list(value) else kind_of(value)
+        actual = f"a list of {len(value)}" if is_list(value) else kind_of(value)
         raise DataError(
-            f"is {got}", place=where, key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point"
+            f"is {actual}", place=where, key=key, allowed="[x1, y1, x2, y2], or [x, y] for a point"
         )
     for number in value:
         if type(number) not in (int, float) or not -_MOST <= number <= _MOST:
-            got = f"{number}" if type(number) is float else kind_of(number)
+            actual = f"{number}" if type(number) is float else kind_of(number)
             raise DataError(
-                f"has a coordinate that is {got}",
+                f"has a coordinate that is {actual}",
                 place=where,
                 key=key,
                 allowed=f"numbers of at most {_MOST:g}",
@@ -130,10 +131,10 @@ def _check_marks(objects: Objects, turns: Sequence[ChatMessage], where: str) -> 
             )
         for text in (turn.reasoning, *(part for part in turn.parts if isinstance(part, str))):
             counts.update(MARKS.findall(text))
-    for mark, name, given in ((REF, "ref", objects.refs), (BOX, "bbox", objects.boxes)):
-        if counts[mark] != len(given):
+    for mark, name, values in ((REF, "ref", objects.refs), (BOX, "bbox", objects.boxes)):
+        if counts[mark] != len(values):
             raise DataError(
-                f"has {len(given)} values for the {counts[mark]} {mark} marks of the texts",
+                f"has {len(values)} values for the {counts[mark]} {mark} marks of the texts",
                 place=f"{where}: objects",
                 key=name,
                 remedy="give one for each mark",

@@ -1,4 +1,4 @@
-"""A raw dict, in any of the formats that people use, becomes a Record.
+"""Conversion of a raw dict, in any of the common formats, into a Record.
 
 The keys tell the format: OpenAI `messages`, LLaVA and ShareGPT `conversations`, `prompt` with
 `completion`, Alpaca, and lists of encoded chunks. All but the last become turns with parts.
@@ -25,7 +25,7 @@ from megatron_vlm.data.records.unknown_keys import slip_of
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 
-# What names a format, and what else it has beside the keys that all have.
+# Keys identify a format. It has these other keys apart from the ones that all formats have.
 _FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): (),
     ("conversations",): (),
@@ -48,10 +48,10 @@ def parse_record(
     lone_marks: Literal["refuse", "text"] = "refuse",
     passed: Counter[str] | None = None,
 ) -> Conversation | EncodedRecord:
-    """The Record in a raw dict, or a DataError that says what is wrong with it, and where. Keys
-    that mean something to some format, or most likely do, are wrong where they are neither read nor
-    in `ignore_keys`; others of the record itself are counted in `passed`, or with `strict` wrong,
-    too. `lone_marks`: see the configuration."""
+    """Parse a raw dict into a Record, or raise a DataError with the problem and its place. A key
+    that has a meaning in some format, or most likely has one, is an error where it is neither read
+    nor in `ignore_keys`. Other keys of the record itself are counted in `passed`; `strict` makes
+    them errors, too. `lone_marks`: see the configuration."""
     if not isinstance(raw, Mapping):
         raise DataError(f": a record must be a JSON object, not {kind_of(raw)}", place=where)
     if is_too_deep(raw):
@@ -72,11 +72,11 @@ def _parse_chat(raw: Mapping[str, Any], keys: Keys) -> Conversation:
     where = keys.where
     names = next((names for names in _FORMATS if all(name in raw for name in names)), None)
     if names is None:
-        given = sorted(map(str, raw))
-        slips = [(key, slip_of(key, _NAMING)) for key in given if key not in _NAMING]
+        key_names = sorted(map(str, raw))
+        slips = [(key, slip_of(key, _NAMING)) for key in key_names if key not in _NAMING]
         likely = [f"{key!r} is most likely {near!r}" for key, near in slips if near]
         raise DataError(
-            f": the keys {given} match no known format",
+            f": the keys {key_names} match no known format",
             place=where,
             remedy=f"give {'; '.join([_NAMES, *likely])}; see docs/data.md",
         )
@@ -111,13 +111,13 @@ def _turns_of(raw: Mapping[str, Any], names: tuple[str, ...], keys: Keys) -> lis
     if names == ("prompt", "completion"):
         prompt = _as_turns(raw["prompt"], "user", keys)
         return prompt + _as_turns(raw["completion"], "assistant", keys)
-    given = [text_of(raw[key], key, where) for key in ("instruction", "input") if key in raw]
+    texts = [text_of(raw[key], key, where) for key in ("instruction", "input") if key in raw]
     turns: list[ChatMessage] = []
-    keys.marked += given
-    for asked, answered in _pairs(raw.get("history", ()), "history", where):
-        turns += [ChatMessage("user", (asked,)), ChatMessage("assistant", (answered,))]
+    keys.marked += texts
+    for past_question, past_answer in _pairs(raw.get("history", ()), "history", where):
+        turns += [ChatMessage("user", (past_question,)), ChatMessage("assistant", (past_answer,))]
     answer = text_of(raw["output"], "output", where)
-    question = "\n".join(filter(None, given))
+    question = "\n".join(filter(None, texts))
     return [*turns, ChatMessage("user", (question,)), ChatMessage("assistant", (answer,))]
 
 
@@ -131,7 +131,7 @@ def _pairs(value: Any, key: str, where: str) -> Sequence[Sequence[str]]:
 
 
 def _as_turns(value: Any, role: str, keys: Keys) -> list[ChatMessage]:
-    """A string as one turn with this role; a list as messages."""
+    """Return one turn with this role for a string, and the messages of a list."""
     if value is None or value == "":
         return [] if role == "system" else [ChatMessage(role, ())]
     if isinstance(value, str):
@@ -139,14 +139,14 @@ def _as_turns(value: Any, role: str, keys: Keys) -> list[ChatMessage]:
     return parse_messages(value, keys.where, keys)
 
 
-# Lists of encoded chunks: tokens from elsewhere, with images between.
+# Lists of encoded chunks hold tokens that were encoded elsewhere, with images in between.
 
 _MASKS = ("mask", "loss_mask", "weights")
 _SOURCES = ("data", "image", "location")
 
 
 def parse_chunks(raw: Mapping[str, Any], keys: Keys) -> EncodedRecord:
-    """The record of a raw dict that has `chunks` or `model_input`."""
+    """Parse a raw dict that has `chunks` or `model_input`."""
     where = keys.where
     raw = keys.read(raw, {"chunks", "model_input", *_MASKS}, where)
     chunks: Any = only(raw, ("chunks", "model_input"), where)

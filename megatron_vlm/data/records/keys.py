@@ -1,4 +1,5 @@
-"""Which keys are read and which are refused: what a record says is never left out in silence."""
+"""Access to the keys of a record: each one is read, passed over or refused. No content of a record
+is left out in silence."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_vlm.data.records.unknown_keys import (
 )
 from megatron_vlm.errors import DataError
 
-# Of a record: where it is from and what it is called. Nothing of it is ever learnt.
+# These keys hold the origin and the name of a record. Their values are never learnt.
 METADATA = frozenset(
     ("id", "idx", "uuid", "image_id", "video_id", "question_id", "conversation_id")
     + ("source", "data_source", "dataset", "_dataset_name", "split")
@@ -29,24 +30,24 @@ _AUDIO = frozenset({"audio", "audios"})
 
 
 class Keys:
-    """The keys that were met in one record and are neither read nor to be ignored. With `strict`,
-    none of the record itself may be passed over either."""
+    """Reader of a record's keys, which collects those that are neither read nor to be ignored. With
+    `strict`, no key of the record itself may be passed over."""
 
     def __init__(self, where: str, ignored: Collection[str], strict: bool = False):
         self.where, self.ignored, self.strict = where, frozenset(ignored), strict
         self.unknown: dict[str, Unknown] = {}
-        self.media: set[str] = set()  # of the unknown ones of the record itself
-        self.passed: list[str] = []  # of the record itself, with a value that nothing is made of
+        self.media: set[str] = set()  # unknown keys of the record itself
+        self.passed: list[str] = []  # keys of the record itself whose values are not used
         self.marked: list[str] = []  # texts of formats that have marks for images and videos
 
     def read(self, raw: Mapping[Any, Any], known: Collection[str], where: str) -> dict[str, Any]:
-        """The keys that are read and have a value. Others that have one are remembered."""
-        found = {}
+        """Return the known keys that have a value, and remember the other keys that have one."""
+        fields = {}
         for key, value in raw.items():
             if value is None or key in self.ignored:
                 continue
             if key in known:
-                found[key] = value
+                fields[key] = value
             elif is_empty(value):
                 continue
             elif where == self.where:
@@ -54,10 +55,10 @@ class Keys:
             else:
                 place = where.removeprefix(self.where).lstrip(": ")
                 self.unknown.setdefault(str(key), Unknown(place))
-        return found
+        return fields
 
     def _remember(self, key: str, value: Any, known: Collection[str]) -> None:
-        """A key of the record itself that is not read."""
+        """Remember a key of the record itself that is not read."""
         is_media = key not in MEANT and looks_like_media(key, value)
         if is_media:
             self.media.add(key)
@@ -68,13 +69,13 @@ class Keys:
             self.passed.append(key)
 
     def record(self, raw: Mapping[Any, Any]) -> dict[str, Any]:
-        """A record without what is empty, to be ignored, or metadata; refused if it is of a kind
+        """Return the record without nulls, ignored keys and metadata. Refuse a record of a kind
         that this trainer cannot learn."""
         dropped = self.ignored | METADATA
-        found = {k: v for k, v in raw.items() if v is not None and k not in dropped}
-        given = {key for key, value in found.items() if not is_empty(value)}
-        # Of other data, `label` is a class: a key like any other.
-        marks = sorted(given & _PREFERENCE) or ["label"] * isinstance(found.get("label"), bool)
+        fields = {k: v for k, v in raw.items() if v is not None and k not in dropped}
+        filled = {key for key, value in fields.items() if not is_empty(value)}
+        # In other data, `label` is a class: a key like any other.
+        marks = sorted(filled & _PREFERENCE) or ["label"] * isinstance(fields.get("label"), bool)
         if marks:
             raise DataError(
                 f": this is preference data, by {_listed(marks)}: it says how good answers are, as "
@@ -84,7 +85,7 @@ class Keys:
                 remedy="make records of the good answers alone, as messages; or, if all the other "
                 f"keys hold what is to be learnt, {remedy(marks, self.ignored)}",
             )
-        if marks := sorted(given & _AUDIO):
+        if marks := sorted(filled & _AUDIO):
             raise DataError(
                 f": there is sound, by {_listed(marks)}, and Qwen3-VL takes no sound: the marks "
                 "would be learnt as text",
@@ -93,7 +94,7 @@ class Keys:
                 remedy="leave such records out; or, if they make sense without the sound, "
                 f"{remedy(marks, self.ignored)}",
             )
-        return found
+        return fields
 
     def check(self, record: Record) -> None:
         """Refuse the record if it had keys that are neither read nor passed over."""

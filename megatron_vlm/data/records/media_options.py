@@ -1,4 +1,4 @@
-"""What a record says beside an image or a video: which frames are taken, and how many pixels.
+"""Options of an image or a video in a record: which frames are taken, and how many pixels.
 
 Names and meanings are those of qwen-vl-utils.
 """
@@ -11,7 +11,7 @@ from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.data.records.record_values import is_empty, is_list, kind_of, only
 from megatron_vlm.errors import DataError
 
-_MOST = 2**31 - 1  # of what is counted
+_MOST = 2**31 - 1  # the largest count
 _LEAST_RATE, _MOST_SECONDS = 1e-9, 1e9
 _SECONDS = "seconds, at least 0"
 _RESIZED = (
@@ -32,7 +32,8 @@ VIDEO_OPTIONS = frozenset({"fps", *_COUNTS, *_NOT_CARRIED_OUT, *_OF_FILES, *_OF_
 def joined_options(
     held: Mapping[str, Any], beside: Mapping[str, Any], names: frozenset[str], where: str
 ) -> dict[str, Any]:
-    """The options in the object that holds a medium, and those beside it in a part."""
+    """Join the options in the object that holds a medium with the options next to it in its
+    part."""
     held, beside = ({k: v for k, v in raw.items() if k in names} for raw in (held, beside))
     for key in held.keys() & beside.keys():
         if held[key] != beside[key]:
@@ -43,15 +44,15 @@ def joined_options(
 
 
 def image_options(given: Mapping[str, Any], where: str) -> dict[str, int | None]:
-    """The bounds of an image's pixels."""
+    """Return the bounds of an image's pixels."""
     _refuse(given, _NOT_CARRIED_OUT, where)
-    found = {key: _count(given.get(key), key, 1, where) for key in ("min_pixels", "max_pixels")}
-    _check_order(found, "min_pixels", "max_pixels", where)
-    return found
+    bounds = {key: _count(given.get(key), key, 1, where) for key in ("min_pixels", "max_pixels")}
+    _check_order(bounds, "min_pixels", "max_pixels", where)
+    return bounds
 
 
 def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) -> VideoOptions:
-    """The options of a list of so many frames, or, with None, of a file."""
+    """Return the options of a list of `num_frames` frames or, where that is None, of a file."""
     _refuse(given, _NOT_CARRIED_OUT, where)
     if num_frames is None:
         _refuse(
@@ -77,22 +78,22 @@ def video_options(given: Mapping[str, Any], num_frames: int | None, where: str) 
             key="times",
             remedy="give one of them",
         )
-    found: dict[str, Any] = {
-        key: _count(given.get(key), key, least, where) for key, least in _COUNTS.items()
+    options: dict[str, Any] = {
+        key: _count(given.get(key), key, minimum, where) for key, minimum in _COUNTS.items()
     }
     for key in ("video_start", "video_end"):
-        found[key] = _seconds(given.get(key), key, where)
-    for least, most in (
+        options[key] = _seconds(given.get(key), key, where)
+    for min_key, max_key in (
         ("min_frames", "max_frames"),
         ("min_pixels", "max_pixels"),
         ("video_start", "video_end"),
     ):
-        _check_order(found, least, most, where)
+        _check_order(options, min_key, max_key, where)
     return VideoOptions(
         fps=_rate(fps, where),
         nframes=_count(nframes, "nframes", 2, where),
         times=None if times is None else _times(times, num_frames or 0, where),
-        **found,
+        **options,
     )
 
 
@@ -108,7 +109,7 @@ def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str], where: str) ->
 
 
 def _count(value: Any, key: str, least: int, where: str) -> int | None:
-    """A whole number, which tables with gaps have as a float."""
+    """Return a whole number. Tables with gaps hold it as a float."""
     if value is None or (_is_number(value) and least <= value <= _MOST and value == int(value)):
         return value if value is None else int(value)
     allowed = f"a whole number, at least {least}"

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's, ShareGPT's and LLaMA-Factory's kinds become turns."""
+"""Conversion of messages in the formats of OpenAI, ShareGPT and LLaMA-Factory into turns."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -28,13 +28,13 @@ from megatron_vlm.data.records.record_values import (
 )
 from megatron_vlm.errors import DataError
 
-# Images and videos as records give them: named or held, never opened here.
+# Records name images and videos, or hold their content. Nothing is opened here.
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
-    """The images or videos that a record has in a column of their own."""
+    """Return the images or videos that a record has in a column of their own."""
     names = [name for name in (kind, f"{kind}s") if not is_empty(raw.get(name))]
     if len(names) > 1:
         raise DataError(
@@ -45,8 +45,8 @@ def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
 
 
 def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Image:
-    """An image given as a path, URL, bytes, PIL image, or an object that holds one of them.
-    `beside` are the other keys of its part."""
+    """Return an image from a path, URL, bytes, PIL image, or an object that holds one of them.
+    `beside` holds the other keys of its part."""
     held: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
         held = keys.read(source, {"bytes", "url", "path", "detail", *IMAGE_OPTIONS}, where)
@@ -64,13 +64,13 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
 
 
 def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
-    """A video given as a path, an object that holds one, or a list of frames. `beside` as for an
-    image."""
+    """Return a video from a path, an object that holds one, or a list of frames. `beside` holds the
+    other keys of its part."""
     held: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):
         held = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
         source = only(held, ("path", "url", "video"), where)
-    given = joined_options(held, beside, VIDEO_OPTIONS, where)
+    options = joined_options(held, beside, VIDEO_OPTIONS, where)
     if is_list(source):
         frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
         if not frames:
@@ -82,12 +82,12 @@ def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
                 place=where,
                 remedy="give min_pixels and max_pixels beside the video",
             )
-        return Video(frames, video_options(given, len(frames), where))
+        return Video(frames, video_options(options, len(frames), where))
     if not isinstance(source, str) or not source:
         raise DataError(
             f": a video must be a path or a list of frames, not {kind_of(source)}", place=where
         )
-    return Video(source, video_options(given, None, where))
+    return Video(source, video_options(options, None, where))
 
 
 _ROLE_NAMES = {
@@ -101,8 +101,8 @@ _ROLE_NAMES = {
 _WEIGHTS = ("weight", "loss_weight", "train", "loss")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE = {"role", "from", "content", "value", "tool_calls", *_WEIGHTS, *_REASONING}
-_ANSWER = {"tool_call_id", "name"}  # which call a tool answers: templates show answers in order
-# Where each kind of part has what it holds.
+_ANSWER = {"tool_call_id", "name"}  # the call of an answer; templates show answers in order
+# The content of each kind of part is at one of these keys.
 _PARTS = {
     "text": ("text", "value"),
     "image": ("image", "image_url", "url", "path", "value"),
@@ -119,7 +119,7 @@ _MEDIA = {"image": (AWAITED_IMAGE, image_of), "video": (AWAITED_VIDEO, video_of)
 
 
 def parse_messages(messages: Any, where: str, keys: Keys) -> list[ChatMessage]:
-    """A list of messages, which may be JSON text."""
+    """Parse a list of messages, which may be JSON text."""
     if isinstance(messages, str):
         messages = parse_text(messages, "messages", where)
     if not is_list(messages):
@@ -130,32 +130,32 @@ def parse_messages(messages: Any, where: str, keys: Keys) -> list[ChatMessage]:
 def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise DataError(f"must be an object, not {kind_of(message)}", place=where)
-    given = _speaker(message, where)
-    role = _ROLE_NAMES.get(given) if isinstance(given, str) else None
+    speaker = _speaker(message, where)
+    role = _ROLE_NAMES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        raise DataError(place=where, key="role", found=given, allowed=tuple(_ROLE_NAMES))
+        raise DataError(place=where, key="role", found=speaker, allowed=tuple(_ROLE_NAMES))
     message = keys.read(message, _MESSAGE | (_ANSWER if role == "tool" else set()), where)
     content = only(message, ("content", "value"), where)
     calls = dicts(message.get("tool_calls") or (), "tool_calls", where)
-    if given == "function_call":
+    if speaker == "function_call":
         calls, content = dicts(content, "function_call", where), None
-    found = _parse_content(content, where, keys)
+    by_kind = _parse_content(content, where, keys)
     thoughts = only(message, _REASONING, where)
-    said = [*found["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
-    reasoning = "".join(text_of(text, "reasoning", where) for text in said)
-    calls += found["tool_call"]
+    texts = [*by_kind["reasoning"], *([] if is_empty(thoughts) else [thoughts])]
+    reasoning = "".join(text_of(text, "reasoning", where) for text in texts)
+    calls += by_kind["tool_call"]
     if reasoning and role != "assistant":
         raise DataError(
             f"is in a message of role {role}; only messages of the assistant have it",
             place=where,
             key="reasoning",
         )
-    if not found["parts"] and not calls and role != "system":
+    if not by_kind["parts"] and not calls and role != "system":
         raise DataError(f"is empty in a message of role {role}", place=where, key="content")
     weight = only(message, _WEIGHTS, where)
     return ChatMessage(
         role,
-        tuple(found["parts"]),
+        tuple(by_kind["parts"]),
         tuple(_parse_call(call, where, keys) for call in calls),
         None if weight is None else weight_of(weight, "weight", where),
         reasoning,
@@ -163,7 +163,7 @@ def _parse_message(message: Any, where: str, keys: Keys) -> ChatMessage:
 
 
 def _speaker(message: Mapping[str, Any], where: str) -> Any:
-    """The role as the message spells it."""
+    """Return the role as the message spells it."""
     role, name = message.get("role"), message.get("from")
     known = isinstance(role, str) and isinstance(name, str)
     if known and role and name and _ROLE_NAMES.get(role) != _ROLE_NAMES.get(name):
@@ -174,8 +174,9 @@ def _speaker(message: Mapping[str, Any], where: str) -> Any:
 
 
 def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]:
-    """What is shown in order, and the reasoning and calls that stand among it in some formats."""
-    found: dict[str, list[Any]] = {"parts": [], "reasoning": [], "tool_call": []}
+    """Return the parts in the order of display and, apart from them, the reasoning and the calls
+    that some formats put among the parts."""
+    by_kind: dict[str, list[Any]] = {"parts": [], "reasoning": [], "tool_call": []}
     if isinstance(content, str | Mapping):
         content = [content]
     if content is not None and not is_list(content):
@@ -190,20 +191,20 @@ def _parse_content(content: Any, where: str, keys: Keys) -> dict[str, list[Any]]
         keys.marked += [part] if isinstance(part, str) else []
         kind, value = ("text", part) if isinstance(part, str) else _parse_part(part, place, keys)
         if kind == "tool_call":
-            found[kind] += dicts(value, kind, place)
+            by_kind[kind] += dicts(value, kind, place)
         elif value != "":
-            found[kind if kind == "reasoning" else "parts"].append(value)
-    return found
+            by_kind[kind if kind == "reasoning" else "parts"].append(value)
+    return by_kind
 
 
 def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
-    """The kind of a part, and what it holds."""
+    """Return the kind of a part, and its content."""
     if not isinstance(part, Mapping):
         raise DataError(f"must be a string or an object, not {kind_of(part)}", place=where)
-    given = _kind_of_part(part)
-    kind = _KINDS.get(given) if isinstance(given, str) else None
+    type_name = _kind_of_part(part)
+    kind = _KINDS.get(type_name) if isinstance(type_name, str) else None
     if kind is None:
-        raise DataError(place=where, key="type", found=given, allowed=tuple(_KINDS))
+        raise DataError(place=where, key="type", found=type_name, allowed=tuple(_KINDS))
     more = _MORE.get(kind, frozenset())
     part = keys.read(part, {"type", *_PARTS[kind], *more}, where)
     value = only(part, _PARTS[kind], where)
@@ -227,12 +228,13 @@ def _parse_part(part: Any, where: str, keys: Keys) -> tuple[str, Part | Any]:
 
 
 def _kind_of_part(part: Mapping[str, Any]) -> Any:
-    """The type that a part gives itself, or else that of what it holds."""
+    """Return the type that a part states, or else the kind that its keys tell."""
     return part.get("type") or next((kind for kind in _KINDS if part.get(kind) is not None), "")
 
 
 def _parse_call(call: Mapping[str, Any], where: str, keys: Keys) -> dict[str, Any]:
-    """{"type": "function", "function": {"name": ..., "arguments": {...}}} from a variant."""
+    """Convert a variant of a call to {"type": "function", "function": {"name": ..., "arguments":
+    {...}}}."""
     place, own = f"{where}, a tool call", {"type", "id", "index"}
     function = call.get("function")
     if function is None:

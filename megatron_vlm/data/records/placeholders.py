@@ -1,4 +1,4 @@
-"""Images and videos that a record has in a column of their own find their places in the chat."""
+"""Places in the chat for the images and videos that a record has in columns of their own."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from megatron_vlm.errors import DataError
 
 _MARKS = re.compile(r"(<image>|<video>)")
 _ANY_MARK = re.compile(r"<(image|video|audio)>")
-# Parts without a source: the record's `images` or `videos` column has it.
+# These parts have no source: the record's `images` or `videos` column has it.
 AWAITED_IMAGE, AWAITED_VIDEO = Image(""), Video("")
 
 
@@ -19,7 +19,8 @@ def place_media(
     turns: list[ChatMessage], images: list[Image], videos: list[Video], where: str
 ) -> list[ChatMessage]:
     """Put the columns' images and videos in the places of `<image>` marks and of parts without a
-    source; if there are none, at the start of the first user turn, as TRL does."""
+    source. If there are no such places, put them at the start of the first user turn, as TRL
+    does."""
     waiting: dict[str, list[Any]] = {"image": images, "video": videos}
     if images or videos:
         turns = [replace(turn, parts=_split_marks(turn.parts, waiting)) for turn in turns]
@@ -46,21 +47,22 @@ def place_media(
 
 
 def _split_marks(parts: Sequence[Part], waiting: Mapping[str, list[Any]]) -> tuple[Part, ...]:
-    """`a <image> b` as text, an awaited image, text. A line break after a mark is dropped."""
-    found: list[Part] = []
+    """Split `a <image> b` into text, an awaited image, and text. A line break after a mark is
+    dropped."""
+    new_parts: list[Part] = []
     for part in parts:
         if not isinstance(part, str):
-            found.append(part)
+            new_parts.append(part)
             continue
         pieces = _MARKS.split(part)
         for index, piece in enumerate(pieces):
             if index % 2 and waiting[piece[1:-1]]:
-                found.append(AWAITED_IMAGE if piece == "<image>" else AWAITED_VIDEO)
+                new_parts.append(AWAITED_IMAGE if piece == "<image>" else AWAITED_VIDEO)
             elif piece:
                 is_after_mark = index and not index % 2 and waiting[pieces[index - 1][1:-1]]
                 piece = piece.removeprefix("\n") if is_after_mark else piece
-                found += [piece] if piece else []
-    return tuple(found)
+                new_parts += [piece] if piece else []
+    return tuple(new_parts)
 
 
 def _prepend(
@@ -77,7 +79,7 @@ def _prepend(
 
 def check_lone_marks(texts: Iterable[str], record: Record) -> None:
     """Refuse marks in these texts whose kind of media the record does not have: they would be
-    learnt as text. A mark that its text closes is a tag of HTML."""
+    learnt as text. A mark with a closing tag in the same text is HTML."""
     marks = Counter(
         kind for text in texts for kind in _ANY_MARK.findall(text) if f"</{kind}>" not in text
     )

@@ -1,6 +1,6 @@
-"""Record: a chat of turns, or tokens with images between, whatever file it came from.
+"""Records: a chat of turns, or tokens with images in between, from a file of any format.
 
-`formats.py` makes them from raw dicts; the code after it knows nothing about formats.
+`formats.py` makes them from raw dicts. The code after it knows nothing about formats.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Image:
     """An image that is not opened yet: a path or URL, the bytes of a file, or a PIL image."""
 
     source: str | bytes | PIL.Image.Image
-    min_pixels: int | None = None  # of the resized image; None: as for all images
+    min_pixels: int | None = None  # in the resized image; None: as for all images
     max_pixels: int | None = None
 
     @property
@@ -27,18 +27,19 @@ class Image:
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """What a record says about one of its videos, in the names that it uses; None: as for all."""
+    """Options that a record sets for one of its videos, under its own names. None: as for all
+    videos."""
 
-    fps: float | None = None  # of a file: frames to take of a second; of a list: frames in one
+    fps: float | None = None  # file: frames to take per second; list: frames per second
     nframes: int | None = None  # frames to take, instead of fps
     min_frames: int | None = None
     max_frames: int | None = None
-    min_pixels: int | None = None  # of each resized frame
+    min_pixels: int | None = None  # in each resized frame
     max_pixels: int | None = None
-    total_pixels: int | None = None  # of all temporal patches, which have the pixels of a frame
-    video_start: float | None = None  # seconds: only frames from here
-    video_end: float | None = None  # to here are taken
-    times: tuple[float, ...] | None = None  # of each frame of a list, in seconds
+    total_pixels: int | None = None  # in all temporal patches, each with a frame's pixels
+    video_start: float | None = None  # seconds; earlier frames are not taken
+    video_end: float | None = None  # seconds; later frames are not taken
+    times: tuple[float, ...] | None = None  # seconds, for each frame of a list
 
 
 @dataclass(frozen=True)
@@ -60,27 +61,28 @@ Part = str | Image | Video
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """One message. `weight` is what the record says about its loss, None if it says nothing."""
+    """A message of a chat. `weight` is the weight of its loss; None if the record does not give
+    one."""
 
     role: str
     parts: tuple[Part, ...]
     tool_calls: tuple[dict[str, Any], ...] = ()
-    weight: float | None = None  # 0: it is not trained
-    reasoning: str = ""  # what an assistant thinks before it answers
+    weight: float | None = None  # 0: not trained
+    reasoning: str = ""  # an assistant's thoughts before its answer
 
 
 @dataclass(frozen=True)
 class Box:
-    """[x1, y1, x2, y2] of a box, or [x, y] of a point, on an image of the chat."""
+    """A box [x1, y1, x2, y2] or a point [x, y] on an image of the chat."""
 
     numbers: tuple[float, ...]
     unit: str  # real: pixels; norm1, norm1000: parts or thousandths of the picture's sides
-    image: int  # its number among the images of the chat
+    image: int  # number among the images of the chat
 
 
 @dataclass(frozen=True)
 class Objects:
-    """What the marks `<ref-object>` and `<bbox>` in the texts stand for, in the order of each."""
+    """Values of the marks `<ref-object>` and `<bbox>` in the texts, in the order of each kind."""
 
     refs: tuple[str, ...]
     boxes: tuple[Box, ...]
@@ -96,7 +98,7 @@ class Conversation:
     objects: Objects | None = None  # None: the marks, if any, are plain text
 
     def media(self, kind: type) -> list[Any]:
-        """All images, or all videos, in the order that the model sees them in."""
+        """Return all images, or all videos, in the order in which the model sees them."""
         return [part for turn in self.turns for part in turn.parts if isinstance(part, kind)]
 
 
@@ -110,14 +112,14 @@ class ImageChunk:
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """Tokens that were encoded elsewhere, with images between, and the weight of each."""
+    """Tokens that were encoded elsewhere, with images in between, and the weight of each token."""
 
     where: str
     chunks: tuple[tuple[int, ...] | ImageChunk, ...]
-    mask: tuple[float, ...] | None  # 0: not trained; None: all of them are
+    mask: tuple[float, ...] | None  # 0: not trained; None: all are trained
 
     def media(self, kind: type) -> list[Any]:
-        """All images, in order; chunk lists have no videos."""
+        """Return all images, in order; chunk lists have no videos."""
         images = [chunk.image for chunk in self.chunks if isinstance(chunk, ImageChunk)]
         return images if kind is Image else []
 

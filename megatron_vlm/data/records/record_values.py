@@ -7,16 +7,16 @@ from typing import Any
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile
 
-_LEAST, _MOST = 1e-20, 1e20  # weights that float32 holds, and sums of their losses
+_LEAST, _MOST = 1e-20, 1e20  # float32 holds these weights and sums of their losses
 
 
 def dicts(value: Any, key: str, where: str) -> list[dict[str, Any]]:
-    """Return a list of objects of JSON; a single one and a JSON string are understood, too."""
+    """Return a list of JSON objects. A single object and a JSON string are accepted, too."""
     value = parse_text(value, key, where) if isinstance(value, str) else value
     value = [value] if isinstance(value, Mapping) else value
     if not is_list(value) or not all(isinstance(item, Mapping) for item in value):
         raise DataError(f"must be a list of objects, not {kind_of(value)}", place=where, key=key)
-    try:  # of what a table can hold and JSON cannot, transformers 5.23 shows only the type
+    try:  # transformers 5.23 shows only the type of values that tables hold and JSON cannot
         json.dumps([*value], allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"must be JSON: {error}", place=where, key=key) from error
@@ -32,14 +32,14 @@ def parse_text(text: str, key: str, where: str) -> Any:
 
 
 def text_of(value: Any, name: str, where: str) -> str:
-    """The value, which must be a string."""
+    """Return the value, which must be a string."""
     if not isinstance(value, str):
         raise DataError(f"must be a string, not {kind_of(value)}", place=where, key=name)
     return value
 
 
 def weight_of(value: Any, key: str, where: str) -> float:
-    """Return a weight of the loss, of a message or a token; true is 1, and false is 0."""
+    """Return a loss weight, of a message or a token. True is 1, and false is 0."""
     if isinstance(value, bool | int | float) and (not value or _LEAST <= value <= _MOST):
         return float(value)
     weights = f"0 (or false), 1 (or true), or another weight from {_LEAST:g} to {_MOST:g}"
@@ -47,12 +47,12 @@ def weight_of(value: Any, key: str, where: str) -> float:
 
 
 def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value that one of these keys has, which all mean the same; None if none has one."""
-    given = {name: raw[name] for name in names if raw.get(name) is not None}
-    said = {name: value for name, value in given.items() if not is_empty(value)}
-    first, *others = [*(said or given).items()] or [("", None)]
+    """Return the value at one of these keys, which all mean the same; None if all are absent."""
+    values = {name: raw[name] for name in names if raw.get(name) is not None}
+    filled = {name: value for name, value in values.items() if not is_empty(value)}
+    first, *others = [*(filled or values).items()] or [("", None)]
     for name, value in others:
-        if said and value != first[1]:
+        if filled and value != first[1]:
             raise DataError(
                 f"and {name} mean the same and differ",
                 place=where,
@@ -63,18 +63,19 @@ def only(raw: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Null, or text, a list or an object with nothing in it: as if it were not there."""
+    """Return whether a value is null, or a text, list or object with nothing in it. Such a value
+    counts as absent."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     return value is None or (isinstance(value, str | bytes | Sequence) and not len(value))
 
 
 def is_list(value: Any) -> bool:
-    """Whether the value is a list, of any type, but not text or bytes."""
+    """Return whether the value is a list, of any type, but not text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def kind_of(value: Any) -> str:
-    """The type of a value, for messages."""
+    """Return the type of a value, for messages."""
     name = type(value).__name__
     return "null" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

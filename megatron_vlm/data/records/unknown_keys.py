@@ -1,4 +1,5 @@
-"""Keys of a record that are not read: which may be passed over, and what is said of the others."""
+"""Keys of a record that are not read: which ones may be passed over, and the error about the
+others."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +12,7 @@ import PIL.Image
 from megatron_vlm.data.records.media_options import IMAGE_OPTIONS, VIDEO_OPTIONS
 from megatron_vlm.errors import DataError
 
-# What a format of ours or of others says with them changes what is learnt.
+# These keys have a meaning in some format, here or elsewhere, that changes what is learnt.
 MEANT = frozenset(
     ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "output")
     + ("input", "inputs", "outputs", "history", "query", "response", "responses", "system")
@@ -34,21 +35,22 @@ _MEDIA_FILE = re.compile(
     re.I | re.S,
 )
 _MOST_SHOWN = 20
-_LONGEST = 80  # letters of a name that is looked at
+_LONGEST = 80  # letters; longer names are not examined
 _PLAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why a key is refused."""
+    """The reason why a key is refused."""
 
-    place: str = ""  # of the first, in its record
-    near: str = ""  # the key of ours that it is most likely a slip of
+    place: str = ""  # place of its first occurrence in the record
+    near: str = ""  # the known key that was most likely meant
     is_media: bool = False  # it looks like pictures or videos, and the record has no others
 
 
 class UnknownKeysError(DataError):
-    """A record has keys that are neither read nor to be passed over: `keys`, by name."""
+    """Error about keys of a record that are neither read nor passed over; `keys` has them by
+    name."""
 
     def __init__(
         self, problem: str = "", *, keys: Mapping[str, Unknown] | None = None, **fields: Any
@@ -70,8 +72,8 @@ def unknown_keys_problem(
     ignored: Collection[str],
     counts: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the fields of an error about these keys, with the setting that takes them as absent
-    where that may be right. `counts`: in how many records each is."""
+    """Return the fields of an error about these keys, with the setting that ignores them where that
+    may be right. `counts`: the number of records that have each key."""
     shown = {name: _shown(name, why, (counts or {}).get(name, "")) for name, why in keys.items()}
     media = [name for name, why in keys.items() if why.is_media]
     problems, remedies = [], []
@@ -95,14 +97,15 @@ def unknown_keys_problem(
 
 
 def remedy(names: Iterable[str], ignored: Collection[str]) -> str:
-    """The setting that takes these keys, too, as if they were not there."""
-    given = sorted({*ignored, *names})[:_MOST_SHOWN]
-    spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in given]
+    """Return the setting that ignores these keys, too, as if they were absent."""
+    ignorable = sorted({*ignored, *names})[:_MOST_SHOWN]
+    spelled = [name if _PLAIN.fullmatch(name) else repr(name[:80]) for name in ignorable]
     return f"set data.ignore_keys=[{','.join(spelled)}]"
 
 
 def looks_like_media(key: str, value: Any) -> bool:
-    """Whether a key that is not read most likely holds or names pictures, videos or sound."""
+    """Return whether a key that is not read most likely holds or names pictures, videos or
+    sound."""
     first = value[0] if isinstance(value, list | tuple) and value else value
     if isinstance(first, bytes | PIL.Image.Image):
         return True
@@ -116,20 +119,21 @@ def looks_like_media(key: str, value: Any) -> bool:
 
 
 def slip_of(key: str, known: Iterable[str]) -> str:
-    """The known key that this one is one or two letters from; empty if there is none."""
+    """Return the known key that differs from this one by one or two letters; empty if there is
+    none."""
     return _nearest(key, frozenset(known)) if len(key) <= _LONGEST else ""
 
 
 @lru_cache(maxsize=4096)  # the records of a file have the same keys
 def _nearest(key: str, known: frozenset[str]) -> str:
-    most = 2 if len(key) > 5 else 1
+    max_distance = 2 if len(key) > 5 else 1
     near = {other: _distance(key.lower(), other) for other in sorted(known)}
-    found = min(near, key=lambda other: (near[other], abs(len(other) - len(key))), default="")
-    return found if found and near[found] <= most else ""
+    nearest = min(near, key=lambda other: (near[other], abs(len(other) - len(key))), default="")
+    return nearest if nearest and near[nearest] <= max_distance else ""
 
 
 def _distance(one: str, other: str) -> int:
-    """Letters added, left out, exchanged, or swapped with their neighbour."""
+    """Count the letters that are added, left out, exchanged, or swapped with their neighbour."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one):
