@@ -1,12 +1,12 @@
-"""Work dealt out evenly: micro-batches over replicas, images over tensor parallel ranks."""
+"""Even division of work: micro-batches over replicas, images over tensor parallel ranks."""
 
 import heapq
 from collections.abc import Sequence
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which pieces of work each rank takes: costliest first, each to the rank with the least to
-    do, the lowest such rank on a tie."""
+    """Return the pieces of work of each rank. The costliest piece is assigned first, and each goes
+    to the rank with the least work, the lowest such rank on a tie."""
     loads = [(0.0, rank) for rank in range(ranks)]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):

@@ -1,9 +1,9 @@
-"""Imported by the server of the worker processes alone: it takes the server, and so its workers,
-out of the trainer's process group. torchrun and Slurm signal that whole group to ask the trainer to
-save; without its workers it could not finish the step it is in.
+"""Module that only the server of the worker processes imports. It takes the server, and so its
+workers, out of the trainer's process group. torchrun and Slurm signal that whole group to make the
+trainer save; without its workers the trainer could not finish its current step.
 
 The server ends when the trainer does, since a pipe between them closes then. The workers end with
-the server, whatever they are doing.
+the server, even in the middle of a task.
 """
 
 import os
@@ -17,7 +17,7 @@ _SERVER = os.getpid()
 
 def _end_with_server() -> None:
     signal_when_parent_dies(signal.SIGKILL)
-    if os.getppid() != _SERVER:  # it was gone before we asked
+    if os.getppid() != _SERVER:  # the server ended before the call above
         os._exit(1)
 
 

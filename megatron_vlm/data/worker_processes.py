@@ -1,7 +1,7 @@
-"""Worker processes: a DataLoader over anything that answers `[task]`, in the order of tasks.
+"""Worker processes: a DataLoader over any object that returns `[task]`, in the order of tasks.
 
 They are forked from a server that has neither this process's threads nor its CUDA context and that
-has already done the imports: forking the trainer itself can hang, and spawning costs seconds per
+has already done the imports. Forking the trainer itself can hang, and spawning costs seconds per
 process.
 """
 
@@ -18,8 +18,8 @@ from megatron_vlm.data.fork_server import start_server
 from megatron_vlm.errors import LostError
 
 _END = object()
-_NICER = 10  # than the trainer, of 19
-_GONE_S = 2.0  # after a failed read, for the process that caused it to be seen as gone
+_NICER = 10  # above the trainer's niceness; the maximum is 19
+_GONE_S = 2.0  # after a failed read, until the system shows that the process is gone
 _LESS = "lower data.num_workers, data.prefetch, data.max_pixels or train.micro_batch_size"
 _SIGNALS = {
     signal.SIGKILL: (
@@ -37,8 +37,9 @@ _SIGNALS = {
 def in_processes(
     work: Any, tasks: Iterable[Any] | None, processes: int, prefetch: int
 ) -> Iterator[Any]:
-    """work[task] for each task, or, with `tasks` None, all that the IterableDataset `work` yields.
-    Each process has at most `prefetch` tasks in flight; tasks are drawn as there is room."""
+    """Yield work[task] for each task or, with `tasks` None, all items of the IterableDataset
+    `work`. Each process has at most `prefetch` tasks in flight. Tasks are drawn as there is
+    room."""
     if processes:
         start_server()
     drawn = None if tasks is None else _Tasks(tasks)
@@ -57,8 +58,9 @@ def in_processes(
 
 
 class _Tasks:
-    """The tasks up to an error of theirs, which is kept until the results before it were taken.
-    While a DataLoader starts, it would leave a half-made one to the garbage collector."""
+    """Tasks up to an error in drawing them. The error is kept until the results before it were
+    taken. Raised while a DataLoader starts, it would leave a half-made one to the garbage
+    collector."""
 
     def __init__(self, tasks: Iterable[Any]):
         self.tasks = tasks
@@ -78,13 +80,15 @@ def _finished(results: Iterator[Any], drawn: _Tasks | None) -> Iterator[Any]:
 
 
 def _watched(results: Any) -> Iterator[Any]:
-    """The results, until a process that makes them is gone: then the error says which, and why."""
+    """Yield the results until a process that makes them is gone. The error then names the process
+    and the cause."""
     try:
         while (result := _next(results)) is not _END:
             yield result
     finally:
-        # Left to the garbage collector, the pipes of the queues would be closed twice: by it and by
-        # the threads that torch starts while it collects. Whatever has their number by then is hit.
+        # The garbage collector would close the pipes of the queues twice: by itself, and by the
+        # threads that torch starts meanwhile. The second time could hit other files, which have
+        # the same numbers by then.
         results._shutdown_workers()
 
 
@@ -92,7 +96,7 @@ def _next(results: Any) -> Any:
     try:
         return next(results, _END)
     except Exception as error:
-        # torch says no more than that it ended, or what came of reading half a result.
+        # torch reports only that the process ended, or the error of reading half a result.
         until = time.monotonic() + _GONE_S
         while (lost := _lost(results)) is None and time.monotonic() < until:
             time.sleep(0.05)
@@ -117,17 +121,18 @@ def _lost(results: Any) -> LostError | None:
 
 
 def _stand_back(_: int) -> None:
-    """In a new worker, which torch has given a single thread: where there are fewer cores than
-    threads, take those moments of a core that the step leaves. A step waits for the slowest of its
-    threads, so that a worker beside one of them would hold up all; a worker is steps ahead."""
+    """Lower the priority of a new worker, which torch has given a single thread. Where there are
+    fewer cores than threads, it takes those moments of a core that the step leaves. A step waits
+    for the slowest of its threads, so a worker that competes with one of them would hold up all. A
+    worker is steps ahead."""
     os.nice(_NICER)
     _let_server_end()
 
 
 def _let_server_end() -> None:
-    """In a new worker: drop its copy of the pipe by which the server sees that the trainer is gone.
-    Python gives it to every worker, so that a worker can start others; but then a killed trainer
-    leaves the server and its workers alive for ever, each because of the other."""
+    """Close a new worker's copy of the pipe by which the server sees that the trainer is gone.
+    Python gives the copy to every worker, so that a worker can start others. With it, a killed
+    trainer would leave the server and its workers alive for ever, each because of the other."""
     server: Any = getattr(forkserver, "_forkserver")  # noqa: B009 - typeshed does not know it
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)

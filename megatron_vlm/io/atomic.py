@@ -1,11 +1,11 @@
-"""Folders that this program writes. They appear whole or not at all, and what others have put
-there is never removed.
+"""Folders that this program writes. They appear whole or not at all, and files of other programs
+are never removed.
 
     NAME           complete
-    NAME.partial   being written, or what a crash left of it
-    NAME.aside1    what had the name before, where it is not ours to remove
+    NAME.partial   being written, or left by a crash
+    NAME.aside1    the former NAME, where this program may not remove it
 
-A mark in each, megatron_vlm.json, has the id of the run that wrote it.
+A mark in each folder, megatron_vlm.json, has the id of the run that wrote it.
 """
 
 import errno
@@ -23,24 +23,24 @@ from megatron_vlm.errors import CheckpointError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile
 
 MARK = "megatron_vlm.json"
-NEW = ".new"  # ends the name of a file that is being written
+NEW = ".new"  # suffix of a file that is being written
 _log = logging.getLogger(__name__)
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a folder is while it is being written."""
+    """Return the path of a folder while it is being written."""
     return folder.with_name(folder.name + ".partial")
 
 
 def write_mark(folder: Path, run: str | None, **facts: Any) -> None:
-    """Mark the folder, in place of a mark that it may have. `run` is None for what was not written
-    by a training run."""
+    """Mark the folder, and replace its mark if it has one. `run` is None for content that no
+    training run wrote."""
     write_text(folder / MARK, json.dumps({"run": run, **facts}, indent=1) + "\n")
     sync(folder)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in place of a former one: whole, or not at all."""
+    """Write a file in place of a former one, whole or not at all."""
     new = path.with_name(path.name + NEW)
     with open(new, "w", encoding="utf-8") as file:
         file.write(text)
@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """The mark of a folder; None where there is none that can be read."""
+    """Return the mark of a folder; None where there is no readable mark."""
     try:
         mark = UntrustedFile(str(folder / MARK)).json().value
     except DataError:
@@ -59,30 +59,30 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 def try_lock(handle: int, shared: bool = False) -> bool:
-    """Whether an open file is locked now, which it is until it is closed; False where somebody else
-    has a lock that excludes this one."""
+    """Lock an open file until it is closed. Return False where another process has a lock that
+    excludes this one."""
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno != errno.EWOULDBLOCK  # or this file system has no locks
+        return error.errno != errno.EWOULDBLOCK  # otherwise this file system has no locks
     return True
 
 
 def digest_of(path: Path) -> str:
-    """The digest of a file's bytes."""
+    """Return the digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, blake2b).hexdigest()
 
 
 def blake2b() -> "hashlib.blake2b":
-    """Takes bytes for the digest of a file."""
+    """Make the hasher for the digest of a file."""
     return hashlib.blake2b(digest_size=32)
 
 
 def begin(folder: Path, run: str | None) -> Path:
-    """Make the marked empty folder to write into. What a crash left of it is removed, if this run
-    has written it."""
+    """Make the marked empty folder to write into. A folder that a crash left is removed if this run
+    wrote it."""
     partial = partial_of(folder)
     check_partial(partial, run)
     try:
@@ -100,7 +100,7 @@ def begin(folder: Path, run: str | None) -> Path:
 
 
 def check_partial(partial: Path, run: str | None) -> None:
-    """Refuse to write where something is that this run did not write."""
+    """Refuse to write over a file or folder that this run did not write."""
     if os.path.lexists(partial) and not _is_ours(partial, run):
         raise CheckpointError(
             "is in the way, and this run did not write it",
@@ -110,8 +110,8 @@ def check_partial(partial: Path, run: str | None) -> None:
 
 
 def put_in_place(folder: Path) -> Path | None:
-    """Turn the partial folder into the complete one. What had its name before, if anything, is put
-    aside and returned."""
+    """Turn the partial folder into the complete one. A former file or folder of its name is moved
+    aside, and the new path is returned."""
     aside = None
     try:
         if os.path.lexists(folder):
@@ -129,14 +129,14 @@ def put_in_place(folder: Path) -> Path | None:
 
 
 def asides_of(folder: Path) -> list[Path]:
-    """What had the name of this folder before and is still there."""
+    """Return the paths that were moved aside from this folder's name and still exist."""
     if not folder.parent.is_dir():
         return []
     return sorted(p for p in folder.parent.iterdir() if p.name.startswith(f"{folder.name}.aside"))
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that is ours; a failure is logged, and harmless."""
+    """Remove a folder that this program wrote. A failure is logged, and harmless."""
     try:
         _remove(folder)
     except OSError as error:
@@ -144,14 +144,14 @@ def discard(folder: Path) -> None:
 
 
 def discard_partials(paths: Iterable[Path], run: str | None) -> None:
-    """Remove those of these partial folders that this run wrote."""
+    """Remove the partial folders that this run wrote."""
     for path in paths:
         if _is_ours(path, run):
             discard(path)
 
 
 def sync(folder: Path) -> None:
-    """Names reach the disk with the folder, not with the file: sync it as well."""
+    """Sync a folder to the disk. Names reach the disk with the folder, not with the file."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -160,8 +160,9 @@ def sync(folder: Path) -> None:
 
 
 def _is_ours(partial: Path, run: str | None) -> bool:
-    """Whether the mark says so, or a crash came before the mark was written or after all but the
-    mark was removed. Files and links are not."""
+    """Return whether this run wrote the folder. The mark shows it. A folder without other files
+    counts, too: a crash came before the mark was written or after all but the mark was removed.
+    Files and links do not count."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     if {path.name for path in partial.iterdir()} <= {MARK, MARK + NEW}:
@@ -171,7 +172,8 @@ def _is_ours(partial: Path, run: str | None) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """The mark goes last: after a crash in between, the rest can still be told to be ours."""
+    """Remove a folder, and its mark last. After a crash in between, the mark still shows who wrote
+    the rest."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

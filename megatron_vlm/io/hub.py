@@ -2,7 +2,7 @@
 
 The files come through huggingface_hub into its cache; HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and
 HF_ENDPOINT mean what they mean there. A name with a commit as its revision is pinned: its files
-never change, and once they are in the cache nobody asks the Hub again.
+never change, and once they are in the cache nothing connects to the Hub again.
 """
 
 import errno
@@ -19,7 +19,7 @@ from megatron_vlm.io.untrusted import home_path
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Of the folder itself. No pickles: a pickle may run any program.
+# Files of the folder itself are downloaded, but no pickles: a pickle may run any program.
 _SETTINGS = ["*.json", "*.txt", "*.jinja", "README*", "LICEN[CS]E*", "NOTICE*"]
 _WEIGHTS = ["model*.safetensors"]
 _BELOW = ["*/*"]
@@ -28,14 +28,14 @@ _TOKEN = "give a token of an account that may read it, as HF_TOKEN or with `hf a
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the Hub, and which of its revisions; None is the newest of its main branch."""
+    """A model on the Hub and its revision; None is the newest one of its main branch."""
 
     repo: str
     revision: str | None = None
 
     @property
     def commit(self) -> str | None:
-        """The revision where it is a commit, which never changes."""
+        """The revision if it is a commit, which never changes, or else None."""
         return self.revision if _COMMIT.fullmatch(self.revision or "") else None
 
     def __str__(self) -> str:
@@ -43,31 +43,32 @@ class HubName:
 
 
 def hub_name(path: str | Path) -> HubName | None:
-    """What a path names on the Hub; None where it is, or looks like, a path of this machine: it
-    exists, begins with / . or ~, or has not exactly one slash before the revision."""
-    named = _NAME.fullmatch(str(path))
-    if named is None or os.path.lexists(path):
+    """Return the model that a path names on the Hub. Return None where it is, or looks like, a path
+    of this machine: it exists, begins with / . or ~, or does not have exactly one slash before the
+    revision."""
+    match = _NAME.fullmatch(str(path))
+    if match is None or os.path.lexists(path):
         return None
-    return HubName(named[1], named[2])
+    return HubName(match[1], match[2])
 
 
 def is_repo(text: str) -> bool:
-    """Whether it is ORG/NAME."""
-    named = _NAME.fullmatch(text)
-    return named is not None and named[2] is None
+    """Return whether the text is ORG/NAME."""
+    match = _NAME.fullmatch(text)
+    return match is not None and match[2] is None
 
 
 def pin(path: str, weights: bool = False) -> str:
-    """The same path; a name on the Hub with its commit. Its settings are in the cache afterwards,
-    and its `weights`, too, where they are asked for."""
+    """Return the path, to which a name on the Hub gets its commit. The model's settings are in the
+    cache afterwards, and its weights, too, if `weights` is true."""
     if (name := hub_name(path)) is None:
         return path
     return f"{name.repo}@{_download(name, weights).name}"
 
 
 def folder_of(path: str | Path, weights: bool = False) -> Path:
-    """The folder of a checkpoint: the path itself, or for a name on the Hub its folder in the
-    cache, where what is missing is downloaded."""
+    """Return the folder of a checkpoint: the path itself, or for a name on the Hub its folder in
+    the cache. Missing files are downloaded."""
     if (name := hub_name(path)) is None:
         return home_path(path)
     return _download(name, weights)
@@ -82,9 +83,9 @@ def _download(name: HubName, weights: bool) -> Path:
         "allow_patterns": _SETTINGS + _WEIGHTS * weights,
         "ignore_patterns": _BELOW,
     }
-    try:  # of the ranks of a machine one gets each file: the cache is locked meanwhile
+    try:  # one rank of a machine downloads each file, and locks the cache meanwhile
         return Path(snapshot_download(**which, tqdm_class=_bar(name, weights)))
-    except Exception as error:  # of httpx, of huggingface_hub and of the file system
+    except Exception as error:  # from httpx, huggingface_hub or the file system
         if name.commit:  # the cache may have it without a list of its files
             with suppress(Exception):
                 return Path(snapshot_download(**which, local_files_only=True))
@@ -93,8 +94,8 @@ def _download(name: HubName, weights: bool) -> Path:
 
 
 def _bar(name: HubName, weights: bool) -> Any:
-    """The class of progress bars: shown on the terminal of rank 0. Where there is no terminal, one
-    line says what takes so long."""
+    """Return the class of progress bars, which are shown on the terminal of rank 0. Where there is
+    no terminal, one line explains the delay."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import tqdm
 
@@ -118,7 +119,7 @@ def _reason(name: HubName, error: Exception) -> tuple[str, str]:
     import httpx
     from huggingface_hub import constants, errors
 
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     here = f": there is no folder {str(name)!r} here, and "
     if isinstance(error, errors.GatedRepoError):
         return (
@@ -147,7 +148,7 @@ def _reason(name: HubName, error: Exception) -> tuple[str, str]:
         return f": the Hub answers {status}", later
     if isinstance(error, httpx.HTTPError | errors.LocalEntryNotFoundError | ConnectionError):
         return (
-            f"{here}the Hub at {constants.ENDPOINT} cannot be reached ({said})",
+            f"{here}the Hub at {constants.ENDPOINT} cannot be reached ({message})",
             "check the network, proxies and HF_ENDPOINT, or give a folder",
         )
     if isinstance(error, OSError) and error.errno in (
@@ -160,4 +161,4 @@ def _reason(name: HubName, error: Exception) -> tuple[str, str]:
             f": the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}",
             "free space there, or set HF_HOME to another folder",
         )
-    return f"cannot be downloaded: {type(error).__name__}: {said}", ""
+    return f"cannot be downloaded: {type(error).__name__}: {message}", ""

@@ -1,7 +1,8 @@
-"""Megatron-Core's fusions, handed to torch's compiler as they are called.
+"""Megatron-Core's fusions, which torch compiles at their first call.
 
-megatron-core 0.16.1 hands them over as it is imported, for which torch loads its whole compiler: a
-third of the seconds until a worker is there. Only the `te` backend calls any of them.
+megatron-core 0.16.1 hands them to torch's compiler as it is imported. torch then loads its whole
+compiler, which takes a third of the seconds until a worker is ready. Only the `te` backend calls
+any of them.
 """
 
 import functools
@@ -12,15 +13,16 @@ from typing import Any
 
 
 def compile_as_called() -> None:
-    """Stand in for the module in which Megatron chooses its compiler. Too late where Megatron has
-    been imported already: all is then as Megatron has it."""
+    """Replace the module in which Megatron chooses its compiler. This has no effect where Megatron
+    has been imported already."""
     jit: Any = ModuleType("megatron.core.jit")
     jit.jit_fuser = _fused
     sys.modules.setdefault("megatron.core.jit", jit)
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled at its first call; within another that is compiled, a part of that."""
+    """Return the function, compiled at its first call. Within another compiled function it is a
+    part of that one."""
 
     compiled: Callable[..., Any] | None = None
 

@@ -1,14 +1,15 @@
-"""Numbers on their way into a page: as text, and as fewer points that show the same curve."""
+"""Numbers for a page: as text, and as fewer points that show the same curve."""
 
 import math
 
 import numpy as np
 
-COLUMNS = 600  # that a curve is thinned to
+COLUMNS = 600  # width of a thinned curve
 
 
 def number(value: float, percent: bool = False) -> str:
-    """Four digits, or all of a large number; - where there is none."""
+    """Return a number with four digits, or with all digits where it is large; - where it is not
+    finite."""
     if not math.isfinite(value):
         return "-"
     if percent:
@@ -17,7 +18,7 @@ def number(value: float, percent: bool = False) -> str:
 
 
 def time_spent(seconds: float) -> str:
-    """4,000 s as 1 h 6 min: the two largest units."""
+    """Return a duration in its two largest units: 4,000 s as 1 h 6 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -29,23 +30,23 @@ def time_spent(seconds: float) -> str:
 
 
 def thin(x: np.ndarray, y: np.ndarray, columns: int = COLUMNS) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last point, and the lowest and the highest one of each column."""
+    """Return the first and the last point, and the lowest and the highest one of each column."""
     if len(x) <= 2 * columns:
         return x, y
     place = ((x - x[0]) / (x[-1] - x[0]) * columns).astype(np.int64).clip(max=columns - 1)
-    kept = {0, len(x) - 1}
+    indices = {0, len(x) - 1}
     for part in np.split(np.arange(len(x)), np.flatnonzero(np.diff(place)) + 1):
         finite = part[np.isfinite(y[part])]
         if len(finite):
-            kept |= {int(finite[np.argmin(y[finite])]), int(finite[np.argmax(y[finite])])}
+            indices |= {int(finite[np.argmin(y[finite])]), int(finite[np.argmax(y[finite])])}
         else:
-            kept.add(int(part[0]))
-    rows = np.array(sorted(kept))
+            indices.add(int(part[0]))
+    rows = np.array(sorted(indices))
     return x[rows], y[rows]
 
 
 def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of a fortieth of the curve around each point, or around each column of a long
+    """Return the mean of a fortieth of the curve around each point, or around each column of a long
     curve. Only neighbours are summed: a running total would lose a small loss after a large one."""
     finite = np.isfinite(y)
     x, y = x[finite].astype(float), y[finite]

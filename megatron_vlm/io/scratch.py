@@ -1,9 +1,9 @@
-"""A folder in TMPDIR for what a process writes for itself alone. It goes with the process; what
-killed ones have left goes when the next one makes its own. Sockets are there, too, unless its name
-is too long for them: then they have a folder of their own, elsewhere.
+"""A folder in TMPDIR for the files that a process writes for itself alone. It is removed with the
+process; the folders that killed processes have left are removed when the next one makes its own.
+Sockets are there, too, unless its name is too long for them: then they have a folder elsewhere.
 
-A lock tells whether a folder's process is alive, wherever it runs on this machine: process ids do
-not, as they come again, and containers that share TMPDIR count their own.
+A lock tells whether a folder's process is alive, in any container of this machine. Process ids do
+not tell this: they are reused, and containers that share TMPDIR count their own.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from pathlib import Path
 from megatron_vlm.errors import ConfigError
 
 _PREFIX = "megatron_vlm-"
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where sockets may be if TMPDIR is too long for them
-_LONGEST = 107 - 37  # bytes: Linux takes 107 as the name of a socket; vLLM's are a slash and a UUID
-_OWNER = "owner.lock"  # says on which machine; locked as long as the process lives
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # for sockets, if TMPDIR is too long for them
+_LONGEST = 107 - 37  # bytes: Linux allows 107 for a socket's name; vLLM adds a slash and a UUID
+_OWNER = "owner.lock"  # has the machine's name; locked as long as the process lives
 
 
 def scratch_folder() -> Path:
-    """This process's folder."""
+    """Return the folder of this process."""
     return _folder_of(os.getpid(), tempfile.gettempdir())
 
 
 def keep_sockets_in_scratch() -> None:
-    """Python's worker processes, and those that they start, make their sockets there, too."""
+    """Make Python's worker processes, and those that they start, put their sockets there, too."""
     current_process()._config.setdefault("tempdir", str(socket_folder()))  # type: ignore
 
 
 def socket_folder() -> Path:
-    """A folder for sockets that only this user can enter. Names without a folder, Linux's abstract
-    ones, would be open to everybody on the machine."""
+    """Return a folder for sockets that only this user can enter. Linux's abstract names, which have
+    no folder, would be open to everybody on the machine."""
     if _has_room(folder := scratch_folder()):
         return folder
     for parent in _SHORT:
@@ -59,23 +59,24 @@ def _has_room(folder: Path) -> bool:
 
 @cache
 def _folder_of(_: int, parent: str) -> Path:
-    """One for each process: a fork has this module with what its parent remembers."""
+    """Make a folder for each process. The cache is by process id, because a fork inherits the cache
+    of its parent."""
     remove_left(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    # Never closed: the lock ends with the process.
+    # The handle is never closed: the lock ends with the process.
     handle = os.open(folder / _OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it
+    with contextlib.suppress(OSError):  # a file system without locks, where the folder stays
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(handle, _here())
-    # As Python's own folder of sockets goes: after all that is in it was closed.
+    # Python's own folder of sockets is removed likewise: after everything in it was closed.
     util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-100)
     return folder
 
 
 def remove_left(parent: str) -> None:
-    """Remove the folders of processes of this user and machine that are gone."""
+    """Remove the folders of this user and machine whose processes are gone."""
     for folder in Path(parent).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody's who lives, or not one of ours
+        with contextlib.suppress(OSError):  # its process lives, or it is another program's
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             handle = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

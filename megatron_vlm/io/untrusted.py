@@ -1,8 +1,8 @@
-"""Files from outside: what others wrote, or what something may have happened to since. They are
-opened and parsed here, within bounds of size and depth, and never trusted.
+"""Files from outside: others wrote them, or they may have been changed since. They are opened and
+parsed here, within bounds of size and depth, and never trusted.
 
-Whatever a parser of ours or of a library makes of them, users get one of our errors, with the file,
-the field, the reason and the remedy.
+Any failure of a parser, here or in a library, reaches users as an error of this package, with the
+file, the field, the reason and the remedy.
 """
 
 import json
@@ -19,20 +19,20 @@ from typing import Any
 
 from megatron_vlm.errors import DataError, MegatronVLMError
 
-MOST_BYTES = 2**28  # of a file that is read at once
-# Of JSON: each takes up to 200 bytes of memory, and may take 3 of the file.
+MOST_BYTES = 2**28  # limit for a file that is read at once
+# A value of JSON takes up to 200 bytes of memory, and may take only 3 bytes of the file.
 MOST_VALUES = 2**22
-# Deeper values end in RecursionError somewhere, in whatever walks through them.
+# Deeper values end in RecursionError somewhere, in code that walks through them.
 MOST_DEPTH = 100
 _NESTING = (Mapping, list, tuple)
 _LONGEST = 300  # characters of a reason
-_PANIC = "PanicException"  # of libraries in Rust; it is no Exception
+_PANIC = "PanicException"  # raised by libraries in Rust; not an Exception
 
 
 @dataclass(frozen=True)
 class UntrustedFile:
-    """A file from outside, or a place in one: what it is called, which error it ends in, and what
-    users can do about it."""
+    """A file from outside, or a place in one: its name, the type of its errors, and the remedy for
+    users."""
 
     name: str
     kind: type[MegatronVLMError] = DataError
@@ -44,8 +44,8 @@ class UntrustedFile:
 
     @contextmanager
     def border(self, doing: str = "") -> Iterator[None]:
-        """Around a library that reads it: any error that comes out is one of ours. `doing` begins
-        the reason."""
+        """Turn any error of a library that reads the file into an error of this kind. `doing`
+        begins the reason."""
         try:
             yield
         except MegatronVLMError:
@@ -56,7 +56,7 @@ class UntrustedFile:
             raise self.error(f"{doing}: {reason(error)}" if doing else reason(error)) from error
 
     def regular(self) -> Path:
-        """The path of the regular file with this name."""
+        """Return the path of the regular file with this name."""
         try:
             return require_file(self.name)
         except DataError as error:
@@ -64,28 +64,28 @@ class UntrustedFile:
             raise self.kind(**error.fields() | {"remedy": remedy}) from error
 
     def content(self, most: int = MOST_BYTES) -> bytes:
-        """The content of the regular file with this name."""
-        found = self.beginning(most + 1)
-        if len(found) > most:
+        """Return the content of the regular file with this name."""
+        data = self.beginning(most + 1)
+        if len(data) > most:
             raise self.error(f"has more than {most:,} bytes, which cannot be right")
-        return found
+        return data
 
     def beginning(self, most: int) -> bytes:
-        """The first bytes of the regular file with this name."""
+        """Return the first bytes of the regular file with this name."""
         path = self.regular()
         with self.border("cannot be read"), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            return file.read(min(size + 1, most))  # as much as is asked for is allocated
+            return file.read(min(size + 1, most))  # read allocates as much as it may return
 
     def text(self, most: int = MOST_BYTES) -> str:
-        """The text of the file, which is UTF-8."""
+        """Return the text of the file, which is UTF-8."""
         try:
             return self.content(most).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise self.error(f"is not UTF-8 text, at byte {error.start}") from error
 
     def json(self, most: int = MOST_BYTES) -> "JsonField":
-        """The JSON in the file."""
+        """Parse the JSON in the file."""
         return JsonField(self.parsed(self.content(most)), "", self)
 
     def parsed(
@@ -123,32 +123,32 @@ class JsonField:
     file: UntrustedFile
 
     def error(self, expected: str) -> MegatronVLMError:
-        """Make the error of a value that is not what is expected."""
+        """Make the error of a value that is not the expected one."""
         problem = f"is not {expected}"
         if not self.name:
             problem = f": its content is {reprlib.repr(self.value)}, not {expected}"
         return self.file.error(problem, key=self.name, found=self.value, allowed=expected)
 
     def object(self) -> "dict[str, JsonField]":
-        """The fields of an object."""
+        """Return the fields of an object."""
         if not isinstance(self.value, dict):
             raise self.error("an object")
         before = f"{self.name}." if self.name else ""
         return {key: JsonField(value, before + key, self.file) for key, value in self.value.items()}
 
     def get(self, key: str) -> "JsonField | None":
-        """A field of an object; None where it is absent or null."""
-        found = self.object().get(key)
-        return None if found is None or found.value is None else found
+        """Return a field of an object; None where it is absent or null."""
+        field = self.object().get(key)
+        return None if field is None or field.value is None else field
 
     def __getitem__(self, key: str) -> "JsonField":
-        found = self.object().get(key)
-        if found is None:
+        field = self.object().get(key)
+        if field is None:
             raise self.file.error("is missing", key=f"{self.name}.{key}" if self.name else key)
-        return found
+        return field
 
     def items(self) -> "list[JsonField]":
-        """The values of a list."""
+        """Return the values of a list."""
         if not isinstance(self.value, list):
             raise self.error("a list")
         return [
@@ -156,13 +156,13 @@ class JsonField:
         ]
 
     def whole(self, least: int = 0, most: int = 2**63 - 1) -> int:
-        """A whole number; true and 1.0 are none."""
+        """Return a whole number; true and 1.0 are refused."""
         if type(self.value) is not int or not least <= self.value <= most:
             raise self.error(f"a whole number from {least} to {most}")
         return int(self.value)
 
     def number(self, least: float = -math.inf, most: float = math.inf) -> float:
-        """A finite number, just as it was written: whole or not."""
+        """Return a finite number, whole or not, just as it was written."""
         value = self.value
         if type(value) not in (int, float) or not (abs(value) < 1e308 and least <= value <= most):
             bounds = "" if least == -math.inf else f" from {least:g} to {most:g}"
@@ -176,11 +176,11 @@ class JsonField:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return the message of an error, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    said = " ".join(str(error).split())
-    return _short(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+    message = " ".join(str(error).split())
+    return _short(f"{type(error).__name__}: {message}" if message else type(error).__name__)
 
 
 def _short(said: str) -> str:
@@ -188,11 +188,11 @@ def _short(said: str) -> str:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects are nested in more than MOST_DEPTH levels."""
+    """Return whether lists and objects are nested in more than MOST_DEPTH levels."""
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 1):
         inner = (each for outer in level for each in _inside(outer) if isinstance(each, _NESTING))
-        level = list({id(each): each for each in inner}.values())  # each once, if it is in many
+        level = list({id(each): each for each in inner}.values())  # no value twice
     return bool(level)
 
 
@@ -201,17 +201,17 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; the last value of a name would win in silence."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make an object, without a name twice: the last of its values would win in silence."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = Counter(key for key, _ in pairs)
         raise ValueError(f"{names.most_common(1)[0][0][:80]!r} occurs twice in an object")
-    return found
+    return fields
 
 
-# Paths that users and their data name: only regular files are opened.
+# Users and their data name these paths. Only regular files are opened.
 #
-# Whoever opens a named pipe waits for somebody to write into it, and a device may never end.
+# Opening a named pipe waits until a process writes into it, and a device may never end.
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -224,8 +224,8 @@ _KINDS = {
 
 
 def what_is_at(path: str | Path) -> str:
-    """`a file`, `a folder`, `a named pipe`, `nothing`; links are followed. OSError and ValueError
-    where the path itself cannot be."""
+    """Return `a file`, `a folder`, `a named pipe`, `nothing` or the like; links are followed. Raise
+    OSError or ValueError where no such path can exist."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "something else")
     except (FileNotFoundError, NotADirectoryError):
@@ -233,29 +233,29 @@ def what_is_at(path: str | Path) -> str:
 
 
 def real_path(path: str | Path) -> Path:
-    """The absolute path without links. Of links in a circle it is one of them, and to open it is an
-    OSError; Path.resolve has a RuntimeError for them."""
+    """Return the absolute path without links. For links in a circle it is one of them, and opening
+    it raises OSError; Path.resolve would raise RuntimeError."""
     return Path(os.path.realpath(path))
 
 
 def home_path(path: str | Path) -> Path:
-    """The path with a leading ~ replaced. One of a user who does not exist stays as it is, where
-    Path.expanduser has a RuntimeError."""
+    """Return the path with a leading ~ replaced. For a user who does not exist the path stays as it
+    is, where Path.expanduser would raise RuntimeError."""
     return Path(os.path.expanduser(path))
 
 
 def require_file(path: str | Path) -> Path:
     """Return the path of a regular file; anything else is refused before it is opened."""
     try:
-        found = what_is_at(path)
+        kind = what_is_at(path)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot be read: {error}", place=str(path)) from error
-    if found == "nothing":
+    if kind == "nothing":
         lost = ": it is a link that leads nowhere" if os.path.islink(path) else ""
         raise DataError(f"does not exist{lost}", place=str(path))
-    if found != "a file":
+    if kind != "a file":
         raise DataError(
-            f"is {found}, and only files are read", place=str(path), remedy="give a file"
+            f"is {kind}, and only files are read", place=str(path), remedy="give a file"
         )
     return Path(path)
 
@@ -265,12 +265,12 @@ def require_files_in(folder: str | Path) -> None:
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             try:
-                found = what_is_at(path)
+                kind = what_is_at(path)
             except OSError as error:  # a loop of links
                 raise DataError(
                     f"cannot be read: {error.strerror}", place=str(path), remedy="remove it"
                 ) from error
-            if found not in ("a file", "a folder", "nothing"):
+            if kind not in ("a file", "a folder", "nothing"):
                 raise DataError(
-                    f"is {found}, and only files are read", place=str(path), remedy="remove it"
+                    f"is {kind}, and only files are read", place=str(path), remedy="remove it"
                 )

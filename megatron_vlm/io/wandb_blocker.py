@@ -1,7 +1,7 @@
-"""Megatron-Core without Weights & Biases: run/log_sinks.py imports it where log.wandb asks for it.
+"""Megatron-Core without Weights & Biases, which run/log_sinks.py imports where log.wandb is set.
 
-megatron-core 0.16.1 imports it wherever it is installed. That takes a second, and makes folders in
-TMPDIR that stay there when the process is killed.
+megatron-core 0.16.1 imports wandb wherever it is installed. That takes a second, and makes folders
+in TMPDIR that stay there when the process is killed.
 """
 
 import importlib.abc
@@ -9,7 +9,7 @@ import sys
 
 
 def keep_wandb_from_megatron() -> None:
-    """To Megatron it is not installed; everybody else may import it."""
+    """Hide wandb from Megatron; all other code may import it."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -21,7 +21,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _importer() -> str:
-    """The module that has the import statement which is being carried out."""
+    """Return the module whose import statement is being executed."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _MACHINERY:
         frame = frame.f_back

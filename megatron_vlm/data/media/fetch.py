@@ -1,9 +1,10 @@
-"""Files over http(s), from public addresses only: a data set must not reach a private network.
+"""Download of files over http(s), from public addresses only: a data set must not reach a private
+network.
 
-A name is resolved once, its address checked, and the connection made to that same address, so a
+A name is resolved once, its address is checked, and the connection is made to that same address. A
 name that resolves differently the second time gains nothing. Redirects pass the same check.
 
-A server may be slow or hostile, too: bytes and time are bounded, redirects included, and content
+A server may be slow or hostile, too. Bytes and time are bounded, redirects included, and content
 that would have to be unpacked is refused.
 """
 
@@ -24,29 +25,29 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_BYTES = 64 * 2**20
 MAX_REDIRECTS = 3
-TIMEOUT_S = 20.0  # without a single byte, and for a TLS handshake
-TOTAL_S = 120.0  # for all of it
+TIMEOUT_S = 20.0  # limit without a single byte, and for a TLS handshake
+TOTAL_S = 120.0  # limit for the whole download
 _COPY = "copy the file to data.image_root"
 
 
-# Addresses of IPv6 whose last 32 bits are one of IPv4 that packets go on to: IPv4-compatible,
-# IPv4-mapped, IPv4-translated and NAT64.
+# The last 32 bits of these IPv6 addresses are an IPv4 address to which packets go on. They are
+# IPv4-compatible, IPv4-mapped, IPv4-translated and NAT64.
 _ENDING_IN_IPV4 = tuple(
     ipaddress.IPv6Network(f"{prefix}/96")
     for prefix in ("::", "::ffff:0:0", "::ffff:0:0:0", "64:ff9b::")
 )
-_ISATAP = 0x5EFE  # before the last 32 bits, but for the bits that say of what scope it is
+_ISATAP = 0x5EFE  # precedes the last 32 bits, apart from the bits of the scope
 _ISATAP_BITS = 0xFDFFFFFF
-_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA gives out for the internet
+_UNICAST = ipaddress.IPv6Network("2000::/3")  # the range that IANA assigns for the internet
 
 
 def is_public(address: str) -> bool:
-    """Whether the address, and each that it embeds, belongs to the public internet."""
+    """Return whether the address, and each address in it, belongs to the public internet."""
     return all(map(_is_public, _unwrapped(ipaddress.ip_address(address))))
 
 
 def _unwrapped(address: _Address) -> list[_Address]:
-    """The addresses that packets to this one may go to."""
+    """Return the addresses that packets to this one may go to."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
@@ -73,19 +74,19 @@ def fetch(url: str, where: str, allowed: Callable[[str], bool] = is_public) -> b
     try:
         with deadline.running(TOTAL_S):
             body = _followed(url, where, allowed, deadline)
-    except Exception as error:  # of sockets, of ssl, of httpx and of what it is made of
+    except Exception as error:  # sockets, ssl, httpx and its dependencies raise many kinds
         if isinstance(error, DataError):
             raise
         if not deadline.over:
             raise DataError(f"cannot be fetched: {reason(error)}", place=where) from error
-    if deadline.over:  # without an error, what came may be a part
+    if deadline.over:  # the body may be incomplete, even without an error
         raise DataError(f"was not fetched within {TOTAL_S:g} s", place=where, remedy=_COPY)
     return body
 
 
 class _Deadline:
-    """Ends the connection when the time is over, whatever it waits for. A time-out of each read
-    would not: a server that sends a byte now and then could hold a rank for ever."""
+    """Deadline that ends the connection when the time is over. A time-out of each read would
+    not suffice: a server that sends a byte now and then could hold a rank for ever."""
 
     def __init__(self) -> None:
         self.over = False
@@ -102,7 +103,7 @@ class _Deadline:
             timer.cancel()
 
     def trace(self, event: str, info: dict[str, Any]) -> None:
-        """What httpx tells of its progress: here, each connection that it makes."""
+        """Keep the socket of each connection; httpx calls this as it makes progress."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._socket = info["return_value"].get_extra_info("socket")
             if self.over:
@@ -112,7 +113,7 @@ class _Deadline:
         self.over = True
         if self._socket is not None:
             with suppress(OSError):  # it was closed just now
-                # That of SSLSocket would take its state from under the thread that reads.
+                # SSLSocket.shutdown would drop the TLS state that the reading thread still uses.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
@@ -128,7 +129,7 @@ def _followed(url: str, where: str, allowed: Callable[[str], bool], deadline: _D
 def _request(
     url: str, where: str, allowed: Callable[[str], bool], deadline: _Deadline
 ) -> tuple[bytes, str | None]:
-    """One request: the body and None, or the address that it redirects to."""
+    """Make one request. Return the body and None, or no body and the address of a redirect."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise DataError(f"redirects to {url[:120]!r}, which is not http(s)", place=where)
@@ -144,7 +145,7 @@ def _request(
     target = httpx.URL(url).copy_with(host=host)
     headers = {"Host": parts.netloc.rpartition("@")[2], "Accept-Encoding": "identity"}
     more = {"sni_hostname": parts.hostname, "trace": deadline.trace}
-    # No proxy: it would resolve the name itself, and the check would mean nothing.
+    # No proxy is used: it would resolve the name itself, and the check would mean nothing.
     with (
         httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client,
         client.stream("GET", target, headers=headers, extensions=more) as response,
@@ -157,7 +158,8 @@ def _request(
 
 
 def _body(response: httpx.Response, where: str) -> bytes:
-    """The content as it comes. A few KB of gzip in gzip would unpack to gigabytes."""
+    """Read the content as it comes, never unpacked. A few KB of gzip in gzip would unpack to
+    gigabytes."""
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise DataError(

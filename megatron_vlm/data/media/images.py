@@ -1,7 +1,7 @@
-"""A picture becomes Qwen3-VL's patches, bit for bit those of Hugging Face's processor.
+"""Conversion of a picture to Qwen3-VL's patches, bit for bit those of Hugging Face's processor.
 
-Patches stay bytes: rescaling and normalising map each of the 256 values of a channel to a float,
-which a table does on the device, after the patches have travelled at a quarter of the size (an
+Patches stay bytes. Rescaling and normalising map each of the 256 values of a channel to a float,
+which a table does on the device. The patches have then travelled at a quarter of the size (an
 eighth, since a still image repeats its frame in time).
 
 Shapes: P patches, C values of a patch (3 channels x frames x side x side).
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_vlm.data.media.processor_settings import read_settings
 from megatron_vlm.errors import ConfigError, DataError
 
-# Fields that must be true, or patches would not be a table look-up of resized RGB bytes.
+# These fields must be true: otherwise patches would be no table look-up of resized RGB bytes.
 _NEEDED = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 _OWN_NAMES = ("patch_size", "temporal_patch_size", "merge_size", "rescale_factor", "resample")
 
@@ -44,7 +44,7 @@ class ImageSettings:
     def from_checkpoint(
         folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> "ImageSettings":
-        """The checkpoint's own settings; the two bounds, if given, replace its own."""
+        """Read the checkpoint's settings; the two bounds, where they are set, replace its own."""
         path = Path(folder) / "preprocessor_config.json"
         if not os.path.lexists(path):
             raise ConfigError(
@@ -57,45 +57,45 @@ class ImageSettings:
                     "is not supported", place=str(path), key=key, found=raw[key], allowed=(True,)
                 )
         size = raw.get("size", {})
-        found = ImageSettings(
+        settings = ImageSettings(
             **{key: raw[key] for key in _OWN_NAMES if key in raw},
             min_pixels=min_pixels or raw.get("min_pixels") or size.get("shortest_edge") or 65536,
             max_pixels=max_pixels or raw.get("max_pixels") or size.get("longest_edge") or 2**24,
             mean=tuple(raw.get("image_mean", (0.5, 0.5, 0.5))),
             std=tuple(raw.get("image_std", (0.5, 0.5, 0.5))),
         )
-        if found.min_pixels > found.max_pixels:
+        if settings.min_pixels > settings.max_pixels:
             raise ConfigError(
-                f"is above data.max_pixels={found.max_pixels}",
+                f"is above data.max_pixels={settings.max_pixels}",
                 key="data.min_pixels",
-                found=found.min_pixels,
+                found=settings.min_pixels,
                 remedy=f"set both, since one that is not set has the value in {path}",
             )
-        return found
+        return settings
 
     def within(self, min_pixels: int | None, max_pixels: int | None, where: str) -> "ImageSettings":
-        """The settings of an image whose record bounds its pixels."""
+        """Return the settings of an image whose record bounds its pixels."""
         if min_pixels is None and max_pixels is None:
             return self
-        least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
-        if least > most:
+        lower, upper = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+        if lower > upper:
             raise DataError(
-                f"is above max_pixels={most}",
+                f"is above max_pixels={upper}",
                 place=where,
                 key="min_pixels",
-                found=least,
+                found=lower,
                 remedy="change min_pixels or max_pixels beside the image, or data.min_pixels or "
                 "data.max_pixels",
             )
-        return replace(self, min_pixels=least, max_pixels=most)
+        return replace(self, min_pixels=lower, max_pixels=upper)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The size that the picture is resized to."""
+        """Return the size to which the picture is resized."""
         side = self.patch_size * self.merge_size
         return smart_resize(height, width, side, self.min_pixels, self.max_pixels)
 
     def grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """The image_grid_thw of a picture of this size."""
+        """Return the image_grid_thw of a picture of this size."""
         new_h, new_w = self.resized(height, width)
         return (1, new_h // self.patch_size, new_w // self.patch_size)
 
@@ -103,8 +103,9 @@ class ImageSettings:
 def smart_resize(
     height: int, width: int, side: int, least: int, most: int, count: int = 1, span: int = 1
 ) -> tuple[int, int]:
-    """Hugging Face's: sides are multiples of a token's, and the pixels of all `count` frames, of
-    which each patch spans `span` in time, are in bounds."""
+    """Return the new height and width, as Hugging Face's smart_resize does. Sides are multiples of
+    a token's side. The pixels of all `count` frames are in bounds; a patch spans `span` frames in
+    time."""
     new_h, new_w = round(height / side) * side, round(width / side) * side
     # The rounded count of frames decides whether to resize; the true one, by how much.
     total = round(count / span) * span * new_h * new_w
@@ -120,7 +121,7 @@ def smart_resize(
 
 
 def image_patches(image: PIL.Image.Image, settings: ImageSettings) -> np.ndarray:
-    """The patches [P, C] of an RGB picture as bytes, of a single frame."""
+    """Return the patches [P, C] of an RGB picture as bytes, of a single frame."""
     height, width = settings.resized(image.height, image.width)
     if (width, height) != image.size:
         image = image.resize((width, height), resample=settings.resample)
@@ -134,16 +135,16 @@ def image_patches(image: PIL.Image.Image, settings: ImageSettings) -> np.ndarray
 
 
 def normalisation_table(mean: Sequence[float], std: Sequence[float], rescale: float) -> Tensor:
-    """[3, 256]: the float for each byte of each channel. In numpy, with Hugging Face's own order of
-    operations and precisions, to get the same bits."""
+    """Return [3, 256], the float for each byte of each channel. It is computed in numpy, with
+    Hugging Face's order of operations and precisions, to get the same bits."""
     rescaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
     mean_3, std_3 = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
     return torch.from_numpy((rescaled - mean_3) / std_3)
 
 
 def expand_patches(patches_PC: Tensor, table: Tensor, width: int) -> Tensor:
-    """pixel_values [P, width] in fp32 from patches as bytes, on their device. The single frame of a
-    still picture is repeated in time; a video's patches have all frames already.
+    """Return pixel_values [P, width] in fp32 from patches as bytes, on their device. The single
+    frame of a still picture is repeated in time; a video's patches have all frames already.
 
     Shapes here: F bytes of a channel of a patch, R repetitions of them."""
     bytes_P3F = patches_PC.view(len(patches_PC), 3, -1)

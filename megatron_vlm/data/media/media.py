@@ -1,4 +1,4 @@
-"""Opening the pictures that a record points to, within limits and inside one folder.
+"""Access to the pictures that a record points to, within limits and inside one folder.
 
 `image_size` reads only a header, so that samples can be planned before anything is decoded;
 `read_image` gives RGB as Hugging Face's processors make it.
@@ -27,16 +27,16 @@ from megatron_vlm.io.untrusted import real_path, what_is_at
 
 MAX_ASPECT = 200  # Hugging Face's smart_resize refuses more
 # Pillow's other decoders are rarely needed and less often tested; that of EPS runs Ghostscript on
-# the file, whatever its name. JPEG includes the MPO files of phones.
+# a file of any name. JPEG includes the MPO files of phones.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-MAX_TILE_PIXELS = 4096 * 4096  # of a TIFF
-_TILE_SIDES = (322, 323)  # its tags
+MAX_TILE_PIXELS = 4096 * 4096  # limit for a tile of a TIFF
+_TILE_SIDES = (322, 323)  # the tags of a tile's width and height
 _ORIENTATION = 0x0112  # the EXIF tag; values from 5 on swap width and height
 
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """What a record may point to."""
+    """Limits on the sources of media that a record may name."""
 
     root: str | None  # paths are relative to this folder and stay inside it; None: no paths at all
     allow_http: bool = False
@@ -44,7 +44,7 @@ class MediaPolicy:
 
 
 def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
-    """A path or file:// URL as a real path inside the root."""
+    """Resolve a path or file:// URL to a real path inside the root."""
     if policy.root is None:
         raise DataError(
             f": {source[:120]!r} is a local file, and no folder is open to records",
@@ -56,7 +56,7 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
         if source.startswith("file://"):
             source = urllib.parse.unquote(urllib.parse.urlsplit(source).path)
         path = real_path(root / source)
-        found = what_is_at(path)
+        kind = what_is_at(path)
     except (OSError, ValueError) as error:  # too long, with a NUL byte, a loop of links
         raise DataError(f": {source[:120]!r} is not a path: {error}", place=where) from error
     if not path.is_relative_to(root):
@@ -65,30 +65,30 @@ def resolve_path(source: str, policy: MediaPolicy, where: str) -> Path:
             place=where,
             remedy="move it there, or set data.image_root to a folder that holds all files",
         )
-    if found != "a file":
-        instead = "" if found == "nothing" else f": it is {found}"
+    if kind != "a file":
+        instead = "" if kind == "nothing" else f": it is {kind}"
         raise DataError(f": no file {source} in data.image_root={root}{instead}", place=where)
     return path
 
 
 def image_size(image: Image, policy: MediaPolicy, where: str) -> tuple[int, int]:
-    """The (height, width) that the decoded picture will have, from its header alone."""
+    """Return the (height, width) of the picture once decoded, from its header alone."""
     with _opened(image, policy, where) as opened:
         width, height = opened.size
         # Pillow would decode a PNG to look for EXIF after its pixels: only EXIF before them counts.
-        # A TIFF it always turns, and has said so in its size.
+        # Pillow always turns a TIFF, and has already swapped its size.
         known = opened.format != "TIFF" and (opened.format != "PNG" or "exif" in opened.info)
         turned = policy.exif_orientation and known and _is_turned(opened.getexif())
     return (width, height) if turned else (height, width)
 
 
 def _is_turned(exif: PIL.Image.Exif) -> bool:
-    """Whether width and height are swapped; text and the like are no orientation."""
+    """Return whether width and height are swapped. Text and the like are not an orientation."""
     return exif.get(_ORIENTATION) in (5, 6, 7, 8)
 
 
 def read_image(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
-    """The picture in RGB; corrupt and truncated files are refused."""
+    """Return the picture in RGB. Corrupt and truncated files are refused."""
     with _opened(image, policy, where) as opened:
         turned = PIL.ImageOps.exif_transpose(opened) if policy.exif_orientation else opened
         turned.load()
@@ -106,7 +106,7 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
             check_aspect(height, width, f"{where}: {image.name}", f"{width} x {height}")
             _check_tiles(opened, f"{where}: {image.name}")
             yield opened
-    except Exception as error:  # each of Pillow's decoders has its own, RuntimeError among them
+    except Exception as error:  # decoders raise many kinds, even RuntimeError
         if isinstance(error, DataError):
             raise
         raise DataError(
@@ -115,7 +115,7 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
 
 
 def _open(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
-    """The picture with its header read, but not decoded."""
+    """Return the picture with its header read, but not decoded."""
     source: Any = image.source
     if isinstance(source, PIL.Image.Image):
         return source
@@ -125,8 +125,8 @@ def _open(image: Image, policy: MediaPolicy, where: str) -> PIL.Image.Image:
 
 
 def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
-    """The content or the path of a file as a picture with its header read, but not decoded; only
-    FORMATS are tried. `where` is the place of an error."""
+    """Open the content or the path of a file as a picture. Its header is read, but nothing is
+    decoded, and only FORMATS are tried. `where` is the place of an error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
@@ -145,7 +145,7 @@ def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
         raise DataError(
             f"has more than {limit} pixels", place=where, remedy="shrink the file"
         ) from error
-    except Exception as error:  # as above
+    except Exception as error:  # decoders raise many kinds
         raise DataError(
             f"is not an image that can be opened: {_first(error)}", place=where
         ) from error
@@ -153,14 +153,14 @@ def open_picture(source: bytes | Path, where: str) -> PIL.Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Those that this Pillow was built with: its older versions have no AVIF."""
+    """Return the formats that this Pillow was built with: its older versions have no AVIF."""
     PIL.Image.init()
     return tuple(name for name in FORMATS if name in PIL.Image.OPEN)
 
 
 def _check_tiles(opened: PIL.Image.Image, where: str) -> None:
-    """Refuse a TIFF whose tiles are far larger than pictures are stored in: each is decoded whole,
-    however small the picture itself."""
+    """Refuse a TIFF whose tiles are far larger than pictures are stored in: each tile is decoded
+    whole, however small the picture is."""
     tags = getattr(opened, "tag_v2", {}) if opened.format == "TIFF" else {}
     width, height = (int(tags.get(tag, 1)) for tag in _TILE_SIDES)
     if width * height > MAX_TILE_PIXELS:
@@ -199,7 +199,7 @@ def _open_source(source: str, policy: MediaPolicy, where: str, name: str) -> byt
 
 
 def data_uri(pixels: np.ndarray) -> str:
-    """A picture [height, width, 3] as a data URI. PNG keeps every pixel."""
+    """Return a picture [height, width, 3] as a data URI. PNG keeps every pixel."""
     file = io.BytesIO()
     PIL.Image.fromarray(pixels).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

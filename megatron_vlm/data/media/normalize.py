@@ -1,4 +1,4 @@
-"""Patches as bytes become pixel values, on the device that needs them.
+"""Conversion of patches in bytes to pixel values, on the device that needs them.
 
 Shapes: P patches, C values of a patch.
 """
@@ -19,13 +19,15 @@ class PixelTables:
         self.folder, self.device = folder, device
 
     def images(self, patches_PC: Tensor | None) -> Tensor | None:
-        """The pixel values of images: bytes are normalised, floats are returned unchanged."""
+        """Return the pixel values of images. Bytes are normalised, floats are returned
+        unchanged."""
         if patches_PC is None or patches_PC.dtype != torch.uint8:
             return patches_PC
         return expand_patches(patches_PC, *self._image_table)
 
     def videos(self, patches_PC: Tensor | None) -> Tensor | None:
-        """The pixel values of videos, likewise."""
+        """Return the pixel values of videos. Bytes are normalised, floats are returned
+        unchanged."""
         if patches_PC is None or patches_PC.dtype != torch.uint8:
             return patches_PC
         return expand_patches(patches_PC, *self._video_table)

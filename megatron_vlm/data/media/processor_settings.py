@@ -1,5 +1,5 @@
-"""The files of a checkpoint with the settings of its image and video processors: each value of its
-type, and within bounds that keep nonsense from taking hours and memory."""
+"""Settings of a checkpoint's image and video processors, read from its files. Each value is checked
+for its type, and for bounds that keep nonsense from taking hours and memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,12 @@ _MOST_PIXELS = 2**40  # bounds are often set far beyond any picture
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a file."""
+    """Read the settings in a file."""
     return checked(_file(path))
 
 
 def read_part(path: Path, name: str) -> dict[str, Any] | None:
-    """The settings of one processor in a file of several; None where it has none."""
+    """Read the settings of one processor in a file of several. Return None where it has none."""
     part = _file(path).get(name)
     return checked(part) or None if part is not None else None
 
@@ -30,7 +30,7 @@ def _file(path: Path) -> JsonField:
 
 
 def checked(settings: JsonField) -> dict[str, Any]:
-    """The settings as plain values; any of them may be null."""
+    """Return the settings as plain values; any of them may be null."""
     for key, field in settings.object().items():
         if key in _CHECKS and field.value is not None:
             _CHECKS[key](field)
@@ -47,8 +47,8 @@ def _pixels(field: JsonField) -> None:
 
 def _size(field: JsonField) -> None:
     for key in ("shortest_edge", "longest_edge"):
-        if (found := field.get(key)) is not None:
-            found.whole(1, _MOST_PIXELS)
+        if (edge := field.get(key)) is not None:
+            edge.whole(1, _MOST_PIXELS)
 
 
 def _colours(field: JsonField) -> None:
@@ -59,8 +59,8 @@ def _colours(field: JsonField) -> None:
 
 def _deviations(field: JsonField) -> None:
     _colours(field)
-    for each in field.items():
-        each.number(1e-9, 1e9)
+    for deviation in field.items():
+        deviation.number(1e-9, 1e9)
 
 
 _CHECKS: dict[str, Callable[[JsonField], object]] = {

@@ -1,7 +1,7 @@
-"""A video becomes Qwen3-VL's patches, value for value those of Hugging Face's processor.
+"""Conversion of a video to Qwen3-VL's patches, value for value those of Hugging Face's processor.
 
-`plan_video` says which frames are taken, at what size and with which timestamps; `video_patches`
-makes the pixels. Patches stay bytes, as those of images do.
+`plan_video` chooses the frames to take, their size and their timestamps; `video_patches` makes the
+pixels. Patches stay bytes, as those of images do.
 
 Shapes: P patches, C values of a patch (3 channels x frames x side x side).
 """
@@ -26,11 +26,11 @@ from megatron_vlm.data.records.record import VideoOptions
 from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.family.spec import VisionMarks
 
-# Any other value would make other patches, and is refused.
+# Any other value than true would make other patches, and is refused.
 _ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "do_sample_frames")
-# What the configuration may choose, as data.video_*.
+# The configuration may choose these, as data.video_*.
 CHOSEN = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels")
-_BOUNDS = ("min_pixels", "max_pixels", "total_pixels")  # that a record may set
+_BOUNDS = ("min_pixels", "max_pixels", "total_pixels")  # a record may set these
 _FIXED = {"resample": 3, "num_frames": None, **dict.fromkeys(_ON, True)}
 
 
@@ -41,13 +41,13 @@ class VideoSettings:
     patch_size: int = 16
     temporal_patch_size: int = 2
     merge_size: int = 2
-    min_pixels: int = 128 * 32 * 32  # of all frames of a video together, resized
+    min_pixels: int = 128 * 32 * 32  # in all resized frames of a video together
     max_pixels: int = 768 * 32 * 32
-    fps: float = 2  # frames taken of each second
+    fps: float = 2  # frames to take per second
     min_frames: int = 4
     max_frames: int = 768
     cap_pixels_per_frame: bool = False
-    max_video_tokens: int = 768  # of one frame, if that cap is on
+    max_video_tokens: int = 768  # limit per frame, with cap_pixels_per_frame
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
@@ -56,8 +56,8 @@ class VideoSettings:
     def from_checkpoint(
         cls, folder: str | Path, chosen: Mapping[str, float | None] = MappingProxyType({})
     ) -> "VideoSettings":
-        """The checkpoint's own settings, from the files that Hugging Face reads, in its order;
-        those of CHOSEN that are given and not None replace its own."""
+        """Read the checkpoint's settings, from the files that Hugging Face reads, in its order.
+        Values in `chosen` that are not None replace them."""
         path, raw = _settings_file(Path(folder))
         for key, needed in _FIXED.items():
             if raw.get(key, needed) != needed:
@@ -68,41 +68,42 @@ class VideoSettings:
                     found=raw[key],
                     allowed=(needed,),
                 )
-        found = {item.name: raw[item.name] for item in fields(cls) if item.name in raw}
-        # Hugging Face reads the two bounds from size alone, whatever else is in the file.
+        values = {item.name: raw[item.name] for item in fields(cls) if item.name in raw}
+        # Hugging Face reads the two bounds from size alone, and ignores other fields for them.
         size = raw.get("size") or {"shortest_edge": cls.min_pixels, "longest_edge": cls.max_pixels}
-        found |= {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        found["cap_pixels_per_frame"] = bool(raw.get("cap_pixels_per_frame"))
-        for key, value in found.items():
+        values |= {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+        values["cap_pixels_per_frame"] = bool(raw.get("cap_pixels_per_frame"))
+        for key, value in values.items():
             if value is None:
                 raise ConfigError(
                     f"has no value (size: {size})", place=str(path), key=key, allowed="a value"
                 )
-            found[key] = tuple(value) if isinstance(value, list) else value
-        found |= {key: value for key, value in chosen.items() if value is not None}
-        settings = cls(**found)
+            values[key] = tuple(value) if isinstance(value, list) else value
+        values |= {key: value for key, value in chosen.items() if value is not None}
+        settings = cls(**values)
         settings._check(chosen, path)
         return settings
 
     def _check(self, chosen: Mapping[str, float | None], path: Path) -> None:
-        """Refuse bounds that contradict each other. Fewer frames at most than at least are no
-        contradiction where the checkpoint has the least: Hugging Face takes the most."""
+        """Refuse bounds that contradict each other. A minimum of frames above the maximum is no
+        contradiction where the minimum is the checkpoint's: Hugging Face takes the maximum."""
         for name in ("pixels", "frames"):
-            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if least > most and (name == "pixels" or chosen.get("min_frames")):
+            lower, upper = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if lower > upper and (name == "pixels" or chosen.get("min_frames")):
                 raise ConfigError(
-                    f"is above data.video_max_{name}={most}",
+                    f"is above data.video_max_{name}={upper}",
                     key=f"data.video_min_{name}",
-                    found=least,
+                    found=lower,
                     remedy=f"set both, since one that is null has the value in {path}",
                 )
 
 
 def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """transformers 5 saves the settings in processor_config.json, and reads that file first."""
+    """Return the file of the settings, and its content. transformers 5 saves the settings in
+    processor_config.json, and reads that file first."""
     nested = folder / "processor_config.json"
-    if os.path.lexists(nested) and (found := read_part(nested, "video_processor")):
-        return nested, found
+    if os.path.lexists(nested) and (settings := read_part(nested, "video_processor")):
+        return nested, settings
     path = folder / "video_preprocessor_config.json"
     if not os.path.lexists(path):
         raise ConfigError(
@@ -113,7 +114,7 @@ def _settings_file(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What is known of a video before frames are chosen. Without fps, 24 is assumed."""
+    """Facts about a video before frames are chosen. Without fps, 24 is assumed."""
 
     num_frames: int
     fps: float | None
@@ -129,7 +130,7 @@ class VideoPlan:
     indices: tuple[int, ...]
     timestamps: tuple[float, ...]  # seconds, one for each temporal patch
     grid_thw: tuple[int, int, int]
-    height: int  # of the resized frames
+    height: int  # pixels of a resized frame
     width: int
 
 
@@ -141,7 +142,7 @@ def plan_video(
     options: VideoOptions = VideoOptions(),
 ) -> VideoPlan:
     """Choose frames and their size. sample=False takes every frame, as Hugging Face does with
-    do_sample_frames=False when it is given frames. `options` are the record's."""
+    do_sample_frames=False when it receives frames. `options` are those of the record."""
     if info.fps is not None and not 0 < info.fps < math.inf:
         raise DataError(
             place=where, key="fps", found=info.fps, allowed="frames per second above 0, or none"
@@ -159,7 +160,7 @@ def plan_video(
     indices = (first + np.linspace(0, length - 1, count).round().astype(int)).tolist()
     times = list(options.times or [index / fps for index in indices])
     times += times[-1:] * (-count % span)
-    # Midway between the first and the last frame of each temporal patch.
+    # A timestamp is midway between the first and the last frame of its temporal patch.
     timestamps = tuple((times[i] + times[i + span - 1]) / 2 for i in range(0, len(times), span))
     height, width = _resized(count, info, settings, options, where)
     grid = (len(timestamps), height // settings.patch_size, width // settings.patch_size)
@@ -167,7 +168,7 @@ def plan_video(
 
 
 def _clip(info: VideoInfo, options: VideoOptions, where: str) -> tuple[int, int]:
-    """The first frame between video_start and video_end, and how many there are."""
+    """Return the first frame between video_start and video_end, and the number of frames there."""
     start, end = options.video_start, options.video_end
     if start is None and end is None:
         return 0, info.num_frames
@@ -197,7 +198,7 @@ def _clip(info: VideoInfo, options: VideoOptions, where: str) -> tuple[int, int]
 def _count(
     length: int, fps: float, settings: VideoSettings, options: VideoOptions, where: str
 ) -> int:
-    """How many of the frames are taken, as Hugging Face's video processor chooses it."""
+    """Return the number of frames to take, as Hugging Face's video processor chooses it."""
     if options.nframes is not None:
         if options.nframes > length:
             raise DataError(
@@ -208,68 +209,70 @@ def _count(
                 allowed=f"at most {length}",
             )
         return options.nframes
-    least, most = (
+    min_count, max_count = (
         options.min_frames or settings.min_frames,
         options.max_frames or settings.max_frames,
     )
-    if least > most and options.min_frames:
+    if min_count > max_count and options.min_frames:
         raise DataError(
-            f"is above the maximum of {most}",
+            f"is above the maximum of {max_count}",
             place=where,
             key="min_frames",
-            found=least,
+            found=min_count,
             remedy="lower it, or raise max_frames beside it or data.video_max_frames",
         )
-    wanted = int(min(length / fps * (options.fps or settings.fps), length))
-    return min(max(wanted, least), most, length)
+    target = int(min(length / fps * (options.fps or settings.fps), length))
+    return min(max(target, min_count), max_count, length)
 
 
 def _bounds(
     count: int, settings: VideoSettings, options: VideoOptions, where: str
 ) -> tuple[int, int]:
-    """The least and the most pixels of all frames together. A record's are of each frame."""
+    """Return the minimum and the maximum of the pixels of all frames together. A record's
+    min_pixels and max_pixels are per frame."""
     side = settings.patch_size * settings.merge_size
-    most, least, floor = settings.max_pixels, settings.min_pixels, settings.min_pixels
+    upper, lower, floor = settings.max_pixels, settings.min_pixels, settings.min_pixels
     if options.total_pixels is not None:
-        most = options.total_pixels * settings.temporal_patch_size
+        upper = options.total_pixels * settings.temporal_patch_size
     if options.min_pixels is not None:
-        least, floor = options.min_pixels * count, options.min_pixels
+        lower, floor = options.min_pixels * count, options.min_pixels
     if settings.cap_pixels_per_frame:
-        share = min(settings.max_video_tokens * side * side, most // count)
-        most = max(share, int(floor * 1.05)) * count
+        share = min(settings.max_video_tokens * side * side, upper // count)
+        upper = max(share, int(floor * 1.05)) * count
     if options.max_pixels is not None:
-        most = min(most, options.max_pixels * count)
-    if least > most and (options.min_pixels or options.max_pixels or options.total_pixels):
+        upper = min(upper, options.max_pixels * count)
+    if lower > upper and (options.min_pixels or options.max_pixels or options.total_pixels):
         raise DataError(
-            f": the {count} frames have a minimum of {least} pixels together, above the maximum "
-            f"of {most}",
+            f": the {count} frames have a minimum of {lower} pixels together, above the maximum "
+            f"of {upper}",
             place=where,
             key=next(key for key in _BOUNDS if getattr(options, key)),
             found=next(value for key in _BOUNDS if (value := getattr(options, key))),
             remedy="change min_pixels, max_pixels or total_pixels beside the video, or "
             "data.video_min_pixels or data.video_max_pixels",
         )
-    return least, most
+    return lower, upper
 
 
 def _resized(
     count: int, info: VideoInfo, settings: VideoSettings, options: VideoOptions, where: str
 ) -> tuple[int, int]:
-    """The size of the resized frames, as Hugging Face's video processor chooses it."""
+    """Return the size of the resized frames, as Hugging Face's video processor chooses it."""
     side = settings.patch_size * settings.merge_size
     height, width = info.height, info.width
-    least, most = _bounds(count, settings, options, where)
+    lower, upper = _bounds(count, settings, options, where)
     if min(height, width) < side:
         scale = max(side / height, side / width)
         height, width = int(height * scale), int(width * scale)
     check_aspect(height, width, where, f"{info.width} x {info.height}")
     span = settings.temporal_patch_size
-    return smart_resize(height, width, side, least, most, count, span)
+    return smart_resize(height, width, side, lower, upper, count, span)
 
 
 def video_text(plan: VideoPlan, merge_size: int, marks: VisionMarks) -> str:
-    """The text for one video of the chat template: each temporal patch's time, then its
-    placeholders in brackets. transformers 5 keeps the template's own brackets around all of it."""
+    """Return the text for one video of the chat template: each temporal patch's time, then its
+    placeholders in brackets. transformers 5 keeps the template's own brackets around the whole
+    text."""
     _, height, width = plan.grid_thw
     frame = marks.start + marks.video * (height * width // merge_size**2) + marks.end
     return "".join(f"<{seconds:.1f} seconds>{frame}" for seconds in plan.timestamps)
@@ -278,8 +281,8 @@ def video_text(plan: VideoPlan, merge_size: int, marks: VisionMarks) -> str:
 def video_patches(
     frames: Iterable[np.ndarray], plan: VideoPlan, settings: VideoSettings
 ) -> np.ndarray:
-    """The patches [P, C] of the plan's frames as bytes, in Hugging Face's order of patches and
-    values. Of frames that come one at a time, only the resized ones are kept in memory."""
+    """Return the patches [P, C] of the plan's frames as bytes, in Hugging Face's order of patches
+    and values. If frames come one at a time, only the resized ones are kept in memory."""
     resized, shapes = [], set()
     for frame in frames:
         assert frame.dtype == np.uint8 and frame.ndim == 3, "RGB bytes [height, width, 3]"
@@ -302,9 +305,10 @@ def video_patches(
 
 
 def _resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """[3, height, width] bytes, by the same call that torchvision's resize makes for uint8 on a
-    CPU. Its kernel rounds between two passes, so converting to floats would give other bytes.
-    Resizing frames one at a time gives the same bytes as Hugging Face's whole batch."""
+    """Resize a frame to [3, height, width] bytes, by the same call that torchvision's resize makes
+    for uint8 on a CPU. Its kernel rounds between two passes, so converting to floats would give
+    other bytes. Resizing frames one at a time gives the same bytes as Hugging Face's whole
+    batch."""
     pixels = torch.tensor(frame).permute(2, 0, 1)[None]  # a copy: frames may be read-only
     if pixels.shape[2:] != (height, width):
         pixels = F.interpolate(
@@ -314,8 +318,8 @@ def _resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def video_normalisation_table(settings: VideoSettings) -> Tensor:
-    """[3, 256]: the float for each byte of each channel. Hugging Face's video processor folds the
-    rescaling into mean and std; its image processor does not, and rounds differently."""
+    """Return [3, 256], the float for each byte of each channel. Hugging Face's video processor
+    folds the rescaling into mean and std; its image processor does not, and rounds differently."""
     mean, std = (
         torch.tensor(values)[:, None] * (1.0 / settings.rescale_factor)
         for values in (settings.image_mean, settings.image_std)

@@ -12,9 +12,9 @@ from megatron_vlm.data.media.video import VideoInfo
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import reason, require_file
 
-# A decoder holds up to 17 frames, and a file of 1 MB can ask for that many of any size.
+# A decoder holds up to 17 frames, and a file of 1 MB can demand that many of any size.
 MAX_FRAME_PIXELS = 4096 * 4096  # more than 4K, or the 5312 x 2988 of action cameras
-# Only files that hold their own frames: a playlist could name any other file.
+# Only files that hold their own frames are read: a playlist could name any other file.
 _OPEN_OPTIONS = {
     "max_pixels": str(MAX_FRAME_PIXELS),  # checked by the decoders for each frame
     "format_whitelist": "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg",
@@ -24,8 +24,9 @@ _REMEDY = "re-encode it (ffmpeg -i OLD NEW.mp4) or drop it"
 
 
 def probe_video(path: str | Path) -> VideoInfo:
-    """Length, frame rate and upright size. The whole file is read, but decoded only if the count
-    in its header cannot be relied on: outside MP4, and in MP4 with packets that are not shown."""
+    """Return the length, frame rate and upright size. The whole file is read. It is decoded only if
+    the count in its header cannot be relied on: outside MP4, and in MP4 with packets that are not
+    shown."""
     with _open_video(path) as (container, stream):
         fps = float(stream.average_rate) if stream.average_rate else None
         stated = stream.frames if "mp4" in container.format.name else 0
@@ -49,11 +50,12 @@ def probe_video(path: str | Path) -> VideoInfo:
 
 
 def iter_frames(path: str | Path, indices: Sequence[int]) -> Iterator[np.ndarray]:
-    """The frames with these ascending indices, upright, as RGB bytes [height, width, 3]. They come
-    one at a time, because all frames of a video in full size take gigabytes.
+    """Yield the frames with these ascending indices, upright, as RGB bytes [height, width, 3]. They
+    come one at a time, because all frames of a video in full size take gigabytes.
 
-    Decodes from the start and never seeks, which misses frames in many files. A phone's rotation
-    is applied, as torchcodec does from 0.11 on, with which Hugging Face reads files.
+    Decoding begins at the start of the file and never seeks, because seeking misses frames in many
+    files. A phone's rotation is applied. torchcodec, with which Hugging Face reads files, does the
+    same from 0.11 on.
     """
     assert list(indices) == sorted(set(indices)), "indices must ascend"
     waiting = deque(indices)
@@ -78,13 +80,15 @@ def _decoded(path: str | Path) -> Iterator[Any]:
 
 
 def _quarter_turns(frame: Any) -> int:
-    """Counter-clockwise turns that make a frame upright. Mirroring and other angles are ignored."""
+    """Return the quarter turns, counter-clockwise, that make a frame upright. Mirroring and other
+    angles are ignored."""
     return round(frame.rotation / 90) % 4
 
 
 @contextmanager
 def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
-    """PyAV's container and its main video stream; its errors are raised with the file's name."""
+    """Yield PyAV's container and its main video stream. PyAV's errors are raised with the file's
+    name."""
     try:
         import av
     except ImportError as error:
@@ -114,7 +118,7 @@ def _open_video(path: str | Path) -> Iterator[tuple[Any, Any]]:
             remedy=_REMEDY,
         ) from error
     except (UnicodeError, AttributeError, ValueError, ArithmeticError) as error:
-        # What PyAV makes of headers that contradict themselves.
+        # PyAV raises these for headers that contradict themselves.
         if isinstance(error, DataError):
             raise
         raise DataError(

@@ -1,4 +1,4 @@
-"""Where raw records come from: one small class for each way of reading, all with random access.
+"""Sources of raw records: one small class for each way of reading, all with random access.
 
 A source has `len`, `source[i]` (a raw dict), `where(i)` (for messages), `digest` (of its content)
 and `root` (the folder of its images). Streams, which have no random access, are in `stream.py`.
@@ -24,11 +24,11 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, real_path, require_file, require_files_in
 
 _MOST_LIST = 2**36  # bytes
-_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # of a data set on the Hub
+_NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")  # a data set on the Hub
 
 
 class Source(Protocol):
-    """What the rest of the data path needs of a source."""
+    """Interface of a source for the rest of the data path."""
 
     name: str
     root: str
@@ -41,7 +41,7 @@ class Source(Protocol):
 
 
 def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) -> Source:
-    """The source of a spec, with its records located but not read."""
+    """Open the source of a spec. Its records are located but not read."""
     root = spec.image_root or image_root
     paths = paths_of(spec)
     if not paths:
@@ -80,18 +80,19 @@ def open_source(spec: SourceSpec, image_root: str | None, cache: Path | None) ->
 
 
 def paths_of(spec: SourceSpec) -> list[str]:
-    """The files or folders that a spec names, in the order of their names."""
+    """Return the files or folders that a spec names, in the order of their names."""
     return sorted(glob.glob(os.path.expanduser(spec.path), recursive=True))
 
 
 def folder_of_source(path: str) -> str:
-    """Where the images of a file, or of a folder of files, lie unless something else is said."""
+    """Return the default folder of the images of a file, or of a folder of files."""
     resolved = real_path(path)
     return str(resolved if resolved.is_dir() else resolved.parent)
 
 
 class JsonlSource:
-    """JSON lines; one scan finds the lines and the digest."""
+    """Records from files of JSON lines. One scan yields the positions of the lines and the
+    digest."""
 
     def __init__(self, files: Sequence[str], names: Sequence[str], root: str):
         self.files, self.names, self.root = list(files), list(names), root
@@ -122,10 +123,10 @@ class ListSource:
 
     def __init__(self, paths: Sequence[str], name: str, root: str):
         self.name, self.root = name, root
-        self.records: list[tuple[str, Any]] = []  # where each is, and its content
+        self.records: list[tuple[str, Any]] = []  # place and content
         for path in paths:
             file = UntrustedFile(path, remedy="JSON lines are named .jsonl")
-            # As large as memory: whoever has more gives JSON lines.
+            # A list may be as large as memory. JSON lines serve for larger data.
             content = file.parsed(file.content(_MOST_LIST), most_values=_MOST_LIST)
             if not isinstance(content, list):
                 raise file.error("must hold one list of records")
@@ -167,20 +168,20 @@ def _open_folder(path: str, spec: SourceSpec, root: str) -> Source:
     if not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
         return _hub_source(spec, root)
     try:
-        found, name = datasets.load_from_disk(path), path
+        dataset, name = datasets.load_from_disk(path), path
     except Exception as error:  # pyarrow and datasets raise many kinds
         raise DataError(f"cannot be read: {root_cause(error)}", place=path) from error
-    if isinstance(found, datasets.DatasetDict):
-        if spec.split not in found:
+    if isinstance(dataset, datasets.DatasetDict):
+        if spec.split not in dataset:
             raise ConfigError(
                 ": the folder has no such split",
                 place=path,
                 key="split",
                 found=spec.split,
-                allowed=tuple(found),
+                allowed=tuple(dataset),
             )
-        found, name = found[spec.split], f"{path}[{spec.split}]"
-    return TableSource(found, name, root)
+        dataset, name = dataset[spec.split], f"{path}[{spec.split}]"
+    return TableSource(dataset, name, root)
 
 
 def _hub_source(spec: SourceSpec, root: str | None) -> Source:

@@ -26,22 +26,23 @@ from megatron_vlm.errors import ConfigError, DataError
 from megatron_vlm.io.untrusted import UntrustedFile, require_file, require_files_in
 
 _LINES = (".jsonl", ".ndjson", ".gz", ".zst")
-_TABLES = (".parquet", ".arrow")  # which `datasets` reads
-# The columns of what is read here: bytes, parsed where an error can be skipped.
+_TABLES = (".parquet", ".arrow")  # read by `datasets`
+# Records that are read here have these columns. Their bytes are parsed later, where an error can
+# be skipped.
 _WHERE, _CONTENT = "__where__", "__content__"
 _LINE = "a line"  # no name of a member has a space
 
 
 @dataclass(frozen=True)
 class StreamRecord:
-    """A record as it was read, and where the stream is after it."""
+    """A record as it was read, and the state of the stream after it."""
 
-    table: Any  # of one row, in Arrow format
+    table: Any  # one row, in Arrow format
     where: str
     state: dict[str, Any]
 
     def raw(self) -> Any:
-        """The record as plain values."""
+        """Return the record as plain values."""
         raw = table_row(self.table, self.where)
         if _WHERE not in raw:
             return raw
@@ -54,17 +55,17 @@ class StreamRecord:
 
 @dataclass(frozen=True)
 class Stream:
-    """One stream, or several mixed by their weights."""
+    """A stream, or a mix of several by their weights."""
 
-    dataset: Any  # of `datasets`, in Arrow format
+    dataset: Any  # a data set of `datasets`, in Arrow format
     name: str
-    root: str | None  # where its images lie
+    root: str | None  # folder of its images
     window: int  # records that are shuffled together
     seed: int
     shuffle: bool
 
     def records(self, epoch: int, state: dict[str, Any] | None) -> Iterator[StreamRecord]:
-        """The records of an epoch, from its start or from the state that a record carries."""
+        """Yield the records of an epoch, from its start or from the state that a record carries."""
         state = state or {"window": 0, "used": 0, "state": None}
         window, used, read = state["window"], state["used"], state["state"]
         # A data set remembers how far it was read, even across calls of `iter`.
@@ -81,18 +82,18 @@ class Stream:
                     where = where or f"{self.name}: record {window * self.window + index}"
                     after = {"window": window, "used": count + 1, "state": read}
                     yield StreamRecord(tables[index], where, after)
-            # A copy: the data set keeps changing its own.
+            # The state is copied because the data set keeps changing its own.
             window, used, read = window + 1, 0, copy.deepcopy(dataset.state_dict())
 
     def _window(self, records: Iterator[Any]) -> list[Any]:
-        """The next records, fewer at the end."""
-        # What is damaged in a Parquet or Arrow file shows as it is read.
+        """Return the records of the next window, fewer at the end."""
+        # Damage in a Parquet or Arrow file shows only as it is read.
         with UntrustedFile(self.name, remedy="download it again").border("cannot be read further"):
             return list(itertools.islice(records, self.window))
 
 
 def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> Stream:
-    """The streams of these specs, mixed by weight until each has been read to its end."""
+    """Open the streams of these specs, mixed by weight until each has been read to its end."""
     import datasets
 
     streams = [_open(spec) for spec in specs]
@@ -106,16 +107,17 @@ def open_stream(specs: Sequence[SourceSpec], cfg: DataConfig, train: bool) -> St
             stopping_strategy="all_exhausted_without_replacement",
         )
     root = _root(specs, cfg)
-    # Arrow's own values: `datasets` would decode images, and without our limits.
+    # Values stay in Arrow format: `datasets` would decode images without our limits.
     dataset, name = mixed.with_format("arrow"), " + ".join(spec.path for spec in specs)
     return Stream(dataset, name, root, cfg.shuffle_window, cfg.seed, train and cfg.shuffle)
 
 
 def _root(specs: Sequence[SourceSpec], cfg: DataConfig) -> str | None:
-    """The folder of the images: as given (checks.py: streams share it), or that of the files. If
-    these lie in several, none: a record says nothing of where it comes from."""
-    if given := specs[0].image_root or cfg.image_root:
-        return given
+    """Return the folder of the images: the configured one (checks.py: streams share it), or that of
+    the files. Return None if the files lie in several folders, because a record does not name its
+    file."""
+    if configured := specs[0].image_root or cfg.image_root:
+        return configured
     firsts = [next(iter(paths_of(spec)), None) for spec in specs]
     roots = {os.getcwd() if first is None else folder_of_source(first) for first in firsts}
     return roots.pop() if len(roots) == 1 else None
@@ -151,13 +153,13 @@ def _open(spec: SourceSpec) -> Any:
 
 
 def _where(table: Any) -> str | None:
-    """The place of a record, where it was read here."""
+    """Return the place of a record that was read here, or None if `datasets` read it."""
     known = _WHERE in table.column_names
     return table[_WHERE][0].as_py() if known else None
 
 
 def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The lines of JSON of files, not parsed yet: a wrong one may be skipped."""
+    """Yield the JSON lines of files without parsing them, because a wrong one may be skipped."""
     for path in paths:
         for number, line in enumerate(iter_lines(content_of(path)), 1):
             where = f"{path}:{number}"
@@ -169,7 +171,7 @@ def _lines(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _samples(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The samples of WebDataset shards."""
+    """Yield the samples of WebDataset shards."""
     for path in paths:
         source = TarSource([path], "")
         for index in range(len(source)):

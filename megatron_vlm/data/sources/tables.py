@@ -1,7 +1,7 @@
-"""Rows of Arrow tables, which Parquet, Arrow and `datasets` give, as plain values.
+"""Rows of Arrow tables as plain values. The tables come from Parquet, Arrow and `datasets`.
 
-Arrow trusts what a file says of its own offsets and lengths: a single flipped bit makes a reader
-look outside its memory and die. So a row is checked before it is read.
+Arrow trusts the offsets and lengths in a file: a single flipped bit makes a reader look outside its
+memory and die. So a row is checked before it is read.
 """
 
 import os
@@ -24,7 +24,7 @@ class TableSource:
 
     def __init__(self, dataset: Any, name: str, root: str):
         with _named(name, "the schema is damaged"):
-            # Arrow's own values: `datasets` would decode images, and without our limits.
+            # Values stay in Arrow format: `datasets` would decode images without our limits.
             self.dataset = dataset.with_format("arrow")
         self.name, self.root = name, root
         files = [each["filename"] for each in dataset.cache_files]
@@ -45,12 +45,13 @@ class TableSource:
         return table_row(table, where)
 
     def _check_sizes(self) -> None:
-        """The files are mapped: whoever reads past the end of one that has shrunk is killed."""
+        """Refuse files that have shrunk. They are mapped, and a read past the end of one kills the
+        process."""
         for path, size in self.sizes.items():
-            found = os.path.getsize(path) if os.path.exists(path) else 0
-            if found < size:
+            current_size = os.path.getsize(path) if os.path.exists(path) else 0
+            if current_size < size:
                 raise DataError(
-                    f"has {found:,} bytes now, and had {size:,} when it was opened",
+                    f"has {current_size:,} bytes now, and had {size:,} when it was opened",
                     place=path,
                     remedy="leave data files alone while they are read, and start again",
                 )
@@ -60,7 +61,7 @@ class TableSource:
 
 
 def table_row(table: Any, where: str) -> dict[str, Any]:
-    """The only row of an Arrow table, as plain values."""
+    """Return the only row of an Arrow table, as plain values."""
     with _named(where, "the record is damaged"):
         for column in table.columns:
             for chunk in column.chunks:
@@ -72,14 +73,15 @@ def table_row(table: Any, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _named(where: str, damaged: str) -> Iterator[None]:
-    """Errors of Arrow, with the name of what is damaged."""
+    """Raise Arrow's errors with the name of the damaged file or record."""
     with UntrustedFile(where, remedy="download the file again, or make it again").border(damaged):
         yield
 
 
 def _check(array: Any) -> None:
     """Raise ArrowInvalid unless every offset, length and string of the array is sound. A full check
-    of a list would go through the values of all rows of its batch: here it is of its own alone."""
+    of a list would go through the values of all rows of its batch. This one covers only the list's
+    own values."""
     array.validate()
     kind = array.type
     if isinstance(kind, pyarrow.BaseExtensionType):
@@ -89,15 +91,16 @@ def _check(array: Any) -> None:
             _check(array.field(place))
     elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         for one in (array.slice(place, 1) for place in range(len(array))):
-            one.validate()  # its offsets are within the values
+            one.validate()  # the offsets are within the values
             _check(one.flatten())
     else:
         array.validate(full=True)
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Arrow gives every struct the fields of all others, as nulls: these are left out. `datasets`
-    keeps values of mixed types as JSON: these are parsed, and their nulls kept."""
+    """Convert a value of Arrow to a plain one. Arrow gives every struct the fields of all others,
+    as nulls: these are left out. `datasets` keeps values of mixed types as JSON: these are parsed,
+    and their nulls kept."""
     if value is None:
         return None
     if isinstance(kind, pyarrow.JsonType):
@@ -110,29 +113,29 @@ def _plain(value: Any, kind: Any) -> Any:
     return value
 
 
-# Data sets by name or folder, as `datasets` loads them.
+# `datasets` loads data sets by name or by folder.
 #
-# The README.md of a data set may say which files it consists of. It is data like the rest: it names
-# no file outside its folder, and no address.
+# The README.md of a data set may list the files of the set. It is untrusted like the rest of the
+# data: it must not name an address or a file outside its folder.
 
-_README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # its YAML stands first
+_README = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)  # the YAML comes first
 
 
 def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
-    """A split of a data set on the Hub, or in a folder of files."""
+    """Load a split of a data set on the Hub, or in a folder of files."""
     import datasets
 
     name = spec.path.removeprefix(HUB)
     folder = name == spec.path and os.path.isdir(name)
     if folder:
         _refuse_addresses(Path(name))
-    elif os.path.isdir(name):  # a folder of this name is not what is meant
+    elif os.path.isdir(name):  # a folder of this name is not meant
         name = f"hf://datasets/{name}"
     which = {"path": name, "name": spec.subset, "revision": spec.revision}
     try:
         builder = datasets.load_dataset_builder(**which)
         _refuse_outside(builder.config.data_files or {}, name, folder)
-        # It resolves the same files once more.
+        # This call resolves the same files once more.
         return datasets.load_dataset(**which, split=spec.split, streaming=streaming)
     except DataError:
         raise
@@ -145,24 +148,24 @@ def load_by_name(spec: SourceSpec, streaming: bool = False) -> Any:
 
 
 def root_cause(error: BaseException) -> str:
-    """The first line of the error that led to this one."""
+    """Return the first line of the error that led to this one."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _refuse_addresses(folder: Path) -> None:
-    """Refuse them before `datasets` asks them whether the files are there."""
+    """Refuse addresses before `datasets` sends requests to them."""
     for path in (folder / "README.md", folder / ".huggingface.yaml"):
         file = UntrustedFile(str(path), remedy="mend it")
         text = file.content().decode(errors="replace") if os.path.lexists(path) else ""
         head = _README.match(text) if path.suffix == ".md" else None
         with file.border("its YAML cannot be read"):
-            said = yaml.safe_load(head[1] if head else "" if path.suffix == ".md" else text)
-        configs = said.get("configs") if isinstance(said, dict) else None
-        if found := re.search(r"[\w+.]+://[^'\"\s]*|::", str(configs or "")):
+            settings = yaml.safe_load(head[1] if head else "" if path.suffix == ".md" else text)
+        configs = settings.get("configs") if isinstance(settings, dict) else None
+        if address := re.search(r"[\w+.]+://[^'\"\s]*|::", str(configs or "")):
             raise DataError(
-                f"names {found[0]} as a data file",
+                f"names {address[0]} as a data file",
                 place=str(path),
                 remedy="download it into the folder and name it there",
             )

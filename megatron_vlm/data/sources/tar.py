@@ -38,7 +38,7 @@ class TarSource:
         return join_members(self.members(index), self.where(index))
 
     def members(self, index: int) -> dict[str, bytes]:
-        """The content of each member of a sample, by the end of its name."""
+        """Return the content of each member of a sample, by the end of its name."""
         shard, _, members = self.samples[index]
         check_size(sum(size for _, size in members.values()), self.where(index))
         with open(self.paths[shard], "rb") as file:
@@ -54,7 +54,7 @@ class TarSource:
 
 
 def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int, int]]]]:
-    """The samples of a shard: adjacent members with the same name up to the first dot."""
+    """Return the samples of a shard: adjacent members with the same name up to the first dot."""
     samples: list[tuple[int, str, dict[str, tuple[int, int]]]] = []
     try:
         with tarfile.open(path, "r:") as tar:
@@ -70,7 +70,7 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
                 key = f"{folder}/{stem}" if folder else stem
                 if not samples or samples[-1][1] != key:
                     samples.append((shard, key, {}))
-                if member.issparse():  # its size is not what the file holds
+                if member.issparse():  # its size is not that of its content
                     raise tarfile.ReadError(f"{member.name} is stored with holes")
                 samples[-1][2][field.lower()] = (member.offset_data, member.size)
             if tar.offset > total:
@@ -81,8 +81,8 @@ def _scan_tar(shard: int, path: str) -> list[tuple[int, str, dict[str, tuple[int
 
 
 def join_members(values: dict[str, Any], where: str) -> Any:
-    """The members of a WebDataset sample as one record: the JSON with the pictures as its images,
-    or a picture and its caption."""
+    """Join the members of a WebDataset sample into one record: the JSON with the pictures as its
+    images, or a picture and its caption."""
     pictures = [values[field] for field in sorted(values) if field.split(".")[-1] in _PICTURES]
     record, text = values.get("json"), values.get("txt")
     if record is not None:

@@ -1,4 +1,4 @@
-"""Files as bytes: their digests, and compressed ones unpacked."""
+"""Files as bytes: their digests, their unpacked content, and their lines."""
 
 import codecs
 import contextlib
@@ -26,7 +26,8 @@ _ALWAYS = 64 * 2**20  # bytes that any file may unpack to
 
 
 def file_digest(path: str) -> str:
-    """A digest of a file's content, or of a very large one's size, time and evenly spaced parts."""
+    """Return a digest of a file's content or, for a very large file, of its size, time and evenly
+    spaced parts."""
     stat = os.stat(path)
     hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
@@ -40,8 +41,8 @@ def file_digest(path: str) -> str:
 
 
 def unpacked_path(path: str, cache: Path | None) -> str:
-    """The path of a plain file with the content; in the cache if this one is compressed, for that
-    has no lines to seek to."""
+    """Return the path of a plain file with the content. A compressed file is unpacked into the
+    cache, because it has no lines to seek to."""
     if not path.endswith((".gz", ".zst")):
         return path
     if cache is None:
@@ -83,38 +84,38 @@ def _unpack(path: str, target: Path) -> str:
 
 
 def content_of(path: str) -> Iterator[bytes]:
-    """The content of a file in blocks; it may be compressed, as its suffix says. A DataError where
-    it is cut off, or where more comes out than can be right."""
-    most, done = max(_ALWAYS, MAX_RATIO * os.path.getsize(path)), 0
+    """Yield the content of a file in blocks. The file may be compressed, as its suffix says. Raise
+    a DataError where it is cut off, or where it unpacks to more than can be right."""
+    max_bytes, num_bytes = max(_ALWAYS, MAX_RATIO * os.path.getsize(path)), 0
     try:
-        # Arrow's readers: those of gzip and zstandard silently accept a truncated zst file.
+        # Arrow reads the file: the readers of gzip and zstandard accept a truncated zst in silence.
         with pyarrow.input_stream(path) as stream:
-            while done <= most and (block := stream.read(_SAMPLE)):
-                done += len(block)
+            while num_bytes <= max_bytes and (block := stream.read(_SAMPLE)):
+                num_bytes += len(block)
                 yield block
     except Exception as error:  # each library raises its own
         raise DataError(
             f"cannot be unpacked: {error}", place=path, remedy="check that it is complete"
         ) from error
-    if done > most:
+    if num_bytes > max_bytes:
         raise DataError(
-            f"unpacks to more than {most // 2**20} MiB, {MAX_RATIO} times its size or more",
+            f"unpacks to more than {max_bytes // 2**20} MiB, {MAX_RATIO} times its size or more",
             place=path,
             remedy="if that is right, unpack it yourself",
         )
 
 
-# Lines of JSON: where each lies in a file, and its record, within bounds of memory.
+# Lines of JSON are located in a file, and their records parsed, within bounds of memory.
 
-# One record, with the images that it may hold as base64. A few KB can unpack to gigabytes.
+# A record may hold images as base64. A few KB can unpack to gigabytes.
 MAX_RECORD = 256 * 2**20  # bytes
 _BLOCK = 2**22
-_SHORT = 8  # bytes; longer lines are not looked through for something that is not blank
+_SHORT = 8  # bytes; longer lines are not searched for a character that is not blank
 _IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 
 
 def parse_json(text: str | bytes, where: str, what: str = "a line of JSON") -> Any:
-    """Parse a JSON text; raise a DataError at `where` if it is not JSON, or too much."""
+    """Parse a JSON text. Raise a DataError at `where` if it is not JSON, or exceeds a limit."""
     check_size(len(text), where)
     return UntrustedFile(where, remedy="mend the record or drop it").parsed(text, f"is not {what}")
 
@@ -135,20 +136,20 @@ def too_large(where: str) -> DataError:
 
 
 def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The [start, end) of each line that is not blank, and its number, from 1."""
+    """Return the [start, end) of each line that is not blank, and its number, from 1."""
     spans, numbers = [], []
     offset, line = 0, 1
     with open(path, "rb") as file:
         start = 3 if file.read(3) == codecs.BOM_UTF8 else 0
         file.seek(0)
-        before = b""  # the last bytes of the block before
+        before = b""  # the last bytes of the previous block
         while block := file.read(_BLOCK):
             hasher.update(block)
             ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + offset
             if len(ends):
-                found = np.stack([np.concatenate([[start], ends[:-1] + 1]), ends], axis=1)
-                keep = _not_blank(found, before + block, offset - len(before))
-                spans.append(found[keep])
+                block_spans = np.stack([np.concatenate([[start], ends[:-1] + 1]), ends], axis=1)
+                keep = _not_blank(block_spans, before + block, offset - len(before))
+                spans.append(block_spans[keep])
                 numbers.append(np.flatnonzero(keep) + line)
                 start, line = int(ends[-1]) + 1, line + len(ends)
             before, offset = (before + block)[-_SHORT:], offset + len(block)
@@ -162,7 +163,8 @@ def scan_lines(path: str, hasher: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _not_blank(spans: np.ndarray, content: bytes, offset: int) -> np.ndarray:
-    """Which lines hold more than white space; `content` starts at `offset` of the file."""
+    """Return a mask of the lines that hold more than white space; `content` starts at `offset` of
+    the file."""
     keep: np.ndarray = spans[:, 1] > spans[:, 0]
     short = np.flatnonzero(keep & (spans[:, 1] - spans[:, 0] < _SHORT))
     if len(short):
@@ -174,8 +176,8 @@ def _not_blank(spans: np.ndarray, content: bytes, offset: int) -> np.ndarray:
 
 
 def iter_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """Every line of a file that comes in blocks, None for one that is too large. Never more than a
-    record and a block are held."""
+    """Yield every line of a file that comes in blocks, and None for a line that is too large. At
+    most a record and a block are held in memory."""
     held, too_large = bytearray(), False
     for block in blocks:
         *whole, rest = block.split(b"\n")
