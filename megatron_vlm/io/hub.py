@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub by name: ORG/NAME, or ORG/NAME@REVISION.
 
 The files come through huggingface_hub into its cache; HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and
-HF_ENDPOINT mean what they mean there. A name with a commit as its revision is pinned: its files
+HF_ENDPOINT keep their meaning. A name with a commit as its revision is pinned: its files
 never change, and once they are in the cache nothing connects to the Hub again.
 """
 

@@ -100,7 +100,7 @@ def _opened(image: Image, policy: MediaPolicy, where: str) -> Iterator[PIL.Image
     """Open the picture and close it again; Pillow's errors in between are raised with its name."""
     try:
         opened = _open(image, policy, where)
-        # A picture that was given as a PIL image stays open: it belongs to the caller.
+        # A picture that came as a PIL image stays open: it belongs to the caller.
         with nullcontext(opened) if opened is image.source else opened:
             width, height = opened.size
             check_aspect(height, width, f"{where}: {image.name}", f"{width} x {height}")

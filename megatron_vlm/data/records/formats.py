@@ -25,7 +25,7 @@ from megatron_vlm.data.records.unknown_keys import slip_of
 from megatron_vlm.errors import DataError
 from megatron_vlm.io.untrusted import UntrustedFile, is_too_deep
 
-# Keys identify a format. It has these other keys apart from the ones that all formats have.
+# The first keys identify a format. The others are its own; _COMMON has those of all formats.
 _FORMATS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("messages",): (),
     ("conversations",): (),

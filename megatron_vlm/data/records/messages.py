@@ -47,12 +47,12 @@ def column(raw: Mapping[str, Any], kind: str, where: str) -> list[Any]:
 def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Image:
     """Return an image from a path, URL, bytes, PIL image, or an object that holds one of them.
     `beside` holds the other keys of its part."""
-    held: Mapping[str, Any] = _NOTHING
+    fields: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):  # {"url": ...}, or an undecoded image of `datasets`
-        held = keys.read(source, {"bytes", "url", "path", "detail", *IMAGE_OPTIONS}, where)
-        if held.pop("detail", "auto") != "auto":  # OpenAI's resolution
+        fields = keys.read(source, {"bytes", "url", "path", "detail", *IMAGE_OPTIONS}, where)
+        if fields.pop("detail", "auto") != "auto":  # OpenAI's resolution
             keys.read({"detail": source["detail"]}, (), where)
-        source = next((held[key] for key in ("bytes", "url", "path") if key in held), None)
+        source = next((fields[key] for key in ("bytes", "url", "path") if key in fields), None)
     if isinstance(source, bytearray | memoryview):
         source = bytes(source)
     if not isinstance(source, str | bytes | PIL.Image.Image) or not source:
@@ -60,17 +60,19 @@ def image_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _N
             f": an image must be a path, URL, bytes or PIL image, not {kind_of(source)}",
             place=where,
         )
-    return Image(source, **image_options(joined_options(held, beside, IMAGE_OPTIONS, where), where))
+    return Image(
+        source, **image_options(joined_options(fields, beside, IMAGE_OPTIONS, where), where)
+    )
 
 
 def video_of(source: Any, where: str, keys: Keys, beside: Mapping[str, Any] = _NOTHING) -> Video:
     """Return a video from a path, an object that holds one, or a list of frames. `beside` holds the
     other keys of its part."""
-    held: Mapping[str, Any] = _NOTHING
+    fields: Mapping[str, Any] = _NOTHING
     if isinstance(source, Mapping):
-        held = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
-        source = only(held, ("path", "url", "video"), where)
-    options = joined_options(held, beside, VIDEO_OPTIONS, where)
+        fields = keys.read(source, {"path", "url", "video", *VIDEO_OPTIONS}, where)
+        source = only(fields, ("path", "url", "video"), where)
+    options = joined_options(fields, beside, VIDEO_OPTIONS, where)
     if is_list(source):
         frames = tuple(image_of(f, f"{where}, frame {i}", keys) for i, f in enumerate(source))
         if not frames:

@@ -27,7 +27,7 @@ class Image:
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """Options that a record sets for one of its videos, under its own names. None: as for all
+    """Options that a record sets for one of its videos, named as in the record. None: as for all
     videos."""
 
     fps: float | None = None  # file: frames to take per second; list: frames per second

@@ -1,4 +1,4 @@
-"""Typed access to what a record holds, for the files that read its formats."""
+"""Typed access to the values of a record, for the files that read its formats."""
 
 import json
 from collections.abc import Mapping, Sequence

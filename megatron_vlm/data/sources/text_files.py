@@ -178,15 +178,15 @@ def _not_blank(spans: np.ndarray, content: bytes, offset: int) -> np.ndarray:
 def iter_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
     """Yield every line of a file that comes in blocks, and None for a line that is too large. At
     most a record and a block are held in memory."""
-    held, too_large = bytearray(), False
+    line, too_large = bytearray(), False
     for block in blocks:
         *whole, rest = block.split(b"\n")
         for piece in whole:
-            held += piece
-            yield None if too_large or len(held) > MAX_RECORD else bytes(held)
-            held, too_large = bytearray(), False
-        held += rest
-        if len(held) > MAX_RECORD:
-            held, too_large = bytearray(), True
-    if held or too_large:
-        yield None if too_large else bytes(held)
+            line += piece
+            yield None if too_large or len(line) > MAX_RECORD else bytes(line)
+            line, too_large = bytearray(), False
+        line += rest
+        if len(line) > MAX_RECORD:
+            line, too_large = bytearray(), True
+    if line or too_large:
+        yield None if too_large else bytes(line)
