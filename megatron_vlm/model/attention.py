@@ -1,9 +1,9 @@
-"""Attention: the `torch` backend over scaled_dot_product_attention, on CPU and GPU, and the cache
-of generation around any backend.
+"""Attention of the decoder: the `torch` backend over scaled_dot_product_attention, for CPU and GPU,
+and the KV cache of generation around any backend.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width, N query heads, G key/value heads, R
-query heads of each, D head size, F half of it, Q outputs of the first linear, T columns of the
-cache.
+query heads per key/value head, D head size, F half the head size, Q outputs of the first linear, T
+columns of the cache.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,8 +24,8 @@ from megatron_vlm.model.kv_cache import KVCache
 
 
 class FusedSelfAttention(SelfAttention):
-    """Megatron's self attention, with all that lies between its first linear and its core attention
-    as one chain."""
+    """Megatron's self attention, with all operations between its first linear and its core
+    attention fused into one chain."""
 
     def __init__(self, *args: Any, chains: FusedOps, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -39,7 +39,7 @@ class FusedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """`rotary_pos_emb` is cos and sin of the positions, [2, S, B, F]."""
+        """Attend, with `rotary_pos_emb` [2, S, B, F] as the cos and sin of the positions."""
         mixed_SBQ, _bias = self.linear_qkv(hidden_SBH)
         query_key_value = self.chains.heads(
             mixed_SBQ,
@@ -56,7 +56,8 @@ class FusedSelfAttention(SelfAttention):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Causal attention without a mask: rows are padded on the right, where it changes nothing."""
+    """Causal attention without a mask: rows are padded on the right, where padding changes no real
+    token."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class SDPACoreAttention(MegatronModule):
 
 
 class CachedAttention(MegatronModule):
-    """A backend's core attention, and in generation the cache: the backend attends among the tokens
-    of the prompt, every later token attends to the cache."""
+    """A backend's core attention and, in generation, the KV cache. The backend attends among the
+    tokens of the prompt; every later token attends to the cache."""
 
     def __init__(
         self,
@@ -111,17 +112,18 @@ class CachedAttention(MegatronModule):
         self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if self.cache is not None:
-            kept = self.cache.store(self.layer_number, key_SBGD, value_SBGD)
+            cached = self.cache.store(self.layer_number, key_SBGD, value_SBGD)
             if not self.cache.in_prefill:
-                return self._attend_to_cache(query_SBND[0], *kept, self.cache.mask_B11T)
+                return self._attend_to_cache(query_SBND[0], *cached, self.cache.mask_B11T)
         out_SBH: Tensor = self.backend(query_SBND, key_SBGD, value_SBGD, *args, **kwargs)
         return out_SBH
 
     def _attend_to_cache(
         self, query_BND: Tensor, key_BTGD: Tensor, value_BTGD: Tensor, mask_B11T: Tensor | None
     ) -> Tensor:
-        """One new token a row. Alone it has no causal order, so the query heads that share a
-        key/value head take the place of tokens, and no key is copied for each of them."""
+        """Attend from one new token per row to the cache. A single token has no causal order, so
+        the query heads that share a key/value head take the place of tokens, and no key is copied
+        for each of them."""
         attend = partial(
             F.scaled_dot_product_attention, attn_mask=mask_B11T, scale=self.softmax_scale
         )
@@ -136,7 +138,7 @@ class CachedAttention(MegatronModule):
 
 @contextmanager
 def using_cache(cache: KVCache | None, layers: Iterable[Any]) -> Iterator[None]:
-    """Within it, these decoder layers keep and read this cache."""
+    """Make these decoder layers store into and read from this cache inside the context."""
     attentions = [] if cache is None else [layer.self_attention.core_attention for layer in layers]
     for attention in attentions:
         attention.cache = cache

@@ -1,5 +1,5 @@
-"""Which of torch's attention kernels the decoder tries first: `model.attention`. `auto` on CUDA is
-what a measurement finds, once for all ranks, at the model's own shape."""
+"""Choice of torch's attention kernel that the decoder tries first: `model.attention`. On CUDA
+`auto` measures the kernels once, for all ranks, at the model's own shape."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,49 +25,49 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-MEASURED = ("flash", "efficient", "cudnn")  # math keeps a matrix of scores
-LENGTHS = 3  # that are tried, each of them new as that of a micro-batch is
-MOST_TOKENS = 2048  # of a row that is tried
-GAIN = 0.05  # of the time: with less, torch's own choice stays
+MEASURED = ("flash", "efficient", "cudnn")  # math is left out: it stores a matrix of scores
+LENGTHS = 3  # number of lengths to try; each is new, as a micro-batch's length is
+MOST_TOKENS = 2048  # maximum length of a row to try
+GAIN = 0.05  # minimum gain as a share of the time; below it torch's own choice stays
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one rank's attention."""
+    """Shape of the attention of one rank."""
 
     rows: int
     heads: int
     kv_heads: int
     tokens: int
     head_dim: int
-    layers: int  # of a stage
+    layers: int  # layers of a stage
     dtype: torch.dtype
 
     @staticmethod
     def of(
         cfg: Config, text: TextSizes, dims: ParallelDims, dtype: torch.dtype
     ) -> "AttentionShape":
-        """As training will have it, for rows of a usual length."""
+        """Return the shape that training will have, for rows of a usual length."""
         tokens = min(cfg.data.max_tokens, MOST_TOKENS)
-        rows, most = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
-        if most is not None:
-            rows = max(1, most // tokens)
+        rows, max_batch_tokens = cfg.train.micro_batch_size, cfg.train.micro_batch_tokens
+        if max_batch_tokens is not None:
+            rows = max(1, max_batch_tokens // tokens)
         heads, kv_heads = text.heads // dims.tp, text.kv_heads // dims.tp
         layers = max(dims.layers_per_stage)
         return AttentionShape(rows, heads, kv_heads, tokens, text.head_dim, layers, dtype)
 
 
 def prefer_kernel(kernel: str) -> AbstractContextManager[None]:
-    """Within it attention takes this kernel, where it can."""
+    """Prefer this kernel for attention inside the context, where it can run."""
     if kernel == TORCH:
         return nullcontext()
     others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    order = [KERNELS[kernel], *(each for each in others if each is not KERNELS[kernel])]
+    order = [KERNELS[kernel], *(other for other in others if other is not KERNELS[kernel])]
     return sdpa_kernel(order, set_priority=True)
 
 
 def choose_kernel(asked: str, shape: AttentionShape, platform: Platform) -> str:
-    """One of KERNELS, or TORCH. A collective for `auto` on CUDA."""
+    """Return one of KERNELS or TORCH. `auto` on CUDA is a collective."""
     if asked != "auto":
         if isinstance(seconds := _try(asked, shape, platform), str):
             raise ConfigError(
@@ -81,18 +81,20 @@ def choose_kernel(asked: str, shape: AttentionShape, platform: Platform) -> str:
     if not platform.is_cuda:
         return TORCH
     tried = {kernel: _try(kernel, shape, platform) for kernel in (TORCH, *MEASURED)}
-    mine = {kernel: found for kernel, found in tried.items() if isinstance(found, float)}
-    found = all_gather_json(mine, None, platform.device)
-    chosen = fastest(found)
+    local_times = {kernel: result for kernel, result in tried.items() if isinstance(result, float)}
+    rank_times = all_gather_json(local_times, None, platform.device)
+    chosen = fastest(rank_times)
     if torch.distributed.get_rank() == 0:
-        times = ", ".join(f"{kernel} {1e3 * found[0][kernel]:.2f} ms" for kernel in found[0])
+        times = ", ".join(
+            f"{kernel} {1e3 * rank_times[0][kernel]:.2f} ms" for kernel in rank_times[0]
+        )
         say(f"model.attention=auto is {chosen} (a stage's layers, by new lengths: {times})")
     return chosen
 
 
 def fastest(found: Sequence[Mapping[str, float]]) -> str:
-    """From each rank's seconds by kernel: the kernel whose slowest rank is the fastest, among those
-    that every rank has; torch's own choice unless that gains something."""
+    """Return the kernel whose slowest rank is the fastest, among the kernels that every rank has
+    seconds for. Torch's own choice stays unless that kernel gains something."""
     slowest = {
         kernel: max(times[kernel] for times in found)
         for kernel in found[0]
@@ -104,8 +106,9 @@ def fastest(found: Sequence[Mapping[str, float]]) -> str:
 
 
 def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
-    """Seconds of forward and backward of a micro-batch, the mean over new lengths; or why not. A
-    kernel that prepares itself for each new length does so once for all layers."""
+    """Return the seconds of forward and backward of a micro-batch, as the mean over new lengths, or
+    the reason why the kernel fails. A kernel that prepares itself for each new length does so once
+    for all layers."""
     total = 0.0
     for number in range(LENGTHS):
         tokens = max(1, shape.tokens - 8 * number - 1)
@@ -113,7 +116,7 @@ def _try(kernel: str, shape: AttentionShape, platform: Platform) -> float | str:
             first, *again = (_seconds(kernel, shape, tokens, platform) for _ in range(3))
         except RuntimeError as error:
             return str(error).splitlines()[0]
-        if number > 0:  # the first of all loads what every length needs
+        if number > 0:  # the first length loads what every length needs
             total += first + (shape.layers - 1) * min(again)
     return total / (LENGTHS - 1)
 

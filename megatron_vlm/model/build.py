@@ -1,4 +1,4 @@
-"""From a checkpoint's config.json to one pipeline stage: the TransformerConfig and the model."""
+"""Build one pipeline stage from a checkpoint's config.json: its TransformerConfig and its model."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -25,15 +25,16 @@ from megatron_vlm.model.stage_model import StageModel
 
 
 def compute_dtype(cfg: Config, platform: Platform) -> torch.dtype:
-    """The dtype of weights and activations; gradients and optimizer state are always fp32."""
-    named = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    return named.get(cfg.train.precision, platform.default_dtype)
+    """Return the dtype of weights and activations; gradients and optimizer state are always
+    fp32."""
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return dtypes.get(cfg.train.precision, platform.default_dtype)
 
 
 def transformer_config(
     cfg: Config, text: TextSizes, dims: ParallelDims, platform: Platform, compiled: bool
 ) -> TransformerConfig:
-    """Megatron's view of the decoder. What it decides beyond sizes is commented."""
+    """Return Megatron's config of the decoder. Comments explain the values that are not sizes."""
     is_te = cfg.model.backend == "te"
     dtype = compute_dtype(cfg, platform)
     recompute: dict[str, Any] = {}
@@ -48,7 +49,7 @@ def transformer_config(
         experts = dict(
             num_moe_experts=text.experts.count,
             moe_router_topk=text.experts.top_k,
-            moe_router_pre_softmax=True,  # what is chosen from are probabilities
+            moe_router_pre_softmax=True,  # the router chooses from probabilities
             moe_ffn_hidden_size=text.experts.ffn,
         )
     return TransformerConfig(
@@ -74,30 +75,31 @@ def transformer_config(
         pipeline_model_parallel_size=dims.pp,
         expert_model_parallel_size=dims.ep,
         pipeline_model_parallel_layout=dims.megatron_layout() if dims.pp > 1 else None,
-        # Micro-batches keep their own length, and DeepStack features lengthen what is sent.
+        # Micro-batches keep their own length, and DeepStack features lengthen the message to the
+        # next stage.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths checks it, MoE or not
         # The loss is summed; the gradient is divided once by the global count of tokens.
         calculate_per_token_loss=True,
-        # Every weight comes from the checkpoint: nothing is drawn at random.
+        # Every weight comes from the checkpoint: no weight is initialised at random.
         perform_initialization=False,
         use_cpu_initialization=not platform.is_cuda,
-        deallocate_pipeline_outputs=True,  # what was sent on is kept as a graph, without its data
-        # gloo has no batched send and receive of Megatron's kind. Nor do interleaved stages take
-        # it: between two ranks that are each other's next and previous one at once, the batch
-        # would confuse hidden states with gradients.
+        deallocate_pipeline_outputs=True,  # a sent output keeps its graph, without its data
+        # gloo has no batched send and receive of Megatron's kind. Interleaved stages do not use it
+        # either: where two ranks are each other's next and previous rank at once, the batch would
+        # confuse hidden states with gradients.
         batch_p2p_comm=platform.is_cuda and dims.virtual_stages == 1,
-        # A receive's `wait` holds up the device's queue until its data is there. Megatron stops the
-        # host besides, for versions of torch in which a batched receive's did not.
+        # A receive's `wait` holds up the device's queue until its data has arrived. Megatron also
+        # stops the host, for versions of torch in which a batched receive did not hold up the
+        # queue.
         batch_p2p_sync=False,
         gradient_accumulation_fusion=not is_te
         and accumulates_fp32(cfg.model.fp32_weight_gradients, dtype, platform),
         # These fusions need CUDA kernels of Apex or Transformer Engine.
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        # Megatron compiles these; the torch backend has chains of its own (model/layer_specs.py),
-        # which Megatron takes in place of its SwiGLU where it believes it to be Transformer
-        # Engine's.
+        # Megatron compiles these. The torch backend has chains of its own (model/layer_specs.py);
+        # Megatron accepts them in place of its SwiGLU where it takes them for Transformer Engine's.
         use_te_activation_func=not is_te,
         bias_activation_fusion=is_te and compiled,
         bias_dropout_fusion=is_te and compiled,
@@ -115,20 +117,21 @@ def build_chunks(
     platform: Platform,
     others: Sequence[StageModel] | None = None,
 ) -> list[StageModel]:
-    """The chunks of the model that this rank's stage holds: weights unset, on the device in their
-    dtype; or those of `others`, chunks of the same stage, in common with them."""
+    """Build the chunks of the model that this rank's stage holds, with unset weights on the device
+    in their dtype. With `others`, chunks of the same stage, the new chunks share their weights."""
     dims, stage = grid.dims, grid.pp.rank
     compiled = compiles(cfg.model.compile, platform)
     config = transformer_config(cfg, sizes.text, dims, platform, compiled)
     if others is not None:
-        config.use_cpu_initialization = True  # takes no memory before something is written there
+        config.use_cpu_initialization = True  # allocates no memory before something is written
     chains = FusedOps.compiled() if compiled else FusedOps()
     backend, kernel = cfg.model.backend, TORCH
     if backend == "torch":
         shape = AttentionShape.of(cfg, sizes.text, dims, config.params_dtype)
         kernel = choose_kernel(cfg.model.attention, shape, platform)
     sparse = sizes.text.experts.layers if sizes.text.experts else frozenset()
-    # What Megatron reads of a ModuleSpec. Given one, it warns of an MLP that is not its own.
+    # Megatron reads only these attributes of a ModuleSpec. A real ModuleSpec would make it warn
+    # about an MLP that is not its own.
     params = {"group": grid.ep.group, "device": platform.device, "chains": chains}
     expert_mlp = SimpleNamespace(module=ExpertMLP, params=params)
     chunks = []
@@ -156,10 +159,10 @@ def build_chunks(
         )
         check_built(model.config, dims)
         # Parameters only: rotary frequencies are buffers and must stay in fp32.
-        there = {} if others is None else dict(others[chunk].named_parameters())
+        shared = {} if others is None else dict(others[chunk].named_parameters())
         for name, param in model.named_parameters():
-            if name in there:
-                param.data = there[name].data
+            if name in shared:
+                param.data = shared[name].data
             else:
                 param.data = param.data.to(platform.device, config.params_dtype)
         chunks.append(model)

@@ -1,5 +1,5 @@
-"""What cannot work is refused: in the configuration, before any weight is read, and again on the
-built model, in case something else turned it on."""
+"""Refusals of settings that cannot work: in the configuration, before any weight is read, and again
+on the built model, in case something else turned them on."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -32,7 +32,8 @@ _MOE_TP = "Megatron trains MoE with TP>1 only under sequence parallelism, which 
 
 
 def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
-    """Refuse what cannot work, from the configuration and the checkpoint's config.json alone."""
+    """Refuse settings that cannot work, from the configuration and the checkpoint's config.json
+    alone."""
     check_supported(cfg)
     text, deepstack = sizes.text, sizes.vision.deepstack
     experts = text.experts.count if text.experts else 0
@@ -42,7 +43,7 @@ def check_config(cfg: Config, sizes: "ModelSizes", dims: ParallelDims) -> None:
 
 
 def check_supported(cfg: Config) -> None:
-    """Refuse what cannot work with any checkpoint."""
+    """Refuse settings that cannot work with any checkpoint."""
     check_values(cfg)
     for key, value, reason, remedy in _refusals(cfg):
         raise ConfigError(f": {reason}", key=key, found=value, remedy=remedy)
@@ -86,7 +87,7 @@ def check_layout(counts: Counts, dims: ParallelDims) -> None:
 
 
 def check_router_losses(cfg: Config, counts: Counts) -> None:
-    """Refuse a loss of routers for a model that has none."""
+    """Refuse a router loss for a model that has no router."""
     for key in ("router_balance_loss", "router_z_loss"):
         if (coefficient := getattr(cfg.model, key)) and not counts.experts:
             raise ConfigError(
@@ -98,12 +99,12 @@ def check_router_losses(cfg: Config, counts: Counts) -> None:
             )
 
 
-# The key, the value, the reason and the remedy.
+# A refusal is the key, the value, the reason and the remedy.
 Refusal = tuple[str, object, str, str]
 
 
 def _refusals(cfg: Config) -> Iterator[Refusal]:
-    """Values that cannot work."""
+    """Yield the values that cannot work."""
     yield from _refused_degrees(cfg)
     model = cfg.model
     if model.attention != "auto" and model.backend == "te":
@@ -119,7 +120,7 @@ def _refusals(cfg: Config) -> Iterator[Refusal]:
 
 
 def _refused_degrees(cfg: Config) -> Iterator[Refusal]:
-    """Of parallelism."""
+    """Yield the degrees of parallelism that cannot work."""
     parallel = cfg.parallel
     if cfg.train.packing:
         remedy = "set train.packing=false: micro-batches are not padded to a fixed length anyway"
@@ -138,7 +139,7 @@ def _refused_degrees(cfg: Config) -> Iterator[Refusal]:
 
 
 def check_built(config: "TransformerConfig", dims: ParallelDims) -> None:
-    """Refuse again on the config that the built model really runs with."""
+    """Refuse again, on the config that the built model really runs with."""
     moe_under_tp = config.num_moe_experts is not None and config.tensor_model_parallel_size > 1
     chunks = config.virtual_pipeline_model_parallel_size or 1
     lengths = "what travels between stages has the length of its micro-batch and its features"

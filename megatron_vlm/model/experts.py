@@ -1,9 +1,9 @@
-"""The MLP of a decoder layer with experts, which the ranks of an expert parallel group share out:
-tokens travel to the ranks of their experts and back.
+"""MLP of a decoder layer with experts, which are divided among the ranks of an expert parallel
+group: tokens travel to the ranks of their experts and back.
 
-Shapes: S tokens of a row, B rows, H width of the decoder, N tokens without padding, K experts of
-each, M of these token-expert pairs on one rank, F width of an expert, E all experts, e this
-rank's; I what goes into a layer and O what comes out.
+Shapes: S tokens of a row, B rows, H width of the decoder, N tokens without padding, K experts per
+token, M token-expert pairs on one rank, F width of an expert, E all experts, e this rank's experts,
+I inputs and O outputs of a layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,25 +23,26 @@ from megatron_vlm.model.router import Counts, Routing, route
 
 
 class ExpertLinear(nn.Module):
-    """One linear layer of each of this rank's experts; its weight is unset."""
+    """One linear layer for each of this rank's experts; its weight is unset."""
 
     def __init__(self, weight_eOI: Tensor, shared_out: bool):
         super().__init__()
         self.weight = nn.Parameter(weight_eOI)
-        # Megatron's mark of parameters whose gradients are summed over the expert data parallel
-        # group: the ranks of one expert parallel group hold different ones.
+        # Megatron sums the gradients of parameters with this mark over the expert data parallel
+        # group, because the ranks of one expert parallel group hold different experts.
         self.weight.allreduce = not shared_out  # type: ignore[attr-defined]
 
     def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
-        """Of the rows of x, so many in a row are of each expert."""
+        """Multiply the rows of x, which are sorted by expert; `counts` is the number of rows per
+        expert."""
         return times(x_MI, self.weight, counts)
 
 
 class ExpertMLP(MegatronModule):
     """Router and experts. No token is dropped, and padding goes to no expert.
 
-    It is our own because Megatron's (0.16) routes padding as well, needs CUDA streams, and replays
-    a routing from one list for all models of a process.
+    Megatron's own (0.16) is not used because it routes padding as well, needs CUDA streams, and
+    replays a routing from one list for all models of a process.
     """
 
     def __init__(
@@ -58,23 +59,24 @@ class ExpertMLP(MegatronModule):
         assert experts is not None and width is not None and experts % ranks == 0
         self.experts, self.top_k = experts, config.moe_router_topk
         self.layer = 0  # `set_layer_number` sets it
-        self.load = [0] * experts  # of each expert, the tokens that this rank has sent in training
+        self.load = [0] * experts  # per expert, the tokens that this rank has sent in training
 
         def weight(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=config.params_dtype)
 
-        self.mine = mine = experts // ranks
+        self.mine = num_local = experts // ranks
         self.router = nn.Parameter(weight(experts, config.hidden_size))
-        self.gate_up = ExpertLinear(weight(mine, 2 * width, config.hidden_size), ranks > 1)
-        self.down = ExpertLinear(weight(mine, config.hidden_size, width), ranks > 1)
+        self.gate_up = ExpertLinear(weight(num_local, 2 * width, config.hidden_size), ranks > 1)
+        self.down = ExpertLinear(weight(num_local, config.hidden_size, width), ranks > 1)
 
     def set_layer_number(self, number: int) -> None:
-        """The layer's number in the whole model, from 1: Megatron calls it."""
+        """Set the layer's number in the whole model, counted from 1. Megatron calls this."""
         self.layer = number
 
     def forward(self, hidden_SBH: Tensor, padding_mask: Routing) -> tuple[Tensor, None]:
-        """The experts' output, zero for padding, and no bias. A collective of the expert parallel
-        group: a rank without tokens takes part. Megatron's layer names the argument."""
+        """Return the experts' output, zero for padding, and no bias. This is a collective of the
+        expert parallel group: a rank without tokens takes part. Megatron's layer sets the
+        argument's name."""
         routing, flat_H = padding_mask, hidden_SBH.flatten(0, 1)
         places_N = routing.places_N
         hidden_NH = flat_H if places_N is None else flat_H.index_select(0, places_N)
@@ -96,28 +98,32 @@ class ExpertMLP(MegatronModule):
         return out_H.view_as(hidden_SBH), None
 
     def _experts(self, sent_MH: Tensor, counts: Counts) -> Tensor:
-        """What the experts of all ranks make of this rank's rows, which are in their order."""
-        mine = self.mine
-        first = self.rank * mine
-        held = [ranks[first : first + mine] for ranks in counts]  # of each rank, for my experts
-        totals = [sum(expert) for expert in zip(*held, strict=True)]
+        """Return the experts' results, from all ranks, for this rank's rows, which are sorted by
+        expert."""
+        num_local = self.mine
+        first = self.rank * num_local
+        by_rank = [ranks[first : first + num_local] for ranks in counts]  # rows for my experts
+        totals = [sum(expert) for expert in zip(*by_rank, strict=True)]
         if len(counts) == 1:
             return feed(sent_MH, self.gate_up, self.down, totals, self.swiglu)
-        ours = counts[self.rank]
-        send = [sum(ours[start : start + mine]) for start in range(0, self.experts, mine)]
-        receive = [sum(ranks) for ranks in held]
+        local_counts = counts[self.rank]
+        send = [
+            sum(local_counts[start : start + num_local])
+            for start in range(0, self.experts, num_local)
+        ]
+        receive = [sum(ranks) for ranks in by_rank]
         by_rank_MH = _Exchange.apply(sent_MH, send, receive, self.group)
-        order_M = to_device(_by_expert(held), sent_MH.device)
+        order_M = to_device(_by_expert(by_rank), sent_MH.device)
         back_M = order_M.argsort()
         by_expert_MH = _Take.apply(by_rank_MH, order_M, back_M)
         done_MH = feed(by_expert_MH, self.gate_up, self.down, totals, self.swiglu)
         done_by_rank_MH = _Take.apply(done_MH, back_M, order_M)
-        found: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
-        return found
+        out_MH: Tensor = _Exchange.apply(done_by_rank_MH, receive, send, self.group)
+        return out_MH
 
 
 def expert_mlps(chunks: Sequence[Any]) -> Iterator[ExpertMLP]:
-    """Those of the decoder layers of these chunks of the model, in order."""
+    """Yield the expert MLPs of the decoder layers of these chunks of the model, in order."""
     for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
         if isinstance(layer.mlp, ExpertMLP):
             yield layer.mlp
@@ -130,14 +136,15 @@ def feed(
     counts: Sequence[int],
     swiglu: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The experts' MLPs: of the rows of x, so many in a row are of each expert."""
-    found: Tensor = down(swiglu(gate_up(x_MH, counts)), counts)
-    return found
+    """Apply the experts' MLPs to the rows of x, which are sorted by expert; `counts` is the number
+    of rows per expert."""
+    out_MH: Tensor = down(swiglu(gate_up(x_MH, counts)), counts)
+    return out_MH
 
 
 def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each expert's rows [I], times its weight: O values. The kernel for all experts takes rows of
-    16 bytes or a multiple, which those of an adapter of a small rank are not."""
+    """Multiply each expert's rows [I] by its weight into O values. The kernel for all experts needs
+    rows of a multiple of 16 bytes, which the rows of an adapter of small rank are not."""
     outputs, inputs = weight_eOI.shape[1:]
     aligned = outputs % 8 == inputs % 8 == 0
     grouped = x_MI.is_cuda and x_MI.dtype is torch.bfloat16 and len(x_MI) and aligned
@@ -145,7 +152,8 @@ def times(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """`times` by one kernel for all experts, for which torch wants some rows."""
+    """Multiply like `times`, by one kernel for all experts. Torch requires at least one row for
+    it."""
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     if idle := [expert for expert, count in enumerate(counts) if not count]:
         weight_eOI = _NoGradient.apply(weight_eOI, to_device(torch.tensor(idle), x_MI.device))
@@ -153,16 +161,17 @@ def times_grouped(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Te
 
 
 def times_in_turn(x_MI: Tensor, weight_eOI: Tensor, counts: Sequence[int]) -> Tensor:
-    """The same, one expert after the other."""
-    # Unbound at once: the gradient of each expert taken alone would be as large as all of them.
-    # An expert without a row, too: every parameter must have a gradient, if only zero.
+    """Multiply like `times`, one expert after the other."""
+    # All weights are unbound at once: the gradient of each expert taken alone would be as large as
+    # all of them. An expert without a row is multiplied as well, because every parameter must have
+    # a gradient, even if it is zero.
     parts = zip(x_MI.split(list(counts)), weight_eOI.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in parts])
 
 
 def _by_expert(held: Counts) -> Tensor:
-    """Rows arrive by rank, and of each rank by expert: their places by expert first [M]. On the
-    host."""
+    """Return the places [M] that sort rows by expert. The rows arrive sorted by rank and, within a
+    rank, by expert. This runs on the host."""
     sizes = torch.tensor(held)  # [ranks, e]
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
     lengths, firsts = sizes.T.flatten(), starts.T.flatten()
@@ -171,9 +180,9 @@ def _by_expert(held: Counts) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """x[index], where the index takes each row of x equally often. Backward takes, too, and sums:
-    scattering would sum in another order each time on a GPU. `back` undoes the index: of each row
-    of x, one after the other, where its copies are."""
+    """x[index], where the index takes each row of x equally often. Backward also takes and then
+    sums: scattering would sum in a different order each time on a GPU. `back` inverts the index: it
+    lists, row by row of x, the places of the row's copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -184,15 +193,15 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        taken = grads[0].index_select(0, back)
+        grad = grads[0].index_select(0, back)
         if ctx.copies > 1:
-            taken = taken.unflatten(0, (-1, ctx.copies)).sum(1)
-        return taken, None, None
+            grad = grad.unflatten(0, (-1, ctx.copies)).sum(1)
+        return grad, None, None
 
 
 class _NoGradient(torch.autograd.Function):
-    """The identity, with a gradient of zero for some experts. Those without rows have none anyway,
-    but on some GPUs (sm_100) grouped_mm leaves theirs unset: pytorch issue 172439."""
+    """Identity with a zero gradient for some experts. Experts without rows have a zero gradient
+    anyway, but on some GPUs (sm_100) grouped_mm leaves it unset: pytorch issue 172439."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, idle_i: Tensor) -> Tensor:
@@ -206,7 +215,8 @@ class _NoGradient(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: so many sent to each rank of the group, so many received from each."""
+    """All-to-all of rows, with the number of rows to send to and to receive from each rank of the
+    group."""
 
     @staticmethod
     def forward(

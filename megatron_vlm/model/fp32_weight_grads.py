@@ -2,7 +2,7 @@
 to Megatron's fp32 buffer as it is computed. Megatron does this with a kernel of Apex
 (gradient_accumulation_fusion); where Apex is missing, torch's own product takes its place.
 
-Shapes: T tokens, I values that go into a linear, O that come out.
+Shapes: T tokens, I inputs and O outputs of a linear.
 """
 
 from types import SimpleNamespace
@@ -17,16 +17,17 @@ from megatron_vlm.errors import ConfigError
 
 
 def add_product(given_TI: Tensor, grad_TO: Tensor, total_OI: Tensor) -> None:
-    """total += grad^T @ given, whose operands may be of bf16; the total is fp32."""
+    """Add grad^T @ given to the total. The operands may be bf16; the total is fp32."""
     if given_TI.is_cuda and given_TI.dtype is not torch.float32:
         torch.ops.aten.addmm.dtype_out(total_OI, grad_TO.t(), given_TI, torch.float32, out=total_OI)
-    else:  # no kernel of the CPU takes bf16 and gives fp32
+    else:  # no CPU kernel takes bf16 and returns fp32
         total_OI.addmm_(grad_TO.float().t(), given_TI.float())
 
 
 def accumulates_fp32(asked: bool | None, dtype: torch.dtype, platform: Platform) -> bool:
-    """Whether Megatron is to add products to its buffers: `model.fp32_weight_gradients`; afterwards
-    it can. A collective on CUDA in bf16: replicas add up the same gradients."""
+    """Return whether Megatron should add products to its buffers (`model.fp32_weight_gradients`),
+    and make it able to. This is a collective on CUDA in bf16: all replicas must accumulate the same
+    gradients."""
     if dtype is torch.float32 or asked is False or (asked is None and not platform.is_cuda):
         return False
     failure = None
@@ -48,12 +49,12 @@ def accumulates_fp32(asked: bool | None, dtype: torch.dtype, platform: Platform)
 
 
 def _failure(dtype: torch.dtype, platform: Platform) -> str | None:
-    """What goes wrong with a product that bf16 would round: 1 + 256 ones, added to 1/2."""
+    """Return what goes wrong with a product that bf16 would round: 1 + 256 ones, added to 1/2."""
     ones = torch.ones(257, 16, dtype=dtype, device=platform.device)
     total = torch.full((16, 16), 0.5, device=platform.device)
     try:
         add_product(ones, ones, total)
     except (AttributeError, RuntimeError) as error:  # an older torch has no such operator
         return str(error).splitlines()[0]
-    wrong = total.ne(257.5).any()
-    return f"it gives {total[0, 0]:.1f} in place of 257.5" if wrong else None
+    is_wrong = total.ne(257.5).any()
+    return f"it gives {total[0, 0]:.1f} in place of 257.5" if is_wrong else None
