@@ -23,7 +23,7 @@ from megatron_vlm.model.router import Counts, Routing, route
 
 
 class ExpertLinear(nn.Module):
-    """One linear layer for each of this rank's experts; its weight is unset."""
+    """Linear layer for each of this rank's experts; its weight is unset."""
 
     def __init__(self, weight_eOI: Tensor, shared_out: bool):
         super().__init__()
@@ -180,9 +180,9 @@ def _by_expert(held: Counts) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """x[index], where the index takes each row of x equally often. Backward also takes and then
-    sums: scattering would sum in a different order each time on a GPU. `back` inverts the index: it
-    lists, row by row of x, the places of the row's copies."""
+    """Rows x[index], where the index takes each row of x equally often. Backward also takes and
+    then sums: scattering would sum in a different order each time on a GPU. `back` inverts the
+    index: it lists, row by row of x, the places of the row's copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:

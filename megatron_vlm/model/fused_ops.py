@@ -1,9 +1,9 @@
-"""The chains of small operations in a layer, as functions of their tensors alone. Compiled, a chain
+"""Chains of small operations in a layer, as functions of their tensors alone. A compiled chain
 reads and writes memory once instead of once for each operation.
 
 Shapes: S tokens of a row, B rows, T = S x B, H width, I width between the MLP's two linears, N
-query heads, G key/value heads, D head size, F half of it, Q = (N + 2 G) x D; of the vision tower P
-patches and Q = 3 x N x D.
+query heads, G key/value heads, D head size, F half the head size, Q = (N + 2 G) x D. In the vision
+tower there are P patches, and Q = 3 x N x D.
 """
 
 import importlib.util
@@ -30,12 +30,12 @@ COMPILERS = ("g++", "clang++", "gcc", "clang")
 
 
 def norm(x_SBH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """RMSNorm, computed in fp32."""
+    """Apply RMSNorm, computed in fp32."""
     return F.rms_norm(x_SBH, weight_H.shape, weight_H, eps)
 
 
 def swiglu(both_SB2I: Tensor) -> Tensor:
-    """The gate, and what it lets through."""
+    """Multiply the second half of the values by SiLU of the first half, the gate."""
     gate_SBI, up_SBI = both_SB2I.chunk(2, dim=-1)
     return F.silu(gate_SBI) * up_SBI
 
@@ -49,14 +49,15 @@ def heads(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [S, B, N, D], keys and values [S, B, G, D] from the linear's output, in which each
-    group has its queries, a key and a value. Queries and keys are normed and rotated."""
+    """Return queries [S, B, N, D], keys and values [S, B, G, D] from the linear's output, in which
+    each group has its queries, a key and a value. Queries and keys are normalised and rotated."""
     mixed_SBGXD = mixed_SBQ.unflatten(-1, (groups, -1, len(key_weight_D)))
     queries = mixed_SBGXD.shape[-2] - 2
     query_SBGXD, key_SBG1D, value_SBG1D = mixed_SBGXD.split([queries, 1, 1], dim=-2)
     query_SBND = norm(query_SBGXD.flatten(-3, -2), query_weight_D, eps)
     key_SBGD = norm(key_SBG1D.squeeze(-2), key_weight_D, eps)
-    # Copied: compiled, the gradient of a view would be a tensor of its own, as large as `mixed`.
+    # Copied, because in a compiled chain the gradient of a view would be a separate tensor as large
+    # as `mixed`.
     value_SBGD = value_SBG1D.squeeze(-2).contiguous()
     return (
         _rotate(query_SBND, cos_SBF, sin_SBF),
@@ -68,17 +69,17 @@ def heads(
 def tower_heads(
     mixed_PQ: Tensor, cos_PD: Tensor, sin_PD: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [P, N, D] of the vision tower from its linear's output; queries and
-    keys are rotated, in fp32. Of cos and sin both halves are alike."""
+    """Return queries, keys and values [P, N, D] of the vision tower from its linear's output.
+    Queries and keys are rotated in fp32. Both halves of cos and sin are the same."""
     query_PND, key_PND, value_PND = mixed_PQ.unflatten(-1, (3, count, -1)).unbind(-3)
     cos_PF, sin_PF = (each.chunk(2, dim=-1)[0].float() for each in (cos_PD, sin_PD))
-    turned = (_rotate(each.float(), cos_PF, sin_PF) for each in (query_PND, key_PND))
-    # Copied, as in `heads`.
-    return *(each.to(mixed_PQ.dtype) for each in turned), value_PND.contiguous()
+    rotated = (_rotate(each.float(), cos_PF, sin_PF) for each in (query_PND, key_PND))
+    # Copied for the same reason as in `heads`.
+    return *(each.to(mixed_PQ.dtype) for each in rotated), value_PND.contiguous()
 
 
 def _rotate(x_SBND: Tensor, cos_SBF: Tensor, sin_SBF: Tensor) -> Tensor:
-    """Each value turns with the one half a head away."""
+    """Rotate each value together with the value that is half a head away."""
     first, second = x_SBND.chunk(2, dim=-1)
     cos, sin = cos_SBF[..., None, :], sin_SBF[..., None, :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -89,7 +90,7 @@ CHAINS = (norm, swiglu, heads, tower_heads)
 
 @dataclass(frozen=True)
 class FusedOps:
-    """The chains as the layers call them."""
+    """Chains as the layers call them."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
     swiglu: Callable[[Tensor], Tensor] = swiglu
@@ -98,27 +99,29 @@ class FusedOps:
 
     @staticmethod
     def compiled(backend: str = "inductor") -> "FusedOps":
-        """Compiled by torch at their first call, once for any number of tokens."""
+        """Return chains that torch compiles at their first call, once for any number of tokens."""
         return FusedOps(*(_compiled(chain, backend) for chain in CHAINS))
 
 
 def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The chain, over [T] in place of [S, B]: one size that changes instead of two, of which B is
-    often 1, which torch compiles by itself. The rows of experts are [M] already."""
-    # What `_flat` marks is dynamic, and nothing else because it differs in another model.
+    """Compile a chain over [T] in place of [S, B]. Only one size changes instead of two; one of
+    them, B, is often 1, and torch compiles a size of 1 separately. The rows of experts are [M]
+    already."""
+    # Only the sizes that `_flat` marks are dynamic. No other size becomes dynamic because it
+    # differs in another model.
     fast = torch.compile(chain, backend=backend, dynamic=False)
 
     def call(*given: Any) -> Any:
         rows = given[0].shape[:-1]
-        if rows.numel() < 2:  # a generated token of a row
+        if rows.numel() < 2:  # one generated token of a single row
             return chain(*given)
         try:
-            made_T = fast(*map(_flat, given))
-            return tree_map(lambda made: made.unflatten(0, rows), made_T)
+            out_T = fast(*map(_flat, given))
+            return tree_map(lambda made: made.unflatten(0, rows), out_T)
         except torch._dynamo.exc.TorchDynamoException as error:
-            said = next(iter(str(getattr(error, "inner_exception", error)).splitlines()), "")
+            reason = next(iter(str(getattr(error, "inner_exception", error)).splitlines()), "")
             raise ConfigError(
-                f": torch {torch.__version__} cannot compile {chain.__name__} here ({said})",
+                f": torch {torch.__version__} cannot compile {chain.__name__} here ({reason})",
                 key="model.compile",
                 remedy="set model.compile=false, or repair the compiler",
             ) from error
@@ -127,7 +130,8 @@ def _compiled(chain: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 
 def _flat(given: Any) -> Any:
-    """What has rows, as one of any number of tokens; a weight as it is."""
+    """Return a tensor with rows flattened to one dynamic number of tokens, and a weight as it
+    is."""
     if not isinstance(given, Tensor) or given.dim() < 2:
         return given
     flat = given.flatten(0, -2)
@@ -136,7 +140,7 @@ def _flat(given: Any) -> Any:
 
 
 class Norm(nn.Module):
-    """RMSNorm, its weight unset."""
+    """RMSNorm; its weight is unset."""
 
     def __init__(self, chains: FusedOps, hidden_size: int, eps: float, **_: Any):
         super().__init__()
@@ -148,8 +152,8 @@ class Norm(nn.Module):
 
 
 def compiles(asked: bool | None, platform: Platform) -> bool:
-    """Whether layers are to use what torch compiles: `model.compile`. A collective on CUDA: ranks
-    that share a layer compute the same."""
+    """Return whether layers should use compiled chains: `model.compile`. This is a collective on
+    CUDA: ranks that share a layer compute the same."""
     lacking = None
     if asked or (asked is None and platform.is_cuda):
         lacking = lacking_compiler(platform)
@@ -169,12 +173,12 @@ def compiles(asked: bool | None, platform: Platform) -> bool:
 
 
 def lacking_compiler(platform: Platform) -> str | None:
-    """What torch needs to compile and does not find here; None where all is there."""
+    """Return what torch needs to compile and is missing here, or None where nothing is missing."""
     if platform.is_cuda and importlib.util.find_spec("triton") is None:
         return "Triton is not installed, with which torch makes kernels"
-    named = os.environ.get("CC" if platform.is_cuda else "CXX")
-    if not any(map(shutil.which, [named] if named else COMPILERS)):
-        return f"there is no C++ compiler ({named or ', '.join(COMPILERS)}), which torch calls"
+    compiler = os.environ.get("CC" if platform.is_cuda else "CXX")
+    if not any(map(shutil.which, [compiler] if compiler else COMPILERS)):
+        return f"there is no C++ compiler ({compiler or ', '.join(COMPILERS)}), which torch calls"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
         return f"{header} is missing (of Python's development files), which kernels include"

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far, for decoding one token of each row at a time.
+"""KV cache of the tokens so far, for decoding one token per row at a time.
 
-Shapes: B rows, S tokens that come in at once (Megatron is sequence first), T columns of the cache,
-G key/value heads, D head size.
+Shapes: B rows, S tokens that arrive at once (Megatron is sequence first), T columns of the cache, G
+key/value heads, D head size.
 """
 
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from megatron_vlm.distributed.device import to_device
 
-# By so many columns a cache grows: it is copied once in so many tokens.
+# A cache grows by this number of columns, so it is copied once in this number of tokens.
 COLUMNS = 64
 
 
 class KVCache:
-    """The cache of rows that take each pass together, in the decoder layers of one stage.
+    """KV cache of rows that run each pass together, in the decoder layers of one stage.
 
-    Column t of a row holds its token t, so rows of different lengths need no common start. What
-    is to the right of a row's tokens is masked, and overwritten as the row grows. There are columns
-    for the longest row, to the next multiple of COLUMNS.
+    Column t of a row holds its token t, so rows of different lengths need no common start. Columns
+    to the right of a row's tokens are masked, and overwritten as the row grows. The number of
+    columns is that of the longest row, rounded up to a multiple of COLUMNS.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device):
-        self.lengths = list(lengths)  # tokens of each row, those of the pass under way included
+        self.lengths = list(lengths)  # tokens of each row, including those of the current pass
         self.device = device
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, T, G, D]
         self.last_B: Tensor | None = None  # the column of each row's newest token
-        self.mask_B11T: Tensor | None = None  # what that token attends to; None in the prefill
+        self.mask_B11T: Tensor | None = None  # columns that it attends to; None in the prefill
 
     @property
     def in_prefill(self) -> bool:
@@ -45,33 +45,34 @@ class KVCache:
         self.mask_B11T = (columns_T < lengths_B[:, None])[:, None, None]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Continue with these rows, in this order. Only those are copied whose place changes."""
+        """Continue with these rows, in this order. Only rows whose place changes are copied."""
         self.lengths = [self.lengths[row] for row in rows]
         if not rows:
             self.layers = {}
         moves = [(place, row) for place, row in enumerate(rows) if place != row]
         if moves:
-            to, of = to_device(torch.tensor(moves), self.device).unbind(1)
+            target, source = to_device(torch.tensor(moves), self.device).unbind(1)
             for key_BTGD, value_BTGD in self.layers.values():
-                key_BTGD[to] = key_BTGD[of]
-                value_BTGD[to] = value_BTGD[of]
+                key_BTGD[target] = key_BTGD[source]
+                value_BTGD[target] = value_BTGD[source]
 
     def add(self, other: "KVCache", rows: Sequence[int], spent: bool) -> None:
-        """Take over rows of another cache, behind those that are here; a row may be taken several
-        times. A cache that is `spent` is not used after this, and need not be kept meanwhile."""
+        """Append rows of another cache behind the rows of this one; a row may be taken several
+        times. A `spent` cache is not used afterwards, so its memory is freed on the way."""
         first, longest = len(self.lengths), max(other.lengths[row] for row in rows)
         self.lengths += [other.lengths[row] for row in rows]
         rows_B = to_device(torch.tensor(rows), self.device)
         for layer in list(other.layers):
-            theirs = other.layers.pop(layer) if spent else other.layers[layer]
-            mine = self.layers.pop(layer, (theirs[0][:0, :0], theirs[1][:0, :0]))
-            key_BTGD, value_BTGD = (self._with_room(each) for each in mine)
-            for into_BTGD, of_BTGD in zip((key_BTGD, value_BTGD), theirs, strict=True):
+            other_layer = other.layers.pop(layer) if spent else other.layers[layer]
+            own_layer = self.layers.pop(layer, (other_layer[0][:0, :0], other_layer[1][:0, :0]))
+            key_BTGD, value_BTGD = (self._with_room(each) for each in own_layer)
+            for into_BTGD, of_BTGD in zip((key_BTGD, value_BTGD), other_layer, strict=True):
                 into_BTGD[first : len(self.lengths), :longest] = of_BTGD[rows_B, :longest]
             self.layers[layer] = (key_BTGD, value_BTGD)
 
     def store(self, layer: int, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Put one layer's new keys and values into their columns; all of its columns in use."""
+        """Put one layer's new keys and values into their columns, and return all of its columns in
+        use."""
         if self.last_B is None:
             self.layers[layer] = (_rows_first(key_SBGD), _rows_first(value_SBGD))
             return self.layers[layer]
@@ -83,7 +84,8 @@ class KVCache:
         return key_BTGD[:rows, :longest], value_BTGD[:rows, :longest]
 
     def _with_room(self, held_BTGD: Tensor) -> Tensor:
-        """What is held, in a larger tensor where there are more rows or tokens than it takes."""
+        """Return this tensor, or a larger copy where the cache has more rows or tokens than it
+        holds."""
         rows, columns, *head = held_BTGD.shape
         longest = max(self.lengths)
         if rows >= len(self.lengths) and columns >= longest:
@@ -96,5 +98,5 @@ class KVCache:
 
 
 def _rows_first(new_SBGD: Tensor) -> Tensor:
-    # A copy: a view would hold on to the queries beside these as well.
+    # Copied, because a view would keep the queries next to these in memory as well.
     return new_SBGD.transpose(0, 1).clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The decoder layer as Megatron's ModuleSpec: which class fills each place, for each backend."""
+"""Decoder layer as Megatron's ModuleSpec: the class that fills each place, for each backend."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,13 +22,14 @@ from megatron_vlm.model.router import Routing
 
 
 class DeepStackLayer(TransformerLayer):
-    """A decoder layer that adds the first of the DeepStack features it receives to its output and
-    passes on the rest.
+    """Decoder layer that adds the first of its DeepStack features to its output and passes on the
+    rest.
 
-    The features travel as `context_KSBH`: the block passes it from layer to layer, and full
-    recompute as an explicit argument, so their gradient survives a reentrant checkpoint. The
-    routing of experts, which is no tensor, travels in the place of `attention_bias`: the block
-    hands that to each layer as it is, and full recompute hands over the same object again.
+    The features travel as `context_KSBH`: the block passes this tensor from layer to layer, and
+    full recompute passes it as an explicit argument, so the gradient of the features survives a
+    reentrant checkpoint. The routing of experts is no tensor and travels in the place of
+    `attention_bias`: the block hands that object to each layer unchanged, and full recompute hands
+    over the same object again.
     """
 
     def forward(
@@ -39,7 +40,7 @@ class DeepStackLayer(TransformerLayer):
         padding_mask: None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # Megatron's layer passes a padding mask on to its MLP, whatever it is.
+        # Megatron's layer passes a padding mask on to its MLP, without looking at it.
         hidden_SBH, _ = super().forward(*args, context=None, padding_mask=attention_bias, **kwargs)
         if context is None:
             return hidden_SBH, None
@@ -51,7 +52,8 @@ def _norm(chains: FusedOps) -> ModuleSpec:
 
 
 def torch_layer_spec(chains: FusedOps, kernel: str) -> ModuleSpec:
-    """Megatron's parallel linears around torch's attention and chains of small operations."""
+    """Return Megatron's parallel linears around torch's attention and chains of small
+    operations."""
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=partial(CachedAttention, partial(SDPACoreAttention, kernel=kernel)),
@@ -82,7 +84,7 @@ def torch_layer_spec(chains: FusedOps, kernel: str) -> ModuleSpec:
 
 
 def te_layer_spec() -> ModuleSpec:
-    """Megatron's Transformer Engine layer, with DeepStack."""
+    """Return Megatron's Transformer Engine layer, with DeepStack."""
     try:
         import transformer_engine  # noqa: F401
     except ImportError as error:
@@ -105,9 +107,9 @@ def te_layer_spec() -> ModuleSpec:
 def block_spec(
     backend: str, chains: FusedOps, kernel: str, has_experts: Sequence[bool], expert_mlp: Any
 ) -> TransformerBlockSubmodules:
-    """The decoder layers of one stage, each with or without experts, and the norm that follows the
-    last of all. Transformer Engine has its own in place of `chains` around the experts, and of the
-    `kernel` of attention."""
+    """Return the decoder layers of one stage, each with or without experts, and the norm that
+    follows the last layer of the model. Transformer Engine has its own norm in place of that of
+    `chains` around the experts, and its own attention in place of `kernel`."""
     norm: Any = _norm(chains)
     dense = te_layer_spec() if backend == "te" else torch_layer_spec(chains, kernel)
     if backend == "te":

@@ -1,15 +1,15 @@
-"""The head at the supervised positions: log-probs of the targets, without the logits of all of them
-at once.
+"""Head at the supervised positions: log-probs of the targets, without the logits of all positions
+and tokens at once.
 
-Where the logits of all positions would be too many, they are made for one slice of the vocabulary
-after the other, and once more in the backward pass. Slices of the vocabulary, unlike chunks of
-tokens, leave the gradient of each weight a single matrix product.
+Where there would be too many logits, they are computed one slice of the vocabulary after the other,
+and again in the backward pass. Slices of the vocabulary, unlike chunks of tokens, leave the
+gradient of each weight a single matrix product.
 
-The logits are a sum of products, each of an input and a weight: of the hidden states and the head's
-own weight, and where the head has an adapter, of what its A makes of them and its B.
+The logits are a sum of products of an input and a weight: the hidden states and the head's own
+weight and, where the head has an adapter, the output of its A and its B.
 
-Shapes: N supervised places, M targets (as many, unless places have several), H width of the
-decoder, I that of an input, V this rank's part of the padded vocabulary, v a slice of it.
+Shapes: N supervised places, M targets (equal to N, unless places have several targets), H width of
+the decoder, I width of an input, V this rank's part of the padded vocabulary, v a slice of V.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# On each rank: 256 MiB in fp32.
+# 256 MiB in fp32 on each rank.
 LOGITS_AT_ONCE = 2**26
 
 ExtraOutput = Literal["entropy", "hits"]
@@ -35,31 +35,33 @@ def predict(
     of_M: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-prob of each target [M], in fp32, of logits that are the sum of these products; the rows
-    of the weights past the real vocabulary get no probability. Where places have several targets,
-    `of_M` says which place each belongs to; else each has one. `also`, of places with one, makes it
-    [2, N]: beside it the entropy of each distribution in nats, or 1 where the target is the
-    likeliest token ("hits"). At a `temperature` other than 1 there is no backward pass."""
+    """Return the log-prob of each target [M] in fp32, from logits that are the sum of these
+    products. Rows of the weights past the real vocabulary get no probability. Where places have
+    several targets, `of_M` is the place of each target; otherwise each place has one. `also`
+    requires one target per place and makes the result [2, N]: the second row is the entropy of each
+    distribution in nats, or 1 where the target is the most likely token ("hits"). A `temperature`
+    other than 1 allows no backward pass."""
     assert also is None or of_M is None
     assert temperature == 1 or not torch.is_grad_enabled()
     first, valid = part_of(products, vocab, tp_group)
     columns = VocabShard(targets_M - first, of_M)
-    given = [factor for factors in products for factor in factors]
-    found: Tensor = _Predict.apply(columns, valid, tp_group, also, temperature, *given)
-    return found
+    flat = [factor for factors in products for factor in factors]
+    log_probs: Tensor = _Predict.apply(columns, valid, tp_group, also, temperature, *flat)
+    return log_probs
 
 
 def part_of(
     products: Sequence[Factors], vocab: int, tp_group: dist.ProcessGroup
 ) -> tuple[int, int]:
-    """Where this rank's part of the vocabulary begins, and how many tokens there are in it."""
+    """Return the first token of this rank's part of the vocabulary and the number of tokens in
+    it."""
     rows = len(products[0][1])
     first = dist.get_rank(tp_group) * rows
     return first, min(max(vocab - first, 0), rows)
 
 
 def logits_of(products: Sequence[Factors], start: int, end: int) -> Tensor:
-    """The logits [N, v] of a slice of this rank's part of the vocabulary, summed in fp32."""
+    """Return the logits [N, v] of a slice of this rank's part of the vocabulary, summed in fp32."""
     (hidden_NH, weight_VH), *others = products
     logits_Nv = (hidden_NH @ weight_VH[start:end].T).float()
     for input_NI, weight_VI in others:
@@ -68,34 +70,35 @@ def logits_of(products: Sequence[Factors], start: int, end: int) -> Tensor:
 
 
 class VocabShard:
-    """Where the targets are in this rank's part of the vocabulary, if they are there."""
+    """Columns of the targets in this rank's part of the vocabulary; other ranks have the rest."""
 
     def __init__(self, column_M: Tensor, of_M: Tensor | None):
         self.column_M, self.of_M = column_M, of_M
 
     def per_target(self, values_N: Tensor) -> Tensor:
-        """For each target the value of its place."""
+        """Return the value of each target's place."""
         return values_N if self.of_M is None else values_N[self.of_M]
 
     def per_place(self, values_M: Tensor, places: int) -> Tensor:
-        """For each place the sum over its targets."""
+        """Return the sum over the targets of each place."""
         if self.of_M is None:
             return values_M
         return values_M.new_zeros(places).index_add_(0, self.of_M, values_M)
 
     def pick(self, logits_Nv: Tensor, start: int, before_M: Tensor) -> Tensor:
-        """The targets' logits; of those outside this slice what was there `before`."""
+        """Return the targets' logits; a target outside this slice keeps its value in `before`."""
         inside_M, place_M = self._within(logits_Nv, start)
         return torch.where(inside_M, logits_Nv.flatten()[place_M], before_M)
 
     def add(self, slope_Nv: Tensor, start: int, values_M: Tensor) -> Tensor:
-        """Add to each target's logit its value, where it is in this slice; in place."""
+        """Add each target's value to its logit in place, where the target is in this slice."""
         inside_M, place_M = self._within(slope_Nv, start)
         slope_Nv.view(-1).index_add_(0, place_M, values_M * inside_M)
         return slope_Nv
 
     def _within(self, slice_Nv: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Which targets are in the slice, and for each of all a place in it, flattened."""
+        """Return a mask of the targets in the slice, and a place in the flattened slice for every
+        target."""
         width, column_M = slice_Nv.shape[1], self.column_M - start
         of_M = self.of_M
         if of_M is None:
@@ -105,16 +108,17 @@ class VocabShard:
 
 
 def slices(tokens: int, valid: int) -> Iterator[tuple[int, int]]:
-    """Ranges of a rank's part of the vocabulary, as even as they come, so narrow that the logits of
-    so many tokens are few enough."""
+    """Return even ranges of a rank's part of the vocabulary, narrow enough that this number of
+    tokens has few enough logits."""
     width = max(LOGITS_AT_ONCE // max(tokens, 1), 1)
     count = -(-valid // width)
     return ((i * valid // count, (i + 1) * valid // count) for i in range(count))
 
 
 class _Softmax:
-    """What is known of each place's distribution after some slices: the largest logit, its column,
-    the targets' logits, and the sums of e^(logit - largest) and of that times its exponent."""
+    """Running statistics of each place's distribution over the slices so far: the largest logit,
+    its column, the targets' logits, and the sums of e^(logit - largest) and of that times its
+    exponent."""
 
     def __init__(self, columns: VocabShard, places: int, also: ExtraOutput | None):
         self.columns, self.also = columns, also
@@ -125,7 +129,8 @@ class _Softmax:
         self.total_N, self.weighted_N = zeros_N, zeros_N
 
     def add(self, logits_Nv: Tensor, start: int) -> Tensor:
-        """Take a slice in, in place: what is left of it is e^(logit - largest so far)."""
+        """Add a slice. It is overwritten in place by e^(logit - largest so far), which is
+        returned."""
         self.picked_M = self.columns.pick(logits_Nv, start, self.picked_M)
         if self.also == "hits":
             highest_N, best_N = logits_Nv.max(dim=1)
@@ -143,7 +148,7 @@ class _Softmax:
         return exp_Nv
 
     def rescale(self, highest_N: Tensor) -> Tensor:
-        """Count from another largest logit; returns the factor of what was summed so far."""
+        """Change to another largest logit; return the factor that rescales the sums so far."""
         change_N = self.highest_N - highest_N
         factor_N = change_N.exp()
         self.weighted_N = factor_N * (self.weighted_N + change_N * self.total_N)
@@ -152,13 +157,14 @@ class _Softmax:
         return factor_N
 
     def gather(self, group: dist.ProcessGroup) -> Tensor:
-        """The same of the whole vocabulary, on every rank; returns the factor of `rescale`."""
-        mine_N = self.highest_N
-        highest_N = mine_N.clone()
+        """Combine the statistics of the whole vocabulary on every rank; return the factor of
+        `rescale`."""
+        local_highest_N = self.highest_N
+        highest_N = local_highest_N.clone()
         dist.all_reduce(highest_N, dist.ReduceOp.MAX, group=group)
         factor_N = self.rescale(highest_N)
         if self.also == "hits":
-            self.hits_N = self._hits(mine_N == highest_N, group)
+            self.hits_N = self._hits(local_highest_N == highest_N, group)
         parts = [self.picked_M, self.total_N, self.weighted_N]
         sums = torch.cat(parts)
         dist.all_reduce(sums, group=group)
@@ -166,7 +172,8 @@ class _Softmax:
         return factor_N
 
     def _hits(self, has_largest_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """1 where the target is the likeliest token; of several equal ones the lowest is."""
+        """Return 1 where the target is the most likely token; the lowest of several equal tokens
+        counts."""
         rank = dist.get_rank(group)
         owner_N = torch.where(has_largest_N, rank, dist.get_world_size(group))
         dist.all_reduce(owner_N, dist.ReduceOp.MIN, group=group)
@@ -176,7 +183,8 @@ class _Softmax:
 
 
 class _Predict(torch.autograd.Function):
-    """Autograd through collectives would need a rule for each: here the gradient is written out."""
+    """Log-probs with an explicit gradient: autograd through collectives would need a rule for
+    each."""
 
     @staticmethod
     def forward(
@@ -204,7 +212,7 @@ class _Predict(torch.autograd.Function):
         highest_M, log_total_M = map(columns.per_target, (softmax.highest_N, log_total_N))
         log_probs_M = softmax.picked_M - highest_M - log_total_M
         entropy_N = log_total_N - softmax.weighted_N / softmax.total_N
-        probs_Nv = None  # kept where they are all, else made again
+        probs_Nv = None  # stored if one slice holds all of them, else recomputed
         if exp_Nv is not None and len(ctx.slices) == 1 and any(ctx.needs_input_grad):
             probs_Nv = exp_Nv.mul_((factor_N / softmax.total_N)[:, None])
         log_sum_N = softmax.highest_N + log_total_N
@@ -215,11 +223,12 @@ class _Predict(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log p_v + H)."""
-        log_sum_N, entropy_N, probs_Nv, *given = ctx.saved_tensors
-        products = _paired(given)
-        of_log_prob_M = grads[0] if ctx.also is None else grads[0][0]
-        of_log_prob_N = ctx.columns.per_place(of_log_prob_M, len(log_sum_N))
+        """Compute the gradient. With p = softmax(logits): d log p_t = [v = t] - p_v; dH = -p_v (log
+        p_v + H)."""
+        log_sum_N, entropy_N, probs_Nv, *inputs = ctx.saved_tensors
+        products = _paired(inputs)
+        log_prob_grad_M = grads[0] if ctx.also is None else grads[0][0]
+        log_prob_grad_N = ctx.columns.per_place(log_prob_grad_M, len(log_sum_N))
         sums = [
             _Gradients(*factors, *needed)
             for factors, needed in zip(products, _paired(ctx.needs_input_grad[5:]), strict=True)
@@ -229,17 +238,17 @@ class _Predict(torch.autograd.Function):
                 probs = logits_of(products, start, end).sub_(log_sum_N[:, None]).exp_()
             else:
                 probs = probs_Nv
-            of_entropy_N = grads[0][1] if ctx.also == "entropy" else None
-            slope_Nv = _slope(probs, of_log_prob_N, entropy_N, of_entropy_N)
-            slope_Nv = ctx.columns.add(slope_Nv, start, of_log_prob_M).to(given[0].dtype)
-            for each in sums:
-                each.add(slope_Nv, start, end)
-        found = [each for of_product in sums for each in of_product.whole(ctx.group)]
-        return None, None, None, None, None, *found
+            entropy_grad_N = grads[0][1] if ctx.also == "entropy" else None
+            slope_Nv = _slope(probs, log_prob_grad_N, entropy_N, entropy_grad_N)
+            slope_Nv = ctx.columns.add(slope_Nv, start, log_prob_grad_M).to(inputs[0].dtype)
+            for part in sums:
+                part.add(slope_Nv, start, end)
+        input_grads = [grad for of_product in sums for grad in of_product.whole(ctx.group)]
+        return None, None, None, None, None, *input_grads
 
 
 class _Gradients:
-    """Those of the two factors of a product, as far as they are needed."""
+    """Gradients of the two factors of a product, where they are needed."""
 
     def __init__(self, input_NI: Tensor, weight_VI: Tensor, of_input: bool, of_weight: bool):
         self.input_NI, self.weight_VI = input_NI, weight_VI
@@ -247,14 +256,15 @@ class _Gradients:
         self.grad_VI = torch.zeros_like(weight_VI) if of_weight else None
 
     def add(self, slope_Nv: Tensor, start: int, end: int) -> None:
-        """What a slice of the vocabulary contributes."""
+        """Add the contribution of a slice of the vocabulary."""
         if self.grad_NI is not None:
             _add_product(self.grad_NI, slope_Nv, self.weight_VI[start:end])
         if self.grad_VI is not None:
             torch.mm(slope_Nv.T, self.input_NI, out=self.grad_VI[start:end])
 
     def whole(self, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
-        """Both, that of the input from all ranks: each has seen its part of the weight."""
+        """Return both gradients. The input's is summed over all ranks, as each has only its part of
+        the weight."""
         if self.grad_NI is None:
             return None, self.grad_VI
         dist.all_reduce(self.grad_NI, group=group)
@@ -268,8 +278,8 @@ def _paired(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
 def _slope(
     probs_Nv: Tensor, of_log_prob_N: Tensor, entropy_N: Tensor, of_entropy_N: Tensor | None
 ) -> Tensor:
-    """The gradient of the logits of a slice, but for what the targets' own have besides. It takes
-    the place of the probabilities: a backward pass goes through them once."""
+    """Return the gradient of a slice's logits, without the extra term of the targets' own logits.
+    It is written over the probabilities: a backward pass reads them once."""
     if of_entropy_N is None:
         return probs_Nv.mul_(-of_log_prob_N[:, None])
     slope_Nv = torch.xlogy(probs_Nv, probs_Nv).add_(probs_Nv * entropy_N[:, None])
@@ -277,7 +287,7 @@ def _slope(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in fp32 whatever the dtype of the two."""
+    """Add left @ right to the total, summed in fp32 for any dtype of the two."""
     if right.dtype is torch.float:
         total.addmm_(left, right)
     else:

@@ -1,7 +1,7 @@
 """Interleaved M-RoPE. Megatron's own `mrope` lays the three axes out in chunks; Qwen3-VL
-interleaves them (t, h, w, t, h, w, ...), which a loose parity test would not notice.
+interleaves them (t, h, w, t, h, w, ...), and a loose parity test would miss the difference.
 
-Shapes: S tokens, B rows, D head size, F half of it, 3 the axes time, height, width.
+Shapes: S tokens, B rows, D head size, F half the head size, 3 the axes time, height, width.
 """
 
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 
 class InterleavedMRoPE(nn.Module):
-    """From position ids [3, B, S] what attention rotates by: cos and sin [2, S, B, F] in a dtype;
-    for Megatron's own attention, which takes cos and sin in each layer, the angles [S, B, 1, D]."""
+    """Rotary embedding from position ids [3, B, S]. Attention gets cos and sin [2, S, B, F] in a
+    dtype; Megatron's own attention, which computes cos and sin in each layer, gets the angles [S,
+    B, 1, D]."""
 
     inv_freq: Tensor
 
@@ -24,12 +25,13 @@ class InterleavedMRoPE(nn.Module):
         device: torch.device,
         dtype: torch.dtype | None = None,
     ):
-        """`dtype`: of cos and sin; without, angles."""
+        """Prepare the frequencies. `dtype` is that of cos and sin; without it, `forward` returns
+        angles."""
         super().__init__()
         self.dtype = dtype
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         axis = torch.zeros(head_dim // 2, dtype=torch.long)
-        for dim in (1, 2):  # height, width; time keeps the rest
+        for dim in (1, 2):  # height, width; time has the rest
             axis[dim : section[dim] * 3 : 3] = dim
         self.axis = axis.to(device)
         self.register_buffer("inv_freq", (1.0 / theta**exponents).to(device), persistent=False)

@@ -1,6 +1,6 @@
-"""Which experts the tokens of a micro-batch go to.
+"""Routing of the tokens of a micro-batch to experts.
 
-Shapes: N tokens, without padding, K experts of each, E all experts.
+Shapes: N tokens without padding, K experts per token, E all experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,29 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-# Losses of the routers: that experts are used evenly, and that logits stay small.
-#
-# Shapes: N tokens of a micro-batch, without padding, K experts of each, E all experts.
+# Two losses of the routers: experts should be used evenly, and logits should stay small.
 
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The losses of one step, each a sum over the layers and tokens of the whole global batch.
+    """Losses of one step, each a sum over the layers and tokens of the whole global batch.
 
-    `balance_loss` is what a token's probabilities [E] add up to with `balance_E`: of each expert
-    E times the share of the tokens that go to it, which has no gradient, over all layers and
-    tokens. `z_loss` is the mean square of the logsumexp of the logits, of which `mean` takes one
-    token in one layer. `scales` has the factor of the gradient of each loss that is wanted.
+    `balance_loss` is the sum of a token's probabilities [E] times `balance_E`: for each expert, E
+    times the share of the tokens that go to it, over all layers and tokens; the share has no
+    gradient. `z_loss` is the mean square of the logsumexp of the logits, and `mean` is the weight
+    of one token in one layer. `scales` has the factor of the gradient of each active loss.
     """
 
     scales: Mapping[str, float]
-    sums: Mapping[str, Tensor]  # what the routers of this rank have added up: the losses' values
+    sums: Mapping[str, Tensor]  # values of the losses, summed over the routers of this rank so far
     mean: float
     balance_E: Tensor | None
 
     def add(
         self, weights_NK: Tensor, logits_NE: Tensor, probs_NE: Tensor, is_replay: bool
     ) -> Tensor:
-        """The weights as they are, whose backward adds the gradients of the losses. A layer that
-        is computed again adds no value to the sums."""
+        """Return the weights unchanged; their backward adds the gradients of the losses. A
+        recomputed layer adds no value to the sums."""
         terms = {}
         if self.balance_E is not None:
             terms["balance_loss"] = (probs_NE.sum(0) * self.balance_E).sum()
@@ -46,13 +44,13 @@ class RouterLosses:
             for name, term in terms.items():
                 self.sums[name].add_(term.detach())
         total = torch.stack([self.scales[name] * term for name, term in terms.items()]).sum()
-        added: Tensor = _AddGradient.apply(weights_NK, total)
-        return added
+        weights: Tensor = _AddGradient.apply(weights_NK, total)
+        return weights
 
 
 class _AddGradient(torch.autograd.Function):
-    """x, as if a loss had been added to whatever is computed from it: so it needs no way of its own
-    to the last pipeline stage."""
+    """x, as if a loss had been added to a result that is computed from it. The loss therefore does
+    not have to travel to the last pipeline stage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -65,39 +63,40 @@ class _AddGradient(torch.autograd.Function):
         return grads[0], one
 
 
-Counts = list[list[int]]  # of each rank of the expert parallel group, its tokens for each expert
+Counts = list[list[int]]  # tokens for each expert, by rank of the expert parallel group
 
 
 @dataclass
 class Routing:
-    """Of one pass of a micro-batch through a chunk of the model: which of its tokens are real, and
-    by layer, counted from 1, what each router has chosen for them.
+    """Routing of one pass of a micro-batch through a chunk of the model: the real tokens and, by
+    layer number from 1, the experts that each router has chosen for them.
 
-    A choice that is there already is kept. So a layer that is recomputed sends every token where
-    it went the first time, whatever rounding does to the router. What is `given` takes the place of
-    the router's choice, but where it is -1.
+    An existing choice stays. A recomputed layer therefore sends every token to the same experts as
+    the first time, even if rounding changes the router's probabilities. An expert that is `given`
+    replaces the router's choice, except where it is -1.
     """
 
-    places_N: Tensor | None = None  # of the real tokens in the flattened [S * B]; None: all are
+    places_N: Tensor | None = None  # places of real tokens in [S * B]; None: all are real
     given: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [N, K]
     counts: dict[int, Counts] = field(default_factory=dict)
-    losses: RouterLosses | None = None  # what the routers add to the loss
+    losses: RouterLosses | None = None  # losses that the routers add
 
     def counts_of(self, layer: int, experts: int, group: dist.ProcessGroup) -> Counts:
-        """How many tokens each rank of the group sends to each expert. A collective the first
-        time: the host waits for the device, since shapes depend on these numbers."""
+        """Return the number of tokens that each rank of the group sends to each expert. The first
+        call for a layer is a collective, and the host waits for the device, since shapes depend on
+        these numbers."""
         if layer not in self.counts:
-            mine_E = torch.bincount(self.chosen[layer].flatten(), minlength=experts)
-            every_E = mine_E.new_empty(dist.get_world_size(group) * experts)
-            dist.all_gather_into_tensor(every_E, mine_E, group=group)
-            self.counts[layer] = every_E.view(-1, experts).tolist()
+            local_E = torch.bincount(self.chosen[layer].flatten(), minlength=experts)
+            all_E = local_E.new_empty(dist.get_world_size(group) * experts)
+            dist.all_gather_into_tensor(all_E, local_E, group=group)
+            self.counts[layer] = all_E.view(-1, experts).tolist()
         return self.counts[layer]
 
 
 def real_places(lengths: Sequence[int], tokens: int) -> Tensor:
-    """Places [N] in the flattened [S * B] of the tokens of rows that are padded on the right to
-    `tokens`, row by row. On the host."""
+    """Return the places [N] of the real tokens in the flattened [S * B], row by row, for rows that
+    are padded on the right to `tokens`. This runs on the host."""
     real_BS = torch.arange(tokens) < torch.tensor(lengths, dtype=torch.long)[:, None]
     row_N, column_N = real_BS.nonzero(as_tuple=True)
     return column_N * len(lengths) + row_N
@@ -106,8 +105,9 @@ def real_places(lengths: Sequence[int], tokens: int) -> Tensor:
 def route(
     hidden_NH: Tensor, weight_EH: Tensor, top_k: int, routing: Routing, layer: int
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token [N, K], and their weights, which add up to 1. As in transformers:
-    probabilities in fp32 over all experts, then those of the chosen ones normalised."""
+    """Return the experts of each token [N, K] and their weights, which add up to 1. As in
+    transformers, probabilities are computed in fp32 over all experts, and those of the chosen
+    experts are then normalised."""
     logits_NE = F.linear(hidden_NH, weight_EH)
     probs_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float)
     is_replay = layer in routing.chosen
@@ -125,5 +125,5 @@ def route(
 
 
 def choose_experts(probs_NE: Tensor, top_k: int) -> Tensor:
-    """The likeliest experts of each token [N, K]."""
+    """Return the most likely experts of each token [N, K]."""
     return probs_NE.topk(top_k, dim=-1).indices

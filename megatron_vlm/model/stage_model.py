@@ -27,10 +27,10 @@ from megatron_vlm.model.vision import VisualPlan, encode, mark_ready_with_zero_g
 
 
 class StageModel(GPTModel):
-    """One pipeline stage, or one of its chunks. The vision tower is in the first chunk of stage 0.
+    """Pipeline stage or one of its chunks. The vision tower is in the first chunk of stage 0.
 
-    To the next one travels cat([hidden, DeepStack features not yet added]) along the sequence, so
-    any of them may hold the first decoder layers and the first may hold none.
+    A stage sends cat([hidden, DeepStack features still to add]) along the sequence to the next one,
+    so any stage may hold the first decoder layers and the first stage may hold none.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class StageModel(GPTModel):
         rotary: InterleavedMRoPE,
         chunk: int | None = None,
     ):
-        """`layers` are the decoder layers, `rotary` makes what they rotate by; the first chunk of
-        the pipeline alone has a `tower`. `chunk`: its number in the stage, where it has several."""
+        """Create the chunk. `layers` are the decoder layers, and `rotary` makes their rotary
+        embedding; only the first chunk of the pipeline has a `tower`. `chunk` is its number in a
+        stage with several chunks."""
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
@@ -68,7 +69,7 @@ class StageModel(GPTModel):
             self.vision_model = tower
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """Megatron's schedules hand over what the stage before sent."""
+        """Store the previous stage's output, which Megatron's schedules hand over."""
         self.stage_input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(  # type: ignore[override]
@@ -86,17 +87,19 @@ class StageModel(GPTModel):
         cache: KVCache | None = None,
         **head: Any,
     ) -> Tensor:
-        """A stage's output: for the next stage; on the last stage what `predict` gives for the
-        supervised positions (labels given; labels[b, s] is what position s predicts), or logits: of
-        all positions [B, S, V], or of those that a loss_mask [B, S] picks [N, V].
+        """Return the input of the next stage; on the last stage return logits, or with labels the
+        result of `predict` at the supervised positions. labels[b, s] is the target of position s.
+        The logits are those of all positions [B, S, V], or [N, V] of those that a loss_mask [B, S]
+        picks.
 
-        Who knows these on the host gives them from there, lest the device be asked and waited for:
-        `visuals` as `plan_visuals` makes them, in place of the grids; as loss_mask the places [N]
-        that it would pick in the flattened [S * B], and labels [N] of these, or [M], and as `of_M`
-        the place of each; as `routing`, which tokens are real, for a model with experts.
+        A caller that knows these values on the host passes them from there, so that the host does
+        not wait for the device: `visuals` from `plan_visuals` in place of the grids; as loss_mask
+        the places [N] that it would pick in the flattened [S * B], with labels [N] of these places,
+        or labels [M] with the place of each as `of_M`; and as `routing` the real tokens, for a
+        model with experts.
 
-        Attention is causal and rows are padded on the right, so no mask is needed; Hugging Face's
-        attention_mask [B, S] is taken, and refused where it says anything else.
+        Attention is causal and rows are padded on the right, so no mask is needed. Hugging Face's
+        attention_mask [B, S] is accepted, and refused where rows are not padded on the right.
         """
         if head.pop("packed_seq_params", None) is not None:
             raise ConfigError(
@@ -112,13 +115,13 @@ class StageModel(GPTModel):
         if self.pre_process:
             hidden_SBH = self._embed(input_ids)
             features_KSBH = None
-            # Past the prefill come generated tokens: a placeholder among them shows nothing.
+            # Generated tokens follow the prefill: a placeholder among them has no image or video.
             if cache is None or cache.in_prefill:
                 if visuals is None:
                     visuals = self.plan_visuals(input_ids, image_grid_thw, video_grid_thw)
                     visuals = visuals.moved(lambda tensor: tensor.to(input_ids.device))
-                given = [pixel_values, pixel_values_videos]
-                hidden_SBH, features_KSBH = self._see(hidden_SBH, given, visuals)
+                pixels = [pixel_values, pixel_values_videos]
+                hidden_SBH, features_KSBH = self._see(hidden_SBH, pixels, visuals)
             hidden_SBH = self._for_recompute(hidden_SBH)
         else:
             assert self.stage_input is not None
@@ -140,18 +143,20 @@ class StageModel(GPTModel):
         return self._join_stages(output, features_KSBH)
 
     def _embed(self, ids_BS: Tensor) -> Tensor:
-        """The tokens' embeddings; that of the padding token is used but does not learn here, as in
-        transformers."""
+        """Return the tokens' embeddings. The padding token's embedding is used but does not learn
+        here, as in transformers."""
         hidden_SBH: Tensor = self.embedding(input_ids=ids_BS, position_ids=None)
         if self.sizes.text.pad_id is None:
             return hidden_SBH
         is_pad_SB1 = (ids_BS == self.sizes.text.pad_id).T[..., None]
-        # Contiguous, whatever the strides of the mask: a stage without layers sends it on.
+        # Contiguous for any strides of the mask, because a stage without layers sends this tensor
+        # on.
         return torch.where(is_pad_SB1, hidden_SBH.detach(), hidden_SBH).contiguous()
 
     def _for_recompute(self, hidden_SBH: Tensor) -> Tensor:
-        """What goes into the decoder. Recomputed layers learn only where an input of theirs has a
-        gradient, which it has not where nothing before them learns."""
+        """Return the decoder's input with a gradient where the decoder learns. Recomputed layers
+        learn only if one of their inputs has a gradient, and it has none if nothing before them
+        learns."""
         full = self.config.recompute_granularity == "full" and self.training
         if hidden_SBH.requires_grad or not full or not torch.is_grad_enabled():
             return hidden_SBH
@@ -161,13 +166,14 @@ class StageModel(GPTModel):
     def plan_visuals(
         self, ids_BS: Tensor, image_grid_I3: Tensor | None, video_grid_I3: Tensor | None
     ) -> VisualPlan:
-        """The plan of the images and videos of these rows, checked against their placeholders."""
+        """Return the plan of the images and videos of these rows, checked against their
+        placeholders."""
         ids_BS = ids_BS.cpu()
         grids = [None if grid is None else grid.cpu() for grid in (image_grid_I3, video_grid_I3)]
         tokens = self.sizes.tokens
         check_placeholders(ids_BS, grids[0], grids[1], tokens)
         present = [grid for grid in grids if grid is not None]
-        # Images first, then videos: their patches come in the same order.
+        # Images come first, then videos, in the same order as their patches.
         places = [_places(ids_BS == token) for token in (tokens.image_id, tokens.video_id)]
         return VisualPlan.create(
             self.vision_model,
@@ -181,13 +187,13 @@ class StageModel(GPTModel):
         self, hidden_SBH: Tensor, pixels: Sequence[Tensor | None], plan: VisualPlan
     ) -> tuple[Tensor, Tensor | None]:
         """Encode images and videos in one pass and put their features in their tokens' places."""
-        given = [each for each in pixels if each is not None]
-        if not given:
+        patches = [part for part in pixels if part is not None]
+        if not patches:
             return mark_ready_with_zero_grads(hidden_SBH, self.vision_model), None
         visual = encode(
             self.vision_model,
             self.sizes.vision,
-            torch.cat(given),
+            torch.cat(patches),
             plan,
             self.pg_collection.tp,
         ).to(hidden_SBH.dtype)
@@ -199,13 +205,12 @@ class StageModel(GPTModel):
         return flat.view_as(hidden_SBH), features.unflatten(1, hidden_SBH.shape[:2])
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
-        """Megatron's forward ends with the hidden states: what is wanted of the head, it cannot
-        pass on."""
+        """Return the hidden states: Megatron's forward cannot pass on the arguments of `_head`."""
         return hidden_states
 
     @property
     def head_weight(self) -> Tensor:
-        """On the last stage this rank's part of the head's weight, which may be the embedding's."""
+        """Part of the head's weight on this rank of the last stage; it may be the embedding's."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -220,7 +225,7 @@ class StageModel(GPTModel):
         likeliest: tuple[int, float] | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """The head, on supervised positions only: the others carry no loss."""
+        """Apply the head at supervised positions only, because the others carry no loss."""
         weight = self.head_weight
         places_N = loss_mask
         if places_N is None or places_N.dim() == 2:
@@ -244,7 +249,8 @@ class StageModel(GPTModel):
         return predict(products, labels, vocab, tp_group, also, of_M, temperature)
 
     def _join_stages(self, hidden_SBH: Tensor, features_KSBH: Tensor | None) -> Tensor:
-        """What the next stage gets: the hidden states, then the features its layers will add."""
+        """Return the input of the next stage: the hidden states, then the features that its layers
+        will add."""
         layers = len(self.decoder.layers)
         if features_KSBH is None or len(features_KSBH) <= layers:
             return hidden_SBH
@@ -252,7 +258,7 @@ class StageModel(GPTModel):
 
 
 def _split_stages(joined: Tensor, seq_len: int) -> tuple[Tensor, Tensor | None]:
-    """Undo `_join_stages`: the number of features is what the length says."""
+    """Undo `_join_stages`; the length determines the number of features."""
     hidden_SBH, rest = joined[:seq_len], joined[seq_len:]
     return hidden_SBH, rest.unflatten(0, (-1, seq_len)) if len(rest) else None
 
@@ -270,6 +276,6 @@ def _check_right_padded(mask_BS: Tensor) -> None:
 
 
 def _places(mask_BS: Tensor) -> Tensor:
-    """Places in the flattened [S * B] order of the true ones, row by row."""
+    """Return the places of the true elements in the flattened [S * B] order, row by row."""
     row, column = mask_BS.nonzero(as_tuple=True)
     return column * len(mask_BS) + row

@@ -1,7 +1,7 @@
-"""The vision tower: Hugging Face's module, its images shared out over the TP ranks.
+"""Vision tower: Hugging Face's module, with its images divided among the TP ranks.
 
-Shapes: I images (or videos), P patches of all images, C values of a patch, V visual features of
-all images, v those of this rank's images, H width of the decoder, K DeepStack features.
+Shapes: I images (or videos), P patches of all images, C values of a patch, V visual features of all
+images, v features of this rank's images, H width of the decoder, K DeepStack features.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from megatron_vlm.family.spec import TowerInputs, VisionSizes
 
 
 def image_cost(grid_thw: Sequence[int], width: int) -> float:
-    """Relative work of one image: per patch the linear layers (~12 width^2) and attention over
-    the patches of its frame (~2 patches x width)."""
+    """Return the relative work of one image: per patch the linear layers (~12 width^2) and
+    attention over the patches of its frame (~2 patches x width)."""
     t, h, w = grid_thw
     return t * h * w * (6 * width + h * w)
 
 
 @dataclass(frozen=True)
 class ImageShare:
-    """Who encodes what, and how the gathered features go back into the order of the images."""
+    """Assignment of images to ranks, and the order that restores the gathered features."""
 
     mine: list[int]
     rows_per_rank: list[int]
@@ -33,7 +33,7 @@ class ImageShare:
 
     @staticmethod
     def plan(grid_I3: Tensor, merge: int, width: int, rank: int, ranks: int) -> "ImageShare":
-        """From the grids on the host."""
+        """Plan the assignment from the grids on the host."""
         grids = grid_I3.tolist()
         shares = deal([image_cost(grid, width) for grid in grids], ranks)
         sizes = [t * h * w // merge**2 for t, h, w in grids]
@@ -41,7 +41,7 @@ class ImageShare:
         widest = max(rows)
         spans: dict[int, Tensor] = {}
         for owner, share in enumerate(shares):
-            cursor = owner * widest  # all_gather moves equal blocks: each is padded to the widest
+            cursor = owner * widest  # all_gather moves equal blocks, each padded to the widest
             for image in share:
                 spans[image] = torch.arange(cursor, cursor + sizes[image])
                 cursor += sizes[image]
@@ -51,14 +51,14 @@ class ImageShare:
 
 @dataclass(frozen=True)
 class VisualPlan:
-    """What a pass knows of its images and videos beside their patches. It is made on the host:
-    grids decide shapes, and to read one from the device the host would have to wait for it."""
+    """Images and videos of a pass, without their patches. The plan is made on the host: grids
+    determine shapes, and the host would have to wait for the device to read one from there."""
 
-    places_V: Tensor  # of the visual tokens in the flattened [S * B]: of images, then of videos
-    patches: list[int]  # of each image
-    share: ImageShare | None  # where TP ranks share the images
-    of_host: TowerInputs  # for this rank's images, what the tower reads on the host
-    of_device: TowerInputs  # and on its device
+    places_V: Tensor  # places of the visual tokens in the flattened [S * B]: images, then videos
+    patches: list[int]  # number of patches of each image
+    share: ImageShare | None  # None unless TP ranks share the images
+    of_host: TowerInputs  # inputs of the tower for this rank's images, on the host
+    of_device: TowerInputs  # inputs of the tower on its device
 
     @staticmethod
     def create(
@@ -68,25 +68,25 @@ class VisualPlan:
         places_V: Tensor,
         share_group: dist.ProcessGroup | None,
     ) -> "VisualPlan":
-        """With `share_group` each of its ranks is to encode a share of the images."""
-        share, mine_I3 = None, grid_I3
+        """Create the plan. Each rank of a `share_group` encodes a share of the images."""
+        share, local_I3 = None, grid_I3
         ranks = 1 if share_group is None else dist.get_world_size(share_group)
         if ranks > 1 and len(grid_I3):
             rank = dist.get_rank(share_group)
             share = ImageShare.plan(grid_I3, sizes.merge, sizes.hidden, rank, ranks)
-            mine_I3 = grid_I3[share.mine]
-        inputs = sizes.inputs(tower, mine_I3) if len(mine_I3) else ({}, {})
+            local_I3 = grid_I3[share.mine]
+        inputs = sizes.inputs(tower, local_I3) if len(local_I3) else ({}, {})
         return VisualPlan(places_V, grid_I3.prod(-1).tolist(), share, *inputs)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "VisualPlan":
-        """As a pass takes it: `move` takes a tensor to the device."""
+        """Return the plan for a pass, with its tensors moved to the device by `move`."""
         share = self.share and replace(self.share, order_V=move(self.share.order_V))
         of_device = {name: move(value) for name, value in self.of_device.items()}
         return replace(self, places_V=move(self.places_V), share=share, of_device=of_device)
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """All ranks' features, in image order. Backward takes this rank's rows and nothing else: the
+    """Features of all ranks, in image order. Backward takes this rank's rows and nothing else: the
     decoder's gradient of a replicated tensor is already whole on every TP rank, and the tower's
     partial weight gradients are summed over TP once per step (see training/optimizer.py)."""
 
@@ -113,10 +113,10 @@ class _GatherFeatures(torch.autograd.Function):
 
 
 class _Touch(torch.autograd.Function):
-    """The identity on a tensor, with a zero gradient for every parameter given.
+    """Identity on a tensor, with a zero gradient for every given parameter.
 
-    A micro-batch without images must still mark the tower's parameters as ready, or an overlapped
-    gradient reduction never starts and the data parallel ranks wait for each other.
+    A micro-batch without images must still mark the tower's parameters as ready. Otherwise an
+    overlapped gradient reduction never starts, and the data parallel ranks wait for each other.
     """
 
     @staticmethod
@@ -126,12 +126,12 @@ class _Touch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        # One zero, expanded: autograd makes each gradient real only when its turn comes.
+        # The zero is expanded: autograd materialises each gradient only when its turn comes.
         return (grads[0], *(param.new_zeros(()).expand_as(param) for param in ctx.params))
 
 
 def mark_ready_with_zero_grads(x: Tensor, tower: nn.Module) -> Tensor:
-    """x, with the tower's trainable parameters in its graph."""
+    """Return x with the tower's trainable parameters in its graph."""
     params = [p for p in tower.parameters() if p.requires_grad]
     if not params or not torch.is_grad_enabled():
         return x
@@ -145,8 +145,9 @@ def encode(
     plan: VisualPlan,
     share_group: dist.ProcessGroup,
 ) -> Tensor:
-    """Features [1 + K, V, H] of all images, from the family's tower: the merged ones, then one set
-    for each DeepStack layer. Where the plan shares the images, each rank encodes its own."""
+    """Return the features [1 + K, V, H] of all images from the family's tower: the merged ones,
+    then one set for each DeepStack layer. Where the plan shares the images, each rank encodes its
+    own images."""
     patches_PC = patches_PC.to(tower.dtype)
     inputs = plan.of_host | plan.of_device
     if plan.share is None:
@@ -154,8 +155,8 @@ def encode(
     width, levels = sizes.out_hidden, sizes.levels
     if plan.share.mine:
         by_image = patches_PC.split(plan.patches)
-        mine_PC = torch.cat([by_image[image] for image in plan.share.mine])
-        local_vH = _run_tower(tower, mine_PC, inputs).permute(1, 0, 2).flatten(1)
+        local_PC = torch.cat([by_image[image] for image in plan.share.mine])
+        local_vH = _run_tower(tower, local_PC, inputs).permute(1, 0, 2).flatten(1)
     else:
         local_vH = mark_ready_with_zero_grads(patches_PC.new_zeros(0, levels * width), tower)
     features_VH = _GatherFeatures.apply(local_vH, plan.share, share_group)
