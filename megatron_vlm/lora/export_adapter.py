@@ -1,4 +1,4 @@
-"""Adapters out: as PEFT's files, or merged into the weights beside them."""
+"""Export of adapters: as PEFT's files, or merged into the model's weights."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,23 +35,23 @@ from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of, tensors_
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """What a run with adapters has trained: whole tensors by their names in checkpoints."""
+    """Weights that a run with adapters has trained: whole tensors by their names in checkpoints."""
 
     lora: LoraConfig
-    weights: Sequence[TensorSpec]  # that have an adapter
+    weights: Sequence[TensorSpec]  # weights with an adapter
     source: HFCheckpoint
     tensors: Mapping[str, Tensor]
 
     def pair(self, weight: TensorSpec) -> tuple[Tensor, Tensor]:
-        """A and B of a weight, in the type in which that is stored."""
+        """Return A and B of a weight, in the dtype in which the weight is stored."""
         name = self.source.stored_as(weight.name)
         first, *_ = self.source.experts.stored(name, weight.shape)
         dtype = FLOATS[self.source.tensors[first].dtype]
-        down, up = (self.tensors[each.name] for each in tensors_of(weight, self.lora.rank))
+        down, up = (self.tensors[tensor.name] for tensor in tensors_of(weight, self.lora.rank))
         return down.to(dtype), up.to(dtype)
 
     def in_file(self) -> dict[str, Tensor]:
-        """Those of all weights, as PEFT's files have them."""
+        """Return the adapters of all weights, in the form of PEFT's files."""
         forms = file_tensors(self.weights, self.lora.rank)
         pairs = chain.from_iterable(map(self.pair, self.weights))
         return {form.name: form.stored(value) for form, value in zip(forms, pairs, strict=True)}
@@ -68,12 +68,12 @@ def export_adapter(
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
 ) -> None:
-    """Write what the ranks hold of `trained`; `form` is what a TrainedAdapter has besides. A
-    collective."""
+    """Write this rank's share of `trained`; `form` has the other fields of a TrainedAdapter. This
+    is a collective."""
     device = next(iter(held.values())).device
     chosen = set(trained)
     named: Iterator[tuple[str, Tensor | None]] = iter(())
-    if grid.edp.rank == 0:  # the replicas that share experts with the first one send theirs
+    if grid.edp.rank == 0:  # replicas that share experts with the first one send their tensors
         named = gather_tensors(held, table, grid, of=lambda entry: entry in chosen)
     with fail_together(device, CheckpointError):
         try:
@@ -81,7 +81,7 @@ def export_adapter(
                 tensors = {name: value for name, value in named if value is not None}
                 write(TrainedAdapter(*form, tensors), table, out, kind, mark, done)
         finally:
-            for _ in named:  # whatever became of the first rank's file, the others send theirs
+            for _ in named:  # the other ranks send their tensors even if writing the file failed
                 pass
 
 
@@ -93,7 +93,7 @@ def write(
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
 ) -> None:
-    """The folder, in one form or the other."""
+    """Write the folder as an adapter or as a merged model."""
     lora, source = adapter.lora, adapter.source
     if kind == "merged":
         names, head = exported(table), source.sizes.head
@@ -120,7 +120,7 @@ def write(
 def _render_config(
     lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> dict[str, Any]:
-    """adapter_config.json of what we trained."""
+    """Return the adapter_config.json of the trained adapter."""
     base = hub_name(source.name)
     modules = sorted({_module_to_save(t) for t in saved_whole(source.sizes.tensors, lora)})
     linears = [weight for weight in weights if not is_of_experts(weight)]
@@ -131,7 +131,7 @@ def _render_config(
         "revision": base.commit if base else None,
         "inference_mode": True,
         "r": lora.rank,
-        # PEFT and others declare a whole number.
+        # PEFT and other programs declare an integer.
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
@@ -150,18 +150,20 @@ def _render_config(
 
 
 def _module_to_save(tensor: TensorSpec) -> str:
-    """Each merger as a whole: model.visual.merger, model.visual.deepstack_merger_list.0."""
+    """Return the module that contains the tensor; mergers are saved whole: model.visual.merger,
+    model.visual.deepstack_merger_list.0."""
     return module_of(tensor).split(".linear_fc")[0].split(".norm")[0]
 
 
 def _shortest(weights: Sequence[TensorSpec], tensors: Sequence[TensorSpec]) -> list[str]:
-    """target_modules: PEFT adapts every module with one of these names, or one that ends with it
-    after a dot. The last parts of the names where they mean no other module."""
-    chosen = {module_of(each) for each in weights}
+    """Return target_modules. PEFT adapts every module with one of these names, or whose name ends
+    with one after a dot. The names are shortened to their last parts if those match no other
+    module."""
+    chosen = {module_of(weight) for weight in weights}
     leaves = {name.rpartition(".")[2] for name in chosen}
-    every = {each.name.rpartition(".")[0] for each in tensors}
-    meant = {name for name in every if name.rpartition(".")[2] in leaves}
-    return sorted(leaves if meant == chosen else chosen)
+    modules = {tensor.name.rpartition(".")[0] for tensor in tensors}
+    matched = {name for name in modules if name.rpartition(".")[2] in leaves}
+    return sorted(leaves if matched == chosen else chosen)
 
 
 def _check_fits(lora: LoraConfig) -> None:
@@ -175,10 +177,11 @@ def _check_fits(lora: LoraConfig) -> None:
 
 
 def merged_tensors(adapter: TrainedAdapter, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model: as it is stored, as it was trained, or with its adapter in it."""
+    """Yield every tensor of the model: as it is stored, as it was trained, or merged with its
+    adapter."""
     with_adapter = {weight.name: weight for weight in adapter.weights}
     source = adapter.source
-    shapes = {each.name: each.shape for each in source.sizes.with_head}
+    shapes = {tensor.name: tensor.shape for tensor in source.sizes.with_head}
     for name in names:
         if name in adapter.tensors:
             yield name, adapter.tensors[name]

@@ -1,7 +1,7 @@
-"""Adapters at work: small matrices A and B beside a linear layer whose weight stays as it is.
+"""Adapter layers: small matrices A and B next to a linear layer whose weight does not change.
 
-Shapes: I width of what goes into the layer, O of what comes out, on this rank; e its experts, M
-their rows.
+Shapes: I inputs and O outputs of the layer on this rank, e experts of this rank, M rows of these
+experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,8 @@ from megatron_vlm.model.experts import ExpertLinear, times
 
 
 class LowRank(nn.Module):
-    """A and B of one of Hugging Face's linear layers, or of one of each of these experts; unset."""
+    """A and B of one of Hugging Face's linear layers, or of that layer in each of these experts;
+    unset."""
 
     def __init__(self, rank: int, inputs: int, outputs: int, like: Tensor, *experts: int):
         super().__init__()
@@ -34,21 +35,22 @@ class LowRank(nn.Module):
 
 
 class Adapters(nn.ModuleDict):
-    """Those of one of our linear layers, by the slot's name.
+    """Adapters of one of our linear layers, by the slot's name.
 
-    Where the rows of the weight are cut over TP, A is whole on each rank and B is cut: between them
-    the gradient is summed over the ranks, so that each has A's whole gradient. Where its columns
-    are cut, so is A, and what it gives is summed on the way forward; B is whole.
+    Where the rows of the weight are sharded over TP, A is whole on each rank and B is sharded:
+    between them the gradient is summed over the ranks, so that each rank has A's whole gradient.
+    Where its columns are sharded, so is A, and A's output is summed in the forward pass; B is
+    whole.
     """
 
     def __init__(
         self, weight: Tensor, plan: AdaptedLinear, lora: LoraConfig, tp: dist.ProcessGroup
     ):
-        """`weight`: this rank's part of that of the layer."""
+        """Create the adapters. `weight` is this rank's part of the layer's weight."""
         ranks = 1 if plan.cut is None else dist.get_world_size(tp)
         self.rows = [slot.base.shape[0] // (ranks if plan.cut == 0 else 1) for slot in plan.slots]
         if len(plan.slots) == 1:
-            self.rows = [len(weight)]  # those of a vocabulary are padded
+            self.rows = [len(weight)]  # the rows of a vocabulary are padded
         inputs = plan.slots[0].base.shape[1] // (ranks if plan.cut == 1 else 1)
         super().__init__(
             {
@@ -62,7 +64,7 @@ class Adapters(nn.ModuleDict):
         self.scale, self.dropout = scale_of(lora), lora.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the adapters add to the output [..., O] for the layer's input [..., I]."""
+        """Return the adapters' addition to the output [..., O] for the layer's input [..., I]."""
         slots = [slot for slot in self.plan.slots if slot.adapted]
         low = torch.cat([F.linear(self._dropped(x, slot), self._of(slot).A) for slot in slots], -1)
         if self.plan.cut == 0:
@@ -76,20 +78,21 @@ class Adapters(nn.ModuleDict):
         return self._joined(added)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` adds as two factors, the second transposed: of the head, which never has
-        all its outputs at once, and which itself sums the first one's gradient over the ranks."""
+        """Return the addition of `forward` as two factors, the second transposed. The head needs
+        this: it never has all its outputs at once, and it sums the first factor's gradient over the
+        ranks itself."""
         (slot,) = self.plan.slots
         low_rank = self._of(slot)
         return F.linear(self._dropped(x, slot), low_rank.A) * self.scale, low_rank.B
 
     def _of(self, slot: HFLinear) -> LowRank:
-        found = self[slot.leaf]
-        assert isinstance(found, LowRank)
-        return found
+        adapter = self[slot.leaf]
+        assert isinstance(adapter, LowRank)
+        return adapter
 
     def _joined(self, added: dict[HFLinear, Tensor]) -> Tensor:
-        """The slots' outputs as the layer has them: group by group, each with a part of every
-        slot. A slot without an adapter adds nothing."""
+        """Join the slots' outputs in the layer's order: group by group, each with a part of every
+        slot. A slot without an adapter adds zeros."""
         like = next(iter(added.values()))
         pieces = [
             added[slot] if slot in added else like.new_zeros(*like.shape[:-1], rows)
@@ -102,37 +105,37 @@ class Adapters(nn.ModuleDict):
         )
 
     def _dropped(self, x: Tensor, slot: HFLinear) -> Tensor:
-        """Dropout, drawn for the whole input on every rank, so that ranks that share it, or have a
-        part of it each, agree."""
+        """Apply dropout. The mask is drawn for the whole input on every rank, so that ranks that
+        share the input, or have a part of it each, agree."""
         if not (self.training and self.dropout):
             return x
         seed = seed_from(torch.initial_seed(), slot.base.name)
         generator = torch.Generator(x.device).manual_seed(seed)
         whole = (*x.shape[:-1], slot.base.shape[1])
-        kept = torch.rand(prod(whole), generator=generator, device=x.device) >= self.dropout
-        kept = kept.view(whole)
+        mask = torch.rand(prod(whole), generator=generator, device=x.device) >= self.dropout
+        mask = mask.view(whole)
         if x.shape[-1] != whole[-1]:
-            kept = kept.chunk(whole[-1] // x.shape[-1], dim=-1)[dist.get_rank(self.tp)]
-        return x * kept / (1 - self.dropout)
+            mask = mask.chunk(whole[-1] // x.shape[-1], dim=-1)[dist.get_rank(self.tp)]
+        return x * mask / (1 - self.dropout)
 
 
 class ExpertAdapters(LowRank):
-    """Those beside one linear layer of this rank's experts. PEFT adds B A to the weight of every
-    expert in each forward; here only the tokens of an expert are multiplied by its A and its B,
-    which is the same and does not make a second set of experts."""
+    """Adapters of one linear layer of this rank's experts. PEFT adds B A to the weight of every
+    expert in each forward. Here only the tokens of an expert are multiplied by its A and its B,
+    which gives the same result and creates no second set of experts."""
 
     def __init__(self, linear: ExpertLinear, lora: LoraConfig):
         weight_eOI = linear.weight
         experts, outputs, inputs = weight_eOI.shape
         super().__init__(lora.rank, inputs, outputs, weight_eOI, experts)
-        for param in self.parameters():  # their gradients are summed where those of the weight are
+        for param in self.parameters():  # their gradients are summed like the weight's
             param.allreduce = weight_eOI.allreduce  # type: ignore[attr-defined]
         self.scale = scale_of(lora)
         assert not lora.dropout, "lora/weights.py refuses it"
 
     def forward(self, x_MI: Tensor, counts: Sequence[int]) -> Tensor:
-        """What they add to the output [M, O]: of the rows of x, so many in a row are of each
-        expert."""
+        """Return the adapters' addition to the output [M, O]. The rows of x are sorted by expert;
+        `counts` is the number of rows per expert."""
         return times(times(x_MI, self.A, counts) * self.scale, self.B, counts)
 
 
@@ -142,8 +145,8 @@ def attach(
     lora: LoraConfig,
     tp: dist.ProcessGroup,
 ) -> None:
-    """Give this stage's linear layers their adapters, as the submodule `lora`; the names of all
-    other parameters stay."""
+    """Attach adapters to this stage's linear layers, as the submodule `lora`. The names of all
+    other parameters stay the same."""
     for plan in plans:
         chunk: Any = chunks[plan.chunk]
         linear = chunk.get_submodule(plan.name)
@@ -156,7 +159,8 @@ def attach(
 
 
 def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Megatron's layers return their output and a bias, torch's only the output."""
+    """Add the adapters' output. Megatron's layers return their output and a bias, torch's only the
+    output."""
     added = linear.lora(*args)
     if isinstance(output, tuple):
         return (output[0] + added, *output[1:])
@@ -164,16 +168,18 @@ def _add(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _add_to_logits(linear: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Summed in fp32, as `predict` sums them."""
+    """Add the adapters' logits in fp32, as `predict` does."""
     return (output[0].float() + linear.lora(*args), *output[1:])
 
 
 @contextmanager
 def dropout_rng(*where: object) -> Iterator[None]:
-    """Within it, dropout is a function of `where`: of seed, step, replica and micro-batch.
+    """Make dropout a function of `where` inside the context: of seed, step, replica and
+    micro-batch.
 
-    It is kept as the seed of torch's generator, which nothing draws from: recomputation, Megatron's
-    as torch's, gives the generator back the state that it had in the forward.
+    The seed of torch's generator holds this value, and nothing draws from that generator.
+    Recomputation, both Megatron's and torch's, restores the generator's state from the forward
+    pass.
     """
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(seed_from(*where))

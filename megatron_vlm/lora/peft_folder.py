@@ -1,5 +1,4 @@
-"""A folder with an adapter, as PEFT writes and reads it: adapter_config.json and
-adapter_model.safetensors."""
+"""Adapter folder as PEFT writes and reads it: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,14 +25,14 @@ from megatron_vlm.lora.targets import PREFIX, is_of_experts, module_of
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _BASE = ".base_layer.weight"
-_ROWS = 2**14  # compared at a time
-_SHOWN = 5  # names in an error
+_ROWS = 2**14  # number of rows to compare at a time
+_SHOWN = 5  # maximum number of names in an error
 _OLDER = (
     ". Or PEFT before 0.19.1 wrote it, where A and B of experts are the other way round; merge it "
     "into its base model with that PEFT, and give the result as model.path"
 )
 _MERGE = "merge it into its base model with PEFT, and give that as model.path"
-# What PEFT can do and we cannot: the value of each that changes nothing.
+# PEFT supports these options and we do not. The values listed for each change nothing.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "use_qalora": (None, False),
@@ -54,17 +53,18 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def saved_whole(sizes: Sequence[TensorSpec], lora: LoraConfig) -> list[TensorSpec]:
-    """What lora.train trains whole and PEFT's files have a place for: the mergers."""
+    """Return the tensors that lora.train trains whole and PEFT's files have a place for: the
+    mergers."""
     return [each for each in sizes if each.part is Part.merger and "merger" in lora.train]
 
 
 class AdapterFolder:
-    """One of ours or of PEFT's own, checked against the configuration and the base model."""
+    """Adapter folder from us or from PEFT, checked against the configuration and the base model."""
 
     def __init__(
         self, folder: str, lora: LoraConfig, weights: Sequence[TensorSpec], source: HFCheckpoint
     ):
-        """`weights` are those that get an adapter."""
+        """Read and check the folder. `weights` are the weights that get an adapter."""
         self.folder = Path(folder)
         self.file = self.folder / WEIGHTS
         self.place = f"lora.path={folder}"
@@ -84,11 +84,11 @@ class AdapterFolder:
                     allowed=tuple(FLOATS),
                 )
         self.shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
-        whole = saved_whole(source.sizes.tensors, lora)
-        self.tensors = {each.ours.name: each for each in file_tensors(weights, lora.rank)}
-        expected = {each.name: each.shape for each in self.tensors.values()}
-        expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole}
-        head = next((each for each in weights if each.part is Part.head), None)
+        whole_tensors = saved_whole(source.sizes.tensors, lora)
+        self.tensors = {tensor.ours.name: tensor for tensor in file_tensors(weights, lora.rank)}
+        expected = {tensor.name: tensor.shape for tensor in self.tensors.values()}
+        expected |= {PREFIX + tensor.name: tensor.shape for tensor in whole_tensors}
+        head = next((weight for weight in weights if weight.part is Part.head), None)
         if head is not None and (copied := _copied(head)) in self.shapes:
             self._check_copied(copied, source)
             del self.shapes[copied]
@@ -96,8 +96,8 @@ class AdapterFolder:
             raise error.within(self.place)
 
     def _check_base(self, config: JsonField, source: HFCheckpoint) -> None:
-        said = config.get("base_model_name_or_path")
-        names = [hub_name(each) for each in (said.string() if said else "", source.name)]
+        base = config.get("base_model_name_or_path")
+        names = [hub_name(name) for name in (base.string() if base else "", source.name)]
         repos = [name.repo for name in names if name is not None]
         if len(set(repos)) == 2:
             raise CheckpointError(
@@ -118,16 +118,16 @@ class AdapterFolder:
             )
 
     def _check_copied(self, name: str, source: HFCheckpoint) -> None:
-        """PEFT writes the head's own weight as well, which the adapter was trained beside."""
+        """Check the copy of the head's own weight that PEFT writes next to the head's adapter."""
         head, shape = source.sizes.head, self.shapes[name]
         same = shape == head.shape
         with self._border(), safe_open(self.file, framework="pt") as opened:
             copied = opened.get_slice(name)
             for start in range(0, head.shape[0] if same else 0, _ROWS):
                 rows = start, min(start + _ROWS, head.shape[0])
-                theirs = copied[slice(*rows)]
-                ours = source.read(source.stored_as(head.name), [rows])
-                same = same and torch.equal(ours.to(theirs.dtype), theirs)
+                copied_rows = copied[slice(*rows)]
+                own_rows = source.read(source.stored_as(head.name), [rows])
+                same = same and torch.equal(own_rows.to(copied_rows.dtype), copied_rows)
         if not same:
             raise CheckpointError(
                 f"has another head {list(head.shape)} than the adapter's {name} {list(shape)}",
@@ -144,49 +144,49 @@ class AdapterFolder:
     def _errors(
         self, expected: dict[str, tuple[int, ...]], lora: LoraConfig
     ) -> Iterator[CheckpointError]:
-        found = self.shapes
+        shapes = self.shapes
         lists = {
-            "need tensors that the adapter lacks": expected.keys() - found,
-            "do not need tensors that the adapter has": found.keys() - expected,
+            "need tensors that the adapter lacks": expected.keys() - shapes,
+            "do not need tensors that the adapter has": shapes.keys() - expected,
         }
-        for what, names in lists.items():
+        for problem, names in lists.items():
             if names:
                 yield CheckpointError(
-                    f"and lora.train {what}, {len(names)} of them, such as "
+                    f"and lora.train {problem}, {len(names)} of them, such as "
                     f"{', '.join(sorted(names)[:_SHOWN])}",
                     key="lora.targets",
                     found=lora.targets,
                     remedy="give the values that it was trained with",
                 )
         for name, shape in expected.items():
-            if found[name] != shape:
+            if shapes[name] != shape:
                 yield CheckpointError(
                     f"is {list(shape)} in this model: the adapter was trained on another one",
                     key=f"{name}.shape",
-                    found=found[name],
+                    found=shapes[name],
                     remedy="give that one as model.path" + ("" if is_of_linear(name) else _OLDER),
                 )
 
     def read(self, name: str) -> Tensor | None:
-        """A tensor by our name, whole; None for what is not in it."""
+        """Return a whole tensor by our name, or None if the file does not have it."""
         form = self.tensors.get(name)
         stored = name if form is None else form.name
         if stored not in self.shapes:
             return None
         with self._border(), safe_open(self.file, framework="pt") as opened:
-            found: Tensor = opened.get_tensor(stored)
-        if not torch.isfinite(found.float()).all():
+            value: Tensor = opened.get_tensor(stored)
+        if not torch.isfinite(value.float()).all():
             raise CheckpointError(
                 "has values that are NaN or infinite in fp32: every loss would be, too",
                 place=self.place,
                 key=stored,
                 remedy="use another adapter",
             )
-        return found if form is None else form.loaded(found)
+        return value if form is None else form.loaded(value)
 
 
 def read_adapter_config(folder: Path) -> JsonField:
-    """adapter_config.json of a LoRA adapter."""
+    """Read the adapter_config.json of a LoRA adapter."""
     file = UntrustedFile(
         str(folder / CONFIG), CheckpointError, "give a folder that PEFT or we wrote"
     )
@@ -204,15 +204,15 @@ def read_adapter_config(folder: Path) -> JsonField:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter and no model."""
+    """Return whether a folder has an adapter and no model."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter was trained on, as its files name it."""
+    """Return the model that an adapter was trained on, as its files name it."""
     config = read_adapter_config(folder)
-    said = config.get("base_model_name_or_path")
-    if said is None:
+    base = config.get("base_model_name_or_path")
+    if base is None:
         raise CheckpointError(
             "is missing, so the base model is unknown",
             place=str(folder / CONFIG),
@@ -220,13 +220,14 @@ def base_of(folder: Path) -> str:
             remedy="give the base model as model.path, and the adapter as lora.path",
         )
     revision = config.get("revision")
-    if revision is not None and hub_name(said.string()) == HubName(said.string()):
-        return str(HubName(said.string(), revision.string()))
-    return said.string()
+    if revision is not None and hub_name(base.string()) == HubName(base.string()):
+        return str(HubName(base.string(), revision.string()))
+    return base.string()
 
 
 def lora_of(folder: Path) -> LoraConfig:
-    """The configuration that goes on from an adapter: what its files say."""
+    """Return the configuration that continues the training of an adapter, from the adapter's
+    files."""
     config = read_adapter_config(folder)
     names = sorted(read_header(folder / WEIGHTS))
     ending = ".lora_A.weight"
@@ -246,12 +247,12 @@ def lora_of(folder: Path) -> LoraConfig:
 
 
 def _is_whole(name: str) -> bool:
-    """Whether a tensor of a file was trained itself: not one that PEFT only copies."""
+    """Return whether a tensor of a file was trained itself, and not only copied by PEFT."""
     return ".lora_" not in name and not name.endswith(_BASE)
 
 
 def _copied(weight: TensorSpec) -> str:
-    """How PEFT names its copy of a weight beside which there is an adapter."""
+    """Return PEFT's name of its copy of a weight with an adapter."""
     return f"{PREFIX}{module_of(weight)}{_BASE}"
 
 
@@ -263,22 +264,23 @@ def _unknown(config: JsonField) -> Iterator[CheckpointError]:
 
 
 def _target_parameters(config: JsonField) -> list[str]:
-    said = config.get("target_parameters")
-    return [each.string() for each in said.items()] if said else []
+    names = config.get("target_parameters")
+    return [name.string() for name in names.items()] if names else []
 
 
 def _other_experts(
     config: JsonField, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> Iterator[CheckpointError]:
-    """Their tensors have the same names whichever weight of a layer's experts they belong to."""
-    named = _target_parameters(config)
-    theirs = {each.name for each in of_parameters(named, source.sizes.tensors)}
-    ours = {each.name for each in weights if is_of_experts(each)}
-    if theirs != ours:
+    """Yield an error where the adapter has other weights of experts. The tensors' names do not show
+    it: they are the same for every weight of a layer's experts."""
+    names = _target_parameters(config)
+    in_file = {tensor.name for tensor in of_parameters(names, source.sizes.tensors)}
+    targeted = {weight.name for weight in weights if is_of_experts(weight)}
+    if in_file != targeted:
         yield CheckpointError(
-            f"are {len(theirs)} weights of experts, and lora.targets means {len(ours)} others",
+            f"are {len(in_file)} weights of experts, and lora.targets means {len(targeted)} others",
             key="target_parameters",
-            found=named,
+            found=names,
             remedy="give the lora.targets that the adapter was trained with",
         )
 
@@ -290,21 +292,21 @@ def _differences(config: JsonField, lora: LoraConfig) -> Iterator[CheckpointErro
         "lora_alpha": (config["lora_alpha"].number(0), "alpha", lora.alpha),
         "use_rslora": (bool(rslora and rslora.value), "rslora", lora.rslora),
     }
-    for theirs, (found, ours, asked) in pairs.items():
-        if found != asked:
+    for peft_key, (value, our_key, own_value) in pairs.items():
+        if value != own_value:
             yield CheckpointError(
-                f"differs from the adapter's {theirs}, {show_value(found)}",
-                key=f"lora.{ours}",
-                found=asked,
-                remedy=f"set lora.{ours}={show_value(found)}",
+                f"differs from the adapter's {peft_key}, {show_value(value)}",
+                key=f"lora.{our_key}",
+                found=own_value,
+                remedy=f"set lora.{our_key}={show_value(value)}",
             )
 
 
 def is_of(kind: Exported, folder: Path) -> bool:
-    """Whether an export is an adapter, or is none, as `kind` says."""
+    """Return whether an export is of this kind: an adapter or not."""
     return (folder / CONFIG).is_file() == (kind == "adapter")
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, lora: LoraConfig) -> Tensor:
-    """The weight with its adapter in it, in fp32."""
+    """Return the weight merged with its adapter, in fp32."""
     return weight.float() + scale_of(lora) * (up.float() @ down.float())

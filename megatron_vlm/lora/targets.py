@@ -1,7 +1,8 @@
-"""Adapters (LoRA) in Hugging Face's terms: which linear layers have one, and its two tensors.
+"""LoRA targets in Hugging Face's terms: the linear layers with an adapter, and the adapter's two
+tensors.
 
 A layer y = W x becomes y = W x + scale * B A x, with A [rank, in] and B [out, rank]. Each expert
-has its own: A [experts, rank, in] and B [experts, out, rank].
+has an adapter of its own: A [experts, rank, in] and B [experts, out, rank].
 """
 
 from collections.abc import Sequence
@@ -14,37 +15,37 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.family.spec import Part, TensorSpec
 from megatron_vlm.hf.expert_layouts import OF_EXPERTS
 
-PREFIX = "base_model.model."  # of every name in PEFT's files
+PREFIX = "base_model.model."  # prefix of every name in PEFT's files
 GROUPS = ("attention", "mlp", "head", "merger", "vision_attention", "vision_mlp")
 _ROUTER = ".mlp.gate.weight"
-_SHOWN = 8  # names in an error
+_SHOWN = 8  # maximum number of names in an error
 
 
 @dataclass(frozen=True)
 class HFLinear:
-    """One of Hugging Face's linear layers among those that make up one of ours; the experts' are
-    one."""
+    """Linear layer of Hugging Face that is a part of one of our linear layers; the experts' layers
+    count as one."""
 
     base: TensorSpec  # its weight
     adapted: bool
 
     @property
     def leaf(self) -> str:
-        """The last part of its name, such as q_proj."""
+        """Last part of the layer's name, such as q_proj."""
         return module_of(self.base).rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """One of our linear layers with adapters. PEFT has q, k and v apart, and gate and up: so are
-    their adapters here, though the weights themselves are one."""
+    """Linear layer of our model with adapters. PEFT has separate adapters for q, k and v, and for
+    gate and up. They are separate here as well, although the weights themselves are one."""
 
-    name: str  # of the module
+    name: str  # name of the module
     stage: int
     chunk: int
     slots: tuple[HFLinear, ...]
-    cut: int | None  # the axis of the weight that is cut over TP
-    groups: int  # in which the rows of the slots alternate, over all TP ranks
+    cut: int | None  # axis of the weight that is sharded over TP
+    groups: int  # number of groups in which the rows of the slots alternate, over all TP ranks
 
     @property
     def is_of_experts(self) -> bool:
@@ -56,7 +57,7 @@ class AdaptedLinear:
 
 
 def group_of(tensor: TensorSpec) -> str | None:
-    """Which of GROUPS a weight belongs to; None for what is no linear layer that can be adapted:
+    """Return a weight's group, one of GROUPS. Return None for tensors that cannot be adapted:
     norms, biases, embeddings, routers."""
     if len(tensor.shape) != 2 and not is_of_experts(tensor):
         return None
@@ -71,18 +72,18 @@ def group_of(tensor: TensorSpec) -> str | None:
 
 
 def module_of(tensor: TensorSpec) -> str:
-    """The name of a weight's module."""
+    """Return the name of a weight's module."""
     return tensor.name.removesuffix(".weight")
 
 
 @lru_cache(maxsize=8)
 def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[TensorSpec]:
-    """The weights that get an adapter: those of the groups that are named, and of modules whose
-    name, or its end after a dot, is one of the others or matches it as a pattern."""
+    """Return the weights that get an adapter: those of the named groups, and those of modules whose
+    name, or its end after a dot, equals another target or matches it as a pattern."""
     linears = [tensor for tensor in tensors if group_of(tensor)]
-    found = set()
+    targeted = set()
     for target in targets:
-        matching = {each for each in linears if _is_meant(each, target)}
+        matching = {linear for linear in linears if _is_meant(linear, target)}
         if not matching:
             _check_no_router(tensors, target)
             raise ConfigError(
@@ -91,12 +92,12 @@ def adapted(tensors: tuple[TensorSpec, ...], targets: tuple[str, ...]) -> list[T
                 found=target,
                 remedy=f"give {', '.join(GROUPS)}, or names such as {_samples(linears)}",
             )
-        found |= matching
-    return [each for each in linears if each in found]
+        targeted |= matching
+    return [linear for linear in linears if linear in targeted]
 
 
 def is_of_experts(tensor: TensorSpec) -> bool:
-    """Whether a tensor is a weight of all experts of a layer, one after the other."""
+    """Return whether a tensor is a weight of all experts of a layer, one after the other."""
     return OF_EXPERTS in tensor.name
 
 
@@ -130,7 +131,7 @@ def _samples(linears: Sequence[TensorSpec]) -> str:
 def check_parts(
     chosen: Sequence[TensorSpec], trained: Sequence[str], frozen: Sequence[str]
 ) -> None:
-    """Refuse adapters in a part that is trained whole, or that is to stay as it is."""
+    """Refuse adapters in a part that is trained whole or frozen."""
     for tensor in chosen:
         part = tensor.part.switch
         has = f"has {module_of(tensor)} of the part {part}"
@@ -150,13 +151,13 @@ def check_parts(
 
 
 def seed_from(*decides: object) -> int:
-    """What the random numbers of an adapter begin with."""
+    """Return the seed of an adapter's random numbers."""
     return int.from_bytes(blake2b(repr(decides).encode(), digest_size=7).digest())
 
 
 def tensors_of(base: TensorSpec, rank: int) -> tuple[TensorSpec, TensorSpec]:
-    """A and B of the adapter of a weight, by their names in PEFT's files. Those of experts have
-    other names and shapes there: lora/peft_tensors.py."""
+    """Return A and B of a weight's adapter, by their names in PEFT's files. The files have other
+    names and shapes for experts: lora/peft_tensors.py."""
     *experts, rows, columns = base.shape
     stem = f"{PREFIX}{module_of(base)}.lora_"
     return (

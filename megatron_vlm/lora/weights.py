@@ -1,4 +1,4 @@
-"""Adapters in the table of names: two entries for each, and the values that they begin with."""
+"""Adapters in the table of names: two entries for each adapter, and their initial values."""
 
 import math
 from collections import Counter
@@ -40,7 +40,8 @@ from megatron_vlm.lora.targets import (
 
 
 def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
-    """The weights beside which there is an adapter; ConfigError where lora.targets cannot be."""
+    """Return the weights that get an adapter. Raise ConfigError where lora.targets is
+    impossible."""
     if not cfg.lora.rank:
         return []
     chosen = adapted(sizes.with_head, cfg.lora.targets)
@@ -59,49 +60,51 @@ def adapted_weights(cfg: Config, sizes: ModelSizes) -> list[TensorSpec]:
 
 
 def serving_remark(cfg: Config, weights: Sequence[TensorSpec]) -> str:
-    """What a person who serves the adapter should know when training begins; empty where there is
-    nothing to know."""
+    """Return a remark at the start of training for the user who will serve the adapter; empty where
+    there is none."""
     if "adapter" not in exports(cfg):
         return ""
-    found, beyond = [], {weight.part.switch for weight in weights} - {"language"}
-    if beyond:
-        found.append(
-            f"ignores the adapters of {' and '.join(sorted(beyond))} without a word unless it is "
+    notes, parts = [], {weight.part.switch for weight in weights} - {"language"}
+    if parts:
+        notes.append(
+            f"ignores the adapters of {' and '.join(sorted(parts))} without a word unless it is "
             "started with --enable-tower-connector-lora"
         )
     if cfg.lora.train:
-        found.append(f"refuses an adapter with the whole {' and '.join(cfg.lora.train)} beside it")
+        notes.append(f"refuses an adapter with the whole {' and '.join(cfg.lora.train)} beside it")
     layers = Counter(weight.name.rpartition(".")[0] for weight in weights if is_of_experts(weight))
     if 1 in layers.values():
-        found.append("takes adapters of experts only where both of a layer's weights have one")
-    if not found:
+        notes.append("takes adapters of experts only where both of a layer's weights have one")
+    if not notes:
         return ""
     return (
-        f"lora: vLLM {', and '.join(found)}; checkpoint.export=both also writes the merged model, "
+        f"lora: vLLM {', and '.join(notes)}; checkpoint.export=both also writes the merged model, "
         "which it serves"
     )
 
 
 def adapted_linears(table: Sequence[Entry], weights: Sequence[TensorSpec]) -> list[AdaptedLinear]:
-    """Our linear layers that hold one of these weights, of every stage."""
-    chosen, found = {weight for weight in weights if weight.part is not Part.head}, []
+    """Return our linear layers that hold one of these weights, from every stage."""
+    chosen, linears = {weight for weight in weights if weight.part is not Part.head}, []
     for entry in table:
         if entry.origin is Origin.hub and chosen.intersection(entry.theirs):
             slots = tuple(HFLinear(tensor, tensor in chosen) for tensor in entry.theirs)
             cut = None if entry.layout.cut is None else entry.layout.axis
             name = entry.ours.removesuffix(".weight")
-            found.append(
+            linears.append(
                 AdaptedLinear(name, entry.stage, entry.chunk, slots, cut, entry.layout.groups)
             )
-        if entry.ours == LAST_NORM:  # where the head is: a tied one has no entry of its own
+        if entry.ours == LAST_NORM:  # the head is on this stage; a tied one has no entry of its own
             place = entry.stage, entry.chunk
             heads = [weight for weight in weights if weight.part is Part.head]
-            found += [AdaptedLinear(HEAD, *place, (HFLinear(head, True),), 0, 1) for head in heads]
-    return found
+            linears += [
+                AdaptedLinear(HEAD, *place, (HFLinear(head, True),), 0, 1) for head in heads
+            ]
+    return linears
 
 
 def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Entry]:
-    """A and B of each slot that has an adapter, cut as their weight is."""
+    """Yield the entries of A and B for each slot with an adapter, sharded like its weight."""
     for linear in linears:
         for slot in linear.slots:
             if slot.adapted:
@@ -120,8 +123,8 @@ def adapter_entries(linears: Sequence[AdaptedLinear], rank: int) -> Iterator[Ent
 
 
 def _layouts(linear: AdaptedLinear, base: TensorSpec) -> tuple[Layout, Layout]:
-    """Of A and B: where the rows of their weight are cut, B's are, and where its columns are, A's.
-    Each rank has those of its own experts."""
+    """Return the layouts of A and B. B's rows are sharded where the weight's rows are, and A's
+    columns where the weight's columns are. Each rank has the adapters of its own experts."""
     *count, height, width = base.shape
     if count:
         return experts(*count), experts(*count)
@@ -135,8 +138,9 @@ def fill(
     grid: RankGroups,
     value_of: Callable[[TensorSpec, str], Tensor | None],
 ) -> None:
-    """Each rank's part of the values that there are, whole, for a tensor by its name in PEFT's
-    files. Those of Hugging Face's own tensors are of parameters that have one each."""
+    """Fill each rank's parameters from whole values. `value_of` returns the value of a tensor by
+    its name in PEFT's files, or None. Values for Hugging Face's own tensors belong to parameters
+    that hold a single tensor."""
     for entry, param in held.items():
         if len(entry.theirs) > 1:
             continue
@@ -158,8 +162,8 @@ def _slices_of(whole: Tensor) -> ReadSlice:
 def values(
     cfg: Config, weights: Sequence[TensorSpec], source: HFCheckpoint
 ) -> Callable[[TensorSpec, str], Tensor | None]:
-    """What training begins with: the values of lora.path, or else as PEFT begins. A is drawn, and B
-    is zero; the numbers are the same in every layout."""
+    """Return the initial values: those of lora.path, or PEFT's own initialisation. A is random and
+    B is zero; the numbers are the same in every layout."""
     lora, seed = cfg.lora, cfg.train.seed
     if lora.path is not None:
         folder = AdapterFolder(lora.path, lora, weights, source)
@@ -171,7 +175,7 @@ def values(
         whole = torch.zeros(tensor.shape)
         if name.endswith("lora_A.weight"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
-            rows_I = whole.flatten(0, -2)  # of all experts at once, as PEFT has them
+            rows_I = whole.flatten(0, -2)  # all experts at once, as in PEFT
             if lora.init == "gaussian":
                 nn.init.normal_(rows_I, std=1 / lora.rank, generator=generator)
             else:
