@@ -1,5 +1,5 @@
-"""The files of a Hugging Face checkpoint beside its weights: which there are, and what of them an
-export takes along."""
+"""Files of a Hugging Face checkpoint next to its weights: their names, and which of them an export
+copies."""
 
 import re
 import shutil
@@ -9,7 +9,8 @@ from megatron_vlm.distributed.process import say
 from megatron_vlm.hf.hf_checkpoint import INDEX
 from megatron_vlm.io.untrusted import real_path
 
-# What transformers and vLLM read, and what decides how a record becomes tokens and patches.
+# Files that transformers and vLLM read, and files that determine how a record becomes tokens and
+# patches.
 SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -27,11 +28,11 @@ SETTINGS = (
 )
 _PAPERS = re.compile(r"(LICENSE|LICENCE|NOTICE)(\.md|\.txt)?")
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_SHOWN = 12  # names in the line about what is left out
+_SHOWN = 12  # maximum number of names in the line about files that are left out
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy settings and licence; say which other files stay behind."""
+    """Copy the settings and the licence, and log the names of the other files."""
     left = []
     for file in sorted(source.iterdir()):
         listed = file.name in SETTINGS or _PAPERS.fullmatch(file.name)
@@ -48,10 +49,10 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def is_own(file: Path) -> bool:
-    """Whether it is a regular file, or a link that only says where such a file is kept: the cache
-    of the hub keeps them in models--NAME/blobs, and a folder of links keeps their names. Any other
-    link could publish a file that its owner never meant to; but config.json has been read as such.
-    """
-    kept = real_path(file)
-    cached = kept.parent.name == "blobs" and kept.parent.parent.name.startswith("models--")
-    return kept.is_file() and (kept.name == file.name or cached or file.name == "config.json")
+    """Return whether a file is regular, or a link that only points to where such a file is stored.
+    The cache of the hub stores files in models--NAME/blobs, and a folder of links keeps their
+    names. Any other link could publish a file that its owner never meant to publish; config.json is
+    exempt because it has been read already."""
+    target = real_path(file)
+    cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    return target.is_file() and (target.name == file.name or cached or file.name == "config.json")

@@ -1,5 +1,5 @@
-"""Digests by which ranks on different machines, and a run that resumes, tell whether they have the
-same model and settings."""
+"""Digests that show whether ranks on different machines, or a run that resumes, have the same model
+and settings."""
 
 import hashlib
 import os
@@ -11,23 +11,23 @@ from megatron_vlm.hf.companion_files import SETTINGS
 from megatron_vlm.hf.hf_checkpoint import HFCheckpoint, read_header, weight_files
 from megatron_vlm.io.untrusted import UntrustedFile
 
-# Of each tensor so many blocks are read: 32B in fp32 are 128 GB, their blocks 18 MB. Training
-# changes values all over a tensor, so other weights differ in some block.
+# Number and size of the blocks that are read from each tensor: 32B in fp32 are 128 GB, their blocks
+# 18 MB. Training changes values all over a tensor, so other weights differ in some block.
 _BLOCKS = 4
 _BLOCK = 4096
 
 
 def digests(source: HFCheckpoint) -> dict[str, str]:
-    """A digest of every file that decides what is trained: settings whole; of weight files the
-    size, the header and blocks of each tensor."""
-    found = settings_digests(source.path)
+    """Return a digest of every file that affects training: of the whole file for settings, and of
+    the size, the header and blocks of each tensor for weight files."""
+    digests_by_file = settings_digests(source.path)
     for file in weight_files(source.path):
-        found[file.relative_to(source.path).as_posix()] = _of_weights(file)
-    return found
+        digests_by_file[file.relative_to(source.path).as_posix()] = _of_weights(file)
+    return digests_by_file
 
 
 def weights_digest(source: HFCheckpoint) -> str:
-    """One digest of all files of weights, whatever folder they are in."""
+    """Return a single digest of all weight files, independent of their folder."""
     hasher = hashlib.sha256()
     for file in weight_files(source.path):
         hasher.update(f"{file.name} {_of_weights(file)}\n".encode())
@@ -35,8 +35,8 @@ def weights_digest(source: HFCheckpoint) -> str:
 
 
 def settings_digests(folder: Path) -> dict[str, str]:
-    """A digest of each file that decides how a record becomes tokens and patches, and of
-    config.json."""
+    """Return a digest of config.json and of each file that determines how a record becomes tokens
+    and patches."""
     return {
         name: hashlib.sha256(_outside(folder / name).content()).hexdigest()
         for name in SETTINGS
@@ -54,7 +54,7 @@ def _of_weights(file: Path) -> str:
         descriptor = opened.fileno()
         size = os.fstat(descriptor).st_size
         hasher = hashlib.sha256(repr((size, sorted(header.items()))).encode())
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # prevents read-ahead
         start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
         for _, info in sorted(header.items()):
             first, last = (start + offset for offset in info["data_offsets"])
@@ -64,7 +64,7 @@ def _of_weights(file: Path) -> str:
 
 
 def _blocks(first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Places and sizes of blocks spread over [first, last), its two ends among them."""
+    """Yield places and sizes of blocks spread over [first, last), including both ends."""
     if last - first <= _BLOCKS * _BLOCK:
         yield first, last - first
         return

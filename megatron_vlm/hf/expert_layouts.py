@@ -1,7 +1,6 @@
-"""How a checkpoint stores the experts of a layer. The rest of the package knows one form: the
-tensors gate_up_proj [experts, 2 * width, hidden] and down_proj [experts, hidden, width], as
-transformers 5 has them in memory.
-"""
+"""Layouts in which checkpoints store the experts of a layer. The rest of the package knows one
+form: the tensors gate_up_proj [experts, 2 * width, hidden] and down_proj [experts, hidden, width],
+as in the memory of transformers 5."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron_vlm.errors import CheckpointError
 from megatron_vlm.family.spec import ModelSizes
 
-OF_EXPERTS = ".mlp.experts."  # in the names of their tensors
+OF_EXPERTS = ".mlp.experts."  # part of the names of the experts' tensors
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
@@ -22,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 class ExpertStorage(Enum):
-    """The forms, by what a file has for a layer."""
+    """Forms of storage, by the tensors that a file has for a layer."""
 
     out_in = "two tensors [experts, out, in], as transformers 5 writes them"
     in_out = "two tensors [experts, in, out], as the released checkpoints have them"
@@ -31,29 +30,31 @@ class ExpertStorage(Enum):
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The form of a checkpoint."""
+    """Layout of the experts in a checkpoint."""
 
     form: ExpertStorage
 
     def all_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """The tensors that stand for these, with their shapes."""
-        found = (self.stored(name, shape) for name, shape in shapes.items())
-        return {name: shape for each in found for name, shape in each.items()}
+        """Return the stored tensors that correspond to these tensors, with their shapes."""
+        stored = (self.stored(name, shape) for name, shape in shapes.items())
+        return {name: shape for tensors in stored for name, shape in tensors.items()}
 
     def stored(self, name: str, shape: Shape) -> dict[str, Shape]:
-        """The tensors that stand for one of ours, in the order of `split`, with their shapes.
-        Those of other parts of the model stand for themselves."""
+        """Return the stored tensors that correspond to one of our tensors, in the order of `split`,
+        with their shapes. Tensors of other parts of the model are stored unchanged."""
         if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
             return {name: shape}
         count, rows, columns = shape
         if self.form is ExpertStorage.in_out:
             return {name: (count, columns, rows)}
         parts = _parts(name)
-        each = (rows // len(parts), columns)
-        return {_single(name, expert, part): each for expert in range(count) for part in parts}
+        part_shape = (rows // len(parts), columns)
+        return {
+            _single(name, expert, part): part_shape for expert in range(count) for part in parts
+        }
 
     def split(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The values of the tensors of `stored`."""
+        """Return the values of the tensors of `stored`."""
         if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
             return [tensor]
         if self.form is ExpertStorage.in_out:
@@ -63,8 +64,8 @@ class ExpertLayout:
     def read(
         self, read: Callable[[str, Sequence[Span]], Tensor], name: str, spans: Sequence[Span]
     ) -> Tensor:
-        """Some experts of one of our tensors, by reading only what makes them up. Other tensors
-        are read as they are."""
+        """Read some experts of one of our tensors, from only the stored tensors that they consist
+        of. Other tensors are read unchanged."""
         if OF_EXPERTS not in name or self.form is ExpertStorage.out_in:
             return read(name, spans)
         (span,) = spans
@@ -87,27 +88,27 @@ def _single(name: str, expert: int, part: str) -> str:
 
 
 def find_form(path: str, found: Mapping[str, Shape], sizes: ModelSizes) -> ExpertLayout:
-    """The form of the tensors found in a checkpoint. Two of them differ in the shapes alone; where
-    a matrix is square, the other one of its expert tells."""
-    ours = {name: shape for name, shape in sizes.shapes.items() if OF_EXPERTS in name}
+    """Return the layout of the tensors in a checkpoint. Two forms differ only in their shapes;
+    where one matrix of an expert is square, the other one decides."""
+    shapes = {name: shape for name, shape in sizes.shapes.items() if OF_EXPERTS in name}
     if any(OF_EXPERTS in name and name.endswith(".weight") for name in found):
         return ExpertLayout(ExpertStorage.single)
-    turned: list[str] = []
-    as_ours: list[str] = []
+    transposed: list[str] = []
+    untransposed: list[str] = []
     square: list[str] = []
-    for name, shape in ours.items():
+    for name, shape in shapes.items():
         if found.get(name) == shape:
-            (square if shape[1] == shape[2] else as_ours).append(name)
+            (square if shape[1] == shape[2] else untransposed).append(name)
         elif found.get(name) == (shape[0], shape[2], shape[1]):
-            turned.append(name)
-    if not turned or as_ours:  # both: `check_tensors` lists those that differ
+            transposed.append(name)
+    if not transposed or untransposed:  # if both, `check_tensors` lists the differences
         return ExpertLayout(ExpertStorage.out_in)
     if square:
         raise CheckpointError(
-            f"is stored as [experts, in, out], but {square[0]} {ours[square[0]]} is square, and "
+            f"is stored as [experts, in, out], but {square[0]} {shapes[square[0]]} is square, and "
             "transformers 5 would read it as [experts, out, in]",
             place=path,
-            key=turned[0],
+            key=transposed[0],
             remedy="store both as [experts, out, in]",
         )
     return ExpertLayout(ExpertStorage.in_out)

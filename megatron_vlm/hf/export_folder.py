@@ -1,5 +1,4 @@
-"""What an export says of itself: its run, step and checkpoint, and which files it has, with their
-sizes and digests."""
+"""Mark of an export: its run, step and checkpoint, and its files with their sizes and digests."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -15,22 +14,22 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class ExportMark:
-    """Where the weights of an export are from."""
+    """Origin of the weights of an export."""
 
-    run: str | None  # the id of the run
+    run: str | None  # id of the run
     step: int
-    checkpoint: str  # the id of the checkpoint, see checkpoint/manifest.py
-    # Of an adapter: the digest of the weights that it was trained beside.
+    checkpoint: str  # id of the checkpoint, see checkpoint/manifest.py
+    # The digest of the weights that an adapter was trained with.
     base: str | None = field(default=None, compare=False)
 
 
 def finish_mark(folder: Path, mark: ExportMark | None) -> None:
-    """Mark a folder whose files are written; without `mark` nothing but the export stays in it."""
+    """Mark a folder whose files are written. Without `mark` only the export remains in it."""
     if mark is None:
         (folder / MARK).unlink()
         return
     content = sorted(_content(folder))
-    with ThreadPoolExecutor(_THREADS) as threads:  # they were just written, so memory has them
+    with ThreadPoolExecutor(_THREADS) as threads:  # the new files are cached in memory
         digests = list(threads.map(digest_of, content))
     facts: dict[str, Any] = {"step": mark.step, "checkpoint": mark.checkpoint}
     if mark.base is not None:
@@ -41,7 +40,7 @@ def finish_mark(folder: Path, mark: ExportMark | None) -> None:
 
 
 def read_export_mark(folder: Path) -> ExportMark | None:
-    """None for what was not exported by a run, and for an export that has lost a file."""
+    """Return the mark, or None if no run exported this folder or the export has lost a file."""
     mark = read_mark(folder)
     try:
         if mark is None or any(not (folder / name).is_file() for name in mark["files"]):
@@ -52,8 +51,8 @@ def read_export_mark(folder: Path) -> ExportMark | None:
 
 
 def changed_file(folder: Path, since_ns: int = 0) -> str | None:
-    """The first file of a marked folder that is not as it was written. Files without a change since
-    a time are not read. (Marks of earlier versions have sizes alone.)"""
+    """Return the first file of a marked folder that differs from the written one. Files that have
+    not changed since `since_ns` are not read. (Marks of earlier versions have only sizes.)"""
     mark = read_mark(folder) or {}
     sizes, digests = mark.get("files", {}), mark.get("digests", {})
 
@@ -74,7 +73,8 @@ def changed_file(folder: Path, since_ns: int = 0) -> str | None:
 
 def check_replaceable(folder: Path, run: str | None) -> None:
     """Refuse to export into a folder that holds anything but an earlier export of this run. The
-    mark was written last: what has not been touched since is as it was, and not read again."""
+    mark was written last, so files that have not been touched since are unchanged and are not read
+    again."""
     if not os.path.lexists(folder):
         return
     place = str(folder)
@@ -99,7 +99,7 @@ def check_replaceable(folder: Path, run: str | None) -> None:
 
 
 def is_replaceable(folder: Path, run: str | None) -> bool:
-    """Whether it holds nothing but an earlier export of this run."""
+    """Return whether a folder holds nothing but an earlier export of this run."""
     try:
         check_replaceable(folder, run)
     except CheckpointError:

@@ -1,5 +1,5 @@
-"""Weights out: the checkpoint that came in, with new values. The files do not depend on the
-layout that trained them."""
+"""Export of weights: a copy of the source checkpoint with new values. The files do not depend on
+the layout that trained them."""
 
 import json
 import shutil
@@ -38,9 +38,9 @@ def gather_tensors(
     value_of: Callable[[nn.Parameter], Tensor] = lambda param: param.data,
     of: Callable[[Entry], bool] = lambda entry: entry.origin is Origin.hub,
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor of a Hugging Face checkpoint, one at a time: on the first rank of each replica
-    its value on the host, on the others None. `of` chooses other entries. A collective: all ranks
-    iterate."""
+    """Yield every tensor of a Hugging Face checkpoint, one at a time. The first rank of each
+    replica gets its value on the host, and the others get None. `of` chooses other entries. This is
+    a collective: all ranks iterate."""
     stage = grid.pp.rank
     device = next(iter(held.values())).device
     for entry in table:
@@ -63,20 +63,20 @@ def stored_tensors(
     table: Sequence[Entry],
     grid: RankGroups,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor as `export_hf` writes it, one at a time, on the first rank of all; nothing on
-    the others. A collective: all ranks iterate, to the end."""
-    # The replicas that share experts with the first one send theirs.
+    """Yield every tensor as `export_hf` writes it, one at a time, on global rank 0, and nothing on
+    the other ranks. This is a collective: all ranks iterate to the end."""
+    # The replicas that share experts with the first one send their tensors.
     named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
     for name, tensor in named:
         if tensor is not None and grid.dp.rank == 0:
-            for each, value in _stored(name, tensor, source):
-                yield each, value.to(FLOATS[source.tensors[each].dtype])
+            for stored_name, value in _stored(name, tensor, source):
+                yield stored_name, value.to(FLOATS[source.tensors[stored_name].dtype])
 
 
 def _send_to_first(
     tensors: list[Tensor], source: int, stages: GroupAxis, device: torch.device
 ) -> list[Tensor]:
-    """Move an entry's tensors from the stage that holds them to stage 0."""
+    """Send an entry's tensors from the stage that holds them to stage 0."""
     ranks, group = dist.get_process_group_ranks(stages.group), stages.group
     if stages.rank == source:
         shapes = [(tensor.shape, str(tensor.dtype)) for tensor in tensors]
@@ -103,16 +103,16 @@ def export_hf(
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder, see `write_folder`. A collective."""
+    """Write the model as a Hugging Face folder, see `write_folder`. This is a collective."""
     device = next(iter(held.values())).device
-    # The replicas that share experts with the first one send theirs.
+    # The replicas that share experts with the first one send their tensors.
     named = gather_tensors(held, table, grid) if grid.edp.rank == 0 else iter(())
     with fail_together(device, CheckpointError):
         try:
             if grid.dp.rank == 0 and grid.leads:
                 write_folder(source, exported(table), named, out, max_shard_bytes, mark, done)
         finally:
-            for _ in named:  # whatever became of the first rank's file, the others send theirs
+            for _ in named:  # the other ranks send their tensors even if writing the files failed
                 pass
 
 
@@ -125,9 +125,10 @@ def write_folder(
     mark: ExportMark | None = None,
     done: TrainingSummary | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index, the
-    source's other files (config, tokenizer, image processor, chat template) as they are, and a
-    model card that says what was `done`. Tensors keep their dtype. See `new_export`."""
+    """Write a Hugging Face checkpoint folder of the tensors with these names: shards and index,
+    unchanged copies of the source's other files (config, tokenizer, image processor, chat
+    template), and a model card that describes what was `done`. Tensors keep their dtype. See
+    `new_export`."""
     with new_export(out, mark) as partial:
         writer = _ShardWriter(source, names, partial, max_shard_bytes)
         for name, tensor in named:
@@ -139,7 +140,7 @@ def write_folder(
 
 
 def check_finite(name: str, tensor: Tensor, out: str | Path) -> None:
-    """Refuse to export what nobody can use."""
+    """Refuse to export a model that is unusable."""
     if not torch.isfinite(tensor).all():
         raise CheckpointError(
             "has values that are NaN or infinite, so nothing is written",
@@ -151,8 +152,8 @@ def check_finite(name: str, tensor: Tensor, out: str | Path) -> None:
 
 @contextmanager
 def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
-    """A folder to fill: under a temporary name beside `out`, renamed when complete. With a `mark`
-    it takes the place of an earlier export of the same run."""
+    """Create a folder to fill, under a temporary name next to `out`, and rename it when it is
+    complete. With a `mark` it replaces an earlier export of the same run."""
     out = Path(out)
     run = None if mark is None else mark.run
     check_replaceable(out, run)
@@ -164,8 +165,8 @@ def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
             sync(path)
         check_replaceable(out, run)
         put_in_place(out)
-        for former in filter(lambda path: is_replaceable(path, run), asides_of(out)):
-            discard(former)
+        for old_export in filter(lambda path: is_replaceable(path, run), asides_of(out)):
+            discard(old_export)
     except (OSError, SafetensorError, CheckpointError) as error:
         discard(partial)
         if isinstance(error, CheckpointError):
@@ -179,9 +180,10 @@ def new_export(out: str | Path, mark: ExportMark | None) -> Iterator[Path]:
 
 
 class _ShardWriter:
-    """Takes tensors in any order and writes each shard as soon as its last tensor has arrived.
+    """Writer that takes tensors in any order and writes each shard as soon as its last tensor has
+    arrived.
 
-    Which tensor goes to which shard follows from names and sizes alone.
+    The assignment of tensors to shards follows from names and sizes alone.
     """
 
     def __init__(self, source: HFCheckpoint, names: Sequence[str], folder: Path, max_bytes: int):
@@ -192,10 +194,10 @@ class _ShardWriter:
         self.held: dict[str, dict[str, Tensor]] = {shard: {} for shard in self.left}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        for each, value in _stored(name, tensor, self.source):
-            dtype = FLOATS[self.source.tensors[each].dtype]
-            shard = self.shard_of[each]
-            self.held[shard][each] = value.to(dtype, copy=True).contiguous()
+        for stored_name, value in _stored(name, tensor, self.source):
+            dtype = FLOATS[self.source.tensors[stored_name].dtype]
+            shard = self.shard_of[stored_name]
+            self.held[shard][stored_name] = value.to(dtype, copy=True).contiguous()
             self.left[shard] -= 1
             if not self.left[shard]:
                 tensors = self.held.pop(shard)
@@ -219,15 +221,16 @@ class _ShardWriter:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file in an export that was begun."""
+    """Write a safetensors file in a folder of `new_export`."""
     save_file(tensors, file, metadata={"format": "pt"})
-    # safetensors lets nobody else read it: like any other file, as the umask says.
+    # safetensors makes the file unreadable for other users. Like any other file, it gets the mode
+    # of the umask.
     shutil.copymode(file.parent / MARK, file)
 
 
 def _names_of(name: str, source: HFCheckpoint) -> list[str]:
-    """The names under which a tensor is stored: a tied embedding also as the head, where the
-    source does so; experts in the source's form."""
+    """Return the names under which a tensor is stored: a tied embedding also as the head, where the
+    source does so, and experts in the source's form."""
     names = source.family.names
     if name == names.embedding and source.sizes.tied and names.head in source.tensors:
         return [name, names.head]
@@ -235,7 +238,7 @@ def _names_of(name: str, source: HFCheckpoint) -> list[str]:
 
 
 def _stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[str, Tensor]]:
-    """A tensor as the source stores it."""
+    """Return a tensor under the names and in the form in which the source stores it."""
     names, values = _names_of(name, source), source.experts.split(name, tensor)
     return zip(names, values * (len(names) // len(values)), strict=True)
 
@@ -243,8 +246,9 @@ def _stored(name: str, tensor: Tensor, source: HFCheckpoint) -> Iterator[tuple[s
 def plan_shards(
     source: HFCheckpoint, names: Sequence[str], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """Tensors in the order of their names, cut into shards of at most max_bytes, so that a shard is
-    complete and written before the next one fills."""
+    """Assign tensors to shards of at most max_bytes in the order of their names, so that a shard is
+    complete and written before the next one fills. Return each tensor's shard and the total
+    size."""
     number, filled, total, numbers = 0, 0, 0, {}
     for name in [stored for each in names for stored in _names_of(each, source)]:
         info = source.tensors[name]
@@ -261,14 +265,14 @@ def plan_shards(
     return shard, total
 
 
-# config.json of a model whose head no longer shares the embedding's weight.
+# Changes to config.json for a model whose head no longer shares the embedding's weight.
 
 _TIED = "tie_word_embeddings"
 
 
 def untie(folder: Path) -> None:
-    """Say so in a copy of the checkpoint: at the top, which transformers reads, and among the
-    fields of the text where they repeat it."""
+    """Record an untied head in a copy of config.json: at the top, where transformers reads it, and
+    among the text fields where they repeat it."""
     file = folder / "config.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     config[_TIED] = False

@@ -1,5 +1,5 @@
-"""A Hugging Face checkpoint, a folder or a name on the Hub, opened for reading: config, tensor
-names, slices. With tokens to add it reads as if they, and their rows, were in it."""
+"""Hugging Face checkpoint, from a folder or a name on the Hub, opened for reading: config, tensor
+names, slices. With tokens to add it reads as if they and their rows were already in it."""
 
 import os
 import reprlib
@@ -22,8 +22,8 @@ from megatron_vlm.io.untrusted import JsonField, UntrustedFile, what_is_at
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MOST_HEADER = 2**28  # bytes; safetensors itself takes 100 MB
-# The types of weights that are trained, by safetensors' names.
+_MOST_HEADER = 2**28  # maximum number of bytes; safetensors itself accepts 100 MB
+# Dtypes of trainable weights, by safetensors' names.
 FLOATS = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -31,12 +31,12 @@ FLOATS = {
     "BF16": torch.bfloat16,
 }
 
-_ROWS = 2**14  # read at a time
+_ROWS = 2**14  # number of rows to read at a time
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Which file a tensor is in and what it is, from the file's header."""
+    """Location and type of a tensor, from the header of its file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -44,11 +44,12 @@ class TensorInfo:
 
 
 class HFCheckpoint:
-    """Names, shapes and dtypes are read at once from the headers; data only slice by slice."""
+    """Checkpoint whose names, shapes and dtypes are read at once from the headers, and whose data
+    is read slice by slice."""
 
     def __init__(self, path: str | Path, add_tokens: Sequence[str] = ()):
-        """`add_tokens` is data.add_tokens."""
-        self.name = pin(str(path))  # as `model.path`
+        """Open the checkpoint. `add_tokens` is data.add_tokens."""
+        self.name = pin(str(path))  # in the form of `model.path`
         self.path = folder_of(self.name)
         self.config = read_config(self.path)
         self.family = family_of(self.config, self.path)
@@ -57,15 +58,16 @@ class HFCheckpoint:
         if self.new_tokens is not None:
             self.new_tokens.grow(self.config)
         self.sizes = self.family.sizes_of(self.config)
-        self._means: dict[str, Tensor] = {}  # of the rows of known tokens
+        self._means: dict[str, Tensor] = {}  # means of the rows of known tokens
         self._open_files: dict[Path, Any] = {}
-        self.tensors: dict[str, TensorInfo] = {}  # as they are stored
+        self.tensors: dict[str, TensorInfo] = {}  # the stored form
         self.is_untied = False  # see `untied`
         self.experts = ExpertLayout(ExpertStorage.out_in)
 
     def read_headers(self) -> None:
-        """Fill `tensors` from the headers of the weight files. A tensor that is in two of them
-        is that of the last, as in transformers. Of a name on the Hub they are downloaded now."""
+        """Fill `tensors` from the headers of the weight files. If two files have the same tensor,
+        the last one counts, as in transformers. The files of a name on the Hub are downloaded
+        now."""
         folder_of(self.name, weights=True)
         for file in weight_files(self.path):
             for name, info in read_header(file).items():
@@ -78,22 +80,23 @@ class HFCheckpoint:
             self.experts = find_form(str(self.path), shapes, self.sizes)
 
     def stored_as(self, name: str) -> str:
-        """The tensor that has a weight's values: of a tied head the embedding."""
+        """Return the tensor that has a weight's values: the embedding for a tied head."""
         names = self.family.names
         return names.embedding if self.sizes.tied and name == names.head else name
 
     def untied(self) -> "HFCheckpoint":
-        """For the export of a tied model whose head has become another matrix than the embedding:
-        the same with a head of its own, in the embedding's type."""
-        found = copy(self)
-        found.sizes = replace(self.sizes, tied=False, tensors=self.sizes.with_head)
+        """Return the same checkpoint with a separate head, in the embedding's dtype. It serves the
+        export of a tied model whose head is now a different matrix from the embedding."""
+        checkpoint = copy(self)
+        checkpoint.sizes = replace(self.sizes, tied=False, tensors=self.sizes.with_head)
         head = self.family.names.head
-        found.tensors = {**self.tensors, head: self.tensors[self.stored_as(head)]}
-        found.is_untied = True
-        return found
+        checkpoint.tensors = {**self.tensors, head: self.tensors[self.stored_as(head)]}
+        checkpoint.is_untied = True
+        return checkpoint
 
     def read(self, name: str, spans: Sequence[tuple[int, int] | None]) -> Tensor:
-        """A slice of one tensor, (start, end) for each leading dimension; None takes all of it."""
+        """Read a slice of one tensor, (start, end) for each leading dimension; None takes the whole
+        dimension."""
         if self.new_tokens is not None and self._has_rows_of_tokens(name):
             return self._read_grown(name, *(spans or [None]))
         return self.experts.read(self._read, name, spans)
@@ -112,23 +115,25 @@ class HFCheckpoint:
         return name in (self.family.names.embedding, self.family.names.head)
 
     def _read_grown(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """Rows of the embedding or the head: the stored ones, but for the new tokens the mean of
-        those of all known tokens. Spare rows after the new ones stay as they are."""
+        """Return rows of the embedding or the head. The rows of new tokens are the mean of the rows
+        of all known tokens; all others are the stored rows, including spare rows after the new
+        ones."""
         assert self.new_tokens is not None
         start, end = rows or (0, self.sizes.text.vocab)
         stored = self._read(name, [(min(start, self.stored_vocab), min(end, self.stored_vocab))])
-        found = torch.cat([stored, stored.new_empty(end - start - len(stored), stored.shape[1])])
+        grown = torch.cat([stored, stored.new_empty(end - start - len(stored), stored.shape[1])])
         first = self.new_tokens.first
         last = first + len(self.new_tokens.names)
         if start < last and end > first:
             if name not in self._means:
                 self._means[name] = self._mean(name, first)
-            mean = self._means[name].to(found.dtype)
-            found[max(first - start, 0) : last - start] = mean
-        return found
+            mean = self._means[name].to(grown.dtype)
+            grown[max(first - start, 0) : last - start] = mean
+        return grown
 
     def _mean(self, name: str, count: int) -> Tensor:
-        """Of the first rows, a part of them at a time: an embedding may be large."""
+        """Return the mean of the first rows, reading a part of them at a time: an embedding may be
+        large."""
         total = torch.zeros(self.tensors[name].shape[1], dtype=torch.float64)
         for start in range(0, count, _ROWS):
             rows = self._read(name, [(start, min(start + _ROWS, count))])
@@ -141,8 +146,8 @@ class HFCheckpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads: model.safetensors, or else those that the index names,
-    in the order of their names. Any others are no part of the checkpoint."""
+    """Return the files that transformers reads: model.safetensors, or otherwise those that the
+    index names, in the order of their names. Any other files are not part of the checkpoint."""
     if os.path.lexists(folder / "adapter_config.json"):
         raise CheckpointError(
             "the folder has an adapter_config.json, and an adapter is not a whole model",
@@ -153,19 +158,19 @@ def weight_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if not os.path.lexists(folder / INDEX):
-        found = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
+        files = sorted(f.name for end in ("safetensors", "bin") for f in folder.glob(f"*.{end}"))
         raise CheckpointError(
             f"the folder has no {WEIGHTS} and no {INDEX}, but "
-            f"{', '.join(found) or 'no weights at all'}",
+            f"{', '.join(files) or 'no weights at all'}",
             place=str(folder),
-            found=found,
+            found=files,
             remedy="give a folder as save_pretrained or `hf download` writes it",
         )
     return [folder / name for name in sorted(set(_indexed(folder / INDEX)))]
 
 
 def _indexed(index: Path) -> Iterator[str]:
-    """The files that an index names, which are files of its own folder."""
+    """Yield the files that an index names; they must be inside the index's folder."""
     for field in _outside(index).json()["weight_map"].object().values():
         path = PurePosixPath(field.value) if isinstance(field.value, str) else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts:
@@ -178,9 +183,9 @@ def _indexed(index: Path) -> Iterator[str]:
             )
         file = index.parent / path
         with _outside(index).border(f"it names {reprlib.repr(field.value)}"):
-            found = what_is_at(file)
-        if found != "a file":
-            instead = "missing" if found == "nothing" else found
+            kind = what_is_at(file)
+        if kind != "a file":
+            instead = "missing" if kind == "nothing" else kind
             raise CheckpointError(
                 f"the file is {instead}, but {index.name} names it", place=str(file)
             )
@@ -188,12 +193,12 @@ def _indexed(index: Path) -> Iterator[str]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, without its metadata: of each tensor its dtype, shape
-    and data_offsets, which are inside the file."""
+    """Return the JSON header of a safetensors file, without its metadata: the dtype, shape and
+    data_offsets of each tensor. The offsets are checked to be inside the file."""
     with _outside(file).border("cannot be read"):
-        found = what_is_at(file)
-    if found != "a file":
-        raise _outside(file).error(f"there is {found} in its place")
+        kind = what_is_at(file)
+    if kind != "a file":
+        raise _outside(file).error(f"there is {kind} in its place")
     with _outside(file).border("cannot be read"), open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = os.fstat(stream.fileno()).st_size

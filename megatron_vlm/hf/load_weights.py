@@ -1,4 +1,4 @@
-"""Weights in: each rank reads from the safetensors shards only the slices that it holds."""
+"""Loading of weights: each rank reads from the safetensors shards only the slices that it holds."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,28 +12,29 @@ from megatron_vlm.errors import CheckpointError
 from megatron_vlm.hf.hf_checkpoint import FLOATS, HFCheckpoint
 from megatron_vlm.hf.weight_map import Entry, Origin
 
-_ROWS = 2**14  # compared at a time
+_ROWS = 2**14  # number of rows to compare at a time
 
 
 def check_tensors(source: HFCheckpoint) -> None:
-    """Compare the shards' headers with what config.json asks for; list every difference."""
+    """Compare the shards' headers with the tensors that config.json requires; list every
+    difference."""
     expected, names = source.experts.all_stored(source.sizes.shapes), source.family.names
-    found = {name: info.shape for name, info in source.tensors.items()}
-    if source.sizes.tied and names.head in found:  # some writers store the tied head as well
+    shapes = {name: info.shape for name, info in source.tensors.items()}
+    if source.sizes.tied and names.head in shapes:  # some writers also store the tied head
         expected[names.head] = expected[names.embedding]
     lists = {
-        "missing": [f"{name} {expected[name]}" for name in sorted(expected.keys() - found.keys())],
-        "surplus": [f"{name} {found[name]}" for name in sorted(found.keys() - expected.keys())],
+        "missing": [f"{name} {expected[name]}" for name in sorted(expected.keys() - shapes.keys())],
+        "surplus": [f"{name} {shapes[name]}" for name in sorted(shapes.keys() - expected.keys())],
         "misshapen": [
-            f"{name} is {found[name]}, config.json asks for {expected[name]}"
-            for name in sorted(expected.keys() & found.keys())
-            if found[name] != expected[name]
+            f"{name} is {shapes[name]}, config.json asks for {expected[name]}"
+            for name in sorted(expected.keys() & shapes.keys())
+            if shapes[name] != expected[name]
         ],
     }
     lists["of another type"] = [
         f"{name} is {source.tensors[name].dtype}, and only {', '.join(FLOATS)} can be trained: "
         "give the checkpoint in one of these, dequantized if it was quantized"
-        for name in sorted(expected.keys() & found.keys())
+        for name in sorted(expected.keys() & shapes.keys())
         if source.tensors[name].dtype not in FLOATS
     ]
     if any(lists.values()):
@@ -48,8 +49,8 @@ def check_tensors(source: HFCheckpoint) -> None:
 
 
 def check_tied(source: HFCheckpoint) -> None:
-    """A tied head that is stored as well must be the embedding: otherwise transformers would not
-    tie it. Reads both where that is so."""
+    """Check that a tied head that is also stored equals the embedding: otherwise transformers would
+    not tie it. Both tensors are read in that case."""
     names = source.family.names
     if not source.sizes.tied or names.head not in source.tensors:
         return
@@ -70,7 +71,7 @@ def check_tied(source: HFCheckpoint) -> None:
 def held_params(
     chunks: Sequence[nn.Module], table: Sequence[Entry], stage: int
 ) -> Mapping[Entry, nn.Parameter]:
-    """This stage's entries in the order of the table, each with its parameter."""
+    """Return this stage's entries in the order of the table, each with its parameter."""
     params = [dict(chunk.named_parameters()) for chunk in chunks]
     held = {e: params[e.chunk][e.ours] for e in table if e.stage == stage}
     known = {id(param) for param in held.values()}
@@ -80,8 +81,9 @@ def held_params(
 
 
 def own_parameters(held: Mapping[Entry, nn.Parameter], cfg: Config) -> dict[Entry, nn.Parameter]:
-    """Of parameters that have their values in common with another model's, those that learn, which
-    get memory of their own, and those that the other has not."""
+    """Return the parameters that do not share their values with another model: those that learn,
+    which get memory of their own, and those that the other model lacks. All others share their
+    values."""
     own = {entry: param for entry, param in held.items() if not entry.is_frozen(cfg)}
     for entry, param in own.items():
         if entry.origin is not Origin.ours:
@@ -95,11 +97,13 @@ def load_hf(
     grid: RankGroups,
     busy: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill this rank's parameters from the checkpoint; those that are ours alone stay as they are.
+    """Fill this rank's parameters from the checkpoint; parameters that only we have stay unchanged.
     `busy` is called after each, since a large model may take long.
 
-    Cut parameters are marked as such, which Megatron 0.16 does only while it initialises weights:
-    unmarked, all but TP rank 0's part would be missing from the gradient norm."""
+    Sharded parameters are marked as such, which Megatron 0.16 does only while it initialises
+    weights. Without the mark, all parts except that of TP rank 0 would be missing from the gradient
+    norm.
+    """
     for entry, param in held.items():
         if entry.layout.cut == "tp" and not hasattr(param, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(param, True, entry.layout.axis, 1)
@@ -110,7 +114,7 @@ def load_hf(
         assert loaded.shape == param.shape, (entry.ours, loaded.shape, param.shape)
         with torch.no_grad():
             param.copy_(loaded)
-        if not torch.isfinite(param).all():  # now that it has the type in which it is trained
+        if not torch.isfinite(param).all():  # checked in the dtype of training
             raise CheckpointError(
                 "has values that are NaN or infinite: every loss would be, too",
                 place=str(source.path),

@@ -1,8 +1,8 @@
-"""The model card of an export, README.md: what it was made of, how, and how well it did.
+"""Model card of an export, README.md: the base model, the training and the scores.
 
-It follows from the checkpoint and the base model alone, so that every export of a checkpoint has
-the same one. Files of this machine appear by their names, without their folders. Whatever others
-named is shown as code, which neither YAML nor Markdown reads.
+The card follows from the checkpoint and the base model alone, so that every export of a checkpoint
+has the same one. Files of this machine appear by their names, without their folders. All names from
+outside are shown as code, which neither YAML nor Markdown interprets.
 """
 
 import importlib.metadata
@@ -30,21 +30,21 @@ from megatron_vlm.io.untrusted import UntrustedFile
 CARD = "README.md"
 _HEAD = re.compile(r"\s*---[^\n]*\n(.*?)\n---", re.DOTALL)
 _DATA = re.compile(rf"{HUB}\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a data set of the Hub
-_READ = 2**16  # bytes of a base's card, which begins with its YAML
+_READ = 2**16  # bytes of a base's card to read; the card begins with its YAML
 _LICENSE = ("license", "license_name", "license_link")
-_SHOWN = 40  # added tokens
-_LONGEST = 300  # characters of a licence's name or address
+_SHOWN = 40  # maximum number of added tokens to list
+_LONGEST = 300  # maximum characters of a licence's name or address
 _BENEATH = ("megatron-core", "torch", "transformers")
 _NAMES = {"vision": "vision tower", "merger": "mergers", "language": "decoder"}
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """What was done to the base model: of a checkpoint's config.yaml and state.json."""
+    """Training of the base model, from a checkpoint's config.yaml and state.json."""
 
     cfg: Config
     step: int
-    tokens: int | None = None  # trained ones; None where an older version did not count them
+    tokens: int | None = None  # trained tokens; None where an older version did not count them
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by held-out set
     scored_step: int | None = None
 
@@ -52,7 +52,7 @@ class TrainingSummary:
 def model_card(
     source: HFCheckpoint, done: TrainingSummary | None = None, is_adapter: bool = False
 ) -> str:
-    """The text of README.md, of a model or of an adapter alone."""
+    """Return the text of README.md, for a model or for an adapter alone."""
     base = done.cfg.model.path if done else source.name
     head = yaml.safe_dump(_head(source, base, done, is_adapter), allow_unicode=False, width=10**6)
     return f"---\n{head}---\n\n" + "\n".join(_body(base, done)) + "\n"
@@ -61,7 +61,7 @@ def model_card(
 def _head(
     source: HFCheckpoint, base: str, done: TrainingSummary | None, is_adapter: bool
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "image-text-to-text",
         "tags": ["megatron_vlm"],
@@ -69,27 +69,27 @@ def _head(
     }
     if (name := hub_name(base)) is not None:
         relation = "adapter" if is_adapter else "finetune"
-        found |= {"base_model": name.repo, "base_model_relation": relation}
+        fields |= {"base_model": name.repo, "base_model_relation": relation}
     sources = done.cfg.data.train if done else ()
-    if named := [spec.path.removeprefix(HUB) for spec in sources if _DATA.fullmatch(spec.path)]:
-        found["datasets"] = named
-    return found
+    if datasets := [spec.path.removeprefix(HUB) for spec in sources if _DATA.fullmatch(spec.path)]:
+        fields["datasets"] = datasets
+    return fields
 
 
 def _license_of(card: Path) -> dict[str, str]:
-    """What the card of the base model says of its licence."""
+    """Return the licence fields of the base model's card."""
     if not card.is_file() or not is_own(card):
         return {}
     file = UntrustedFile(str(card), CheckpointError, "remove it, or download it again")
     head = _HEAD.match(file.beginning(_READ).decode("utf-8-sig", "replace"))
     try:
-        said = yaml.safe_load(head[1]) if head else None
+        fields = yaml.safe_load(head[1]) if head else None
     except (yaml.YAMLError, ValueError, RecursionError):
-        said = None
-    found = {key: said.get(key) for key in _LICENSE} if isinstance(said, dict) else {}
+        fields = None
+    values = {key: fields.get(key) for key in _LICENSE} if isinstance(fields, dict) else {}
     return {
         key: _line(value)
-        for key, value in found.items()
+        for key, value in values.items()
         if isinstance(value, str) and len(value) <= _LONGEST
     }
 
@@ -115,9 +115,10 @@ def _body(base: str, done: TrainingSummary | None) -> Iterator[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of this package, which may run from a checkout not installed, and of those beneath."""
-    beneath = {name: importlib.metadata.version(name) for name in _BENEATH}
-    return {"megatron_vlm": megatron_vlm.__version__, **beneath}
+    """Return the version of this package, which may run from a checkout without installation, and
+    the versions of the packages that it is built on."""
+    dependencies = {name: importlib.metadata.version(name) for name in _BENEATH}
+    return {"megatron_vlm": megatron_vlm.__version__, **dependencies}
 
 
 def _data(done: TrainingSummary) -> Iterator[str]:
@@ -168,17 +169,17 @@ def _settings(cfg: Config) -> Iterator[str]:
         targets = ", ".join(map(code, cfg.lora.targets))
         yield f"- LoRA of rank {cfg.lora.rank}, alpha {cfg.lora.alpha:g}, in {targets}"
     if frozen := [part for part in SWITCHES if not learns(cfg, part)]:
-        beside = " but for adapters" if cfg.lora.rank else ""
-        yield f"- frozen{beside}: {', '.join(_NAMES[part] for part in frozen)}"
+        remark = " but for adapters" if cfg.lora.rank else ""
+        yield f"- frozen{remark}: {', '.join(_NAMES[part] for part in frozen)}"
 
 
 def _line(text: str) -> str:
-    """In one line: what begins one could end the YAML of the card."""
+    """Return the text in one line: the beginning of a line could end the YAML of the card."""
     return " ".join(visible(text).split())
 
 
 def code(text: str) -> str:
-    """The text as code in one line of Markdown, whatever is in it."""
+    """Return the text as code in one line of Markdown, for any characters in it."""
     text = _line(text) or " "
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     pad = " " if "`" in text else ""

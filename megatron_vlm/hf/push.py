@@ -1,4 +1,5 @@
-"""An export goes to the Hugging Face Hub: one commit, in a repository that is private if new."""
+"""Upload of an export to the Hugging Face Hub: one commit, in a repository that is private if
+new."""
 
 import threading
 from collections.abc import Callable
@@ -10,13 +11,13 @@ from megatron_vlm.errors import ConfigError, MegatronVLMError
 from megatron_vlm.hf.export_folder import read_export_mark
 from megatron_vlm.io.hub import is_repo
 
-_STALE = ["*.safetensors", "model.safetensors.index.json"]  # of another number of shards
+_STALE = ["*.safetensors", "model.safetensors.index.json"]  # from another number of shards
 _WRITER = "give one that may write, as HF_TOKEN or with `hf auth login`"
 
 
 def check_push(repo: str, key: str = "checkpoint.push") -> None:
-    """Refuse a name, a token or an account with which an upload would fail. `key` is where the
-    user gave the name."""
+    """Refuse a name, a token or an account with which an upload would fail. `key` is where the user
+    gave the name."""
     if not is_repo(repo):
         raise ConfigError(
             "is not the name of a model on the Hub", key=key, found=repo, allowed="ORG/NAME"
@@ -33,7 +34,7 @@ def check_push(repo: str, key: str = "checkpoint.push") -> None:
             found=repo,
             remedy=_WRITER,
         )
-    owners = [str(each.get("name")) for each in (who, *who.get("orgs", ()))]
+    owners = [str(account.get("name")) for account in (who, *who.get("orgs", ()))]
     owner = repo.partition("/")[0]
     if owner not in owners:
         raise ConfigError(
@@ -46,8 +47,8 @@ def check_push(repo: str, key: str = "checkpoint.push") -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload an export; the address of its commit. A repository that is there stays as public as
-    it is, and keeps its other files."""
+    """Upload an export and return the address of its commit. An existing repository keeps its
+    visibility and its other files."""
     mark = read_export_mark(folder)
     if mark is None:
         raise ConfigError(
@@ -69,7 +70,7 @@ def push(folder: Path, repo: str) -> str:
 
 
 class Upload:
-    """An upload in a thread of its own."""
+    """Upload in a thread of its own."""
 
     DONE = 1
 
@@ -81,8 +82,8 @@ class Upload:
         self.thread.start()
 
     def wait(self) -> int:
-        """For a second: 0 while it goes on, then DONE or the exit status of a mistake; `said` has
-        the words."""
+        """Wait for up to a second. Return 0 while the upload is in progress, then DONE or the exit
+        status of a mistake; `said` has the message."""
         self.thread.join(1.0)
         return self.ending
 
@@ -92,22 +93,22 @@ class Upload:
             self.ending = self.DONE
         except MegatronVLMError as error:
             self.said, self.ending = str(error), MISTAKE
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # no other code would report it
             self.said, self.ending = f"{self.folder}: {error!r}; {self.again}", MISTAKE
 
 
 def command(folder: Path, repo: str) -> str:
-    """What a user types to upload an export."""
+    """Return the command with which a user uploads an export."""
     return f"megatron-vlm push {folder} {repo}"
 
 
 def _asked(repo: str, key: str, ask: Callable[[Any], Any], remedy: str = "") -> Any:
-    """What the Hub answers."""
+    """Call the Hub and return its answer; raise ConfigError if the call fails."""
     from huggingface_hub import HfApi
 
     try:
         return ask(HfApi())
-    except Exception as error:  # of httpx, of huggingface_hub and of the file system
+    except Exception as error:  # errors of httpx, of huggingface_hub or of the file system
         raise ConfigError(
             f"cannot be written: {_reason(error)}", key=key, found=repo, remedy=remedy
         ) from error
@@ -120,13 +121,13 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set; unset it"
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if isinstance(error, errors.LocalTokenNotFoundError):
         return f"there is no token of the Hub; {_WRITER}"
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
             return f"the Hub does not accept the token ({status}); {_WRITER}"
-        return f"the Hub answers {status} {error.response.reason_phrase}: {said[:200]}"
+        return f"the Hub answers {status} {error.response.reason_phrase}: {message[:200]}"
     kind = type(error).__name__
-    return f"the Hub at {constants.ENDPOINT} cannot be reached or used: {kind}: {said[:300]}"
+    return f"the Hub at {constants.ENDPOINT} cannot be reached or used: {kind}: {message[:300]}"

@@ -1,7 +1,7 @@
-"""The two-way table of names: which Hugging Face tensors make up one of our parameters, how it is
-cut, and which rank holds it. Loading, exporting and checkpoints all follow it.
+"""Two-way table of names: the Hugging Face tensors that make up one of our parameters, how it is
+sharded, and which rank holds it. Loading, exporting and checkpoints all follow this table.
 
-Shapes: G key/value groups, R query heads of a group, D head size, H width.
+Shapes: G key/value groups, R query heads per group, D head size, H width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +18,17 @@ from megatron_vlm.distributed.dims import ParallelDims
 from megatron_vlm.distributed.grid import CutGroup
 from megatron_vlm.family.spec import Family, ModelSizes, Part, TensorSpec, TextSizes
 
-# Names of ours: of the head, and of the norm before it.
+# Our names of the head and of the norm before it.
 HEAD, LAST_NORM = "output_layer", "decoder.final_layernorm.weight"
 
-# Reads a slice of a checkpoint tensor: name, and for each of its first dimensions (start, end).
+# A function that reads a slice of a checkpoint tensor, from its name and (start, end) for each of
+# its first dimensions.
 ReadSlice = Callable[[str, Sequence[tuple[int, int] | None]], Tensor]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a parameter is cut: over which group and along which axis, None for a parameter that
+    """Sharding of a parameter: the group and the axis, with None as the group of a parameter that
     every rank holds whole. `load` makes rank r's part from slices of the checkpoint's tensors;
     `save` makes those tensors from the parts of all ranks of the group."""
 
@@ -35,46 +36,46 @@ class Layout:
     axis: int
     load: Callable[[ReadSlice, Sequence[str], int, int], Tensor]
     save: Callable[[Sequence[Tensor]], list[Tensor]]
-    groups: int = 1  # in which the rows of its tensors alternate
+    groups: int = 1  # number of groups in which the rows of its tensors alternate
 
 
 class Origin(Enum):
-    """Where a parameter comes from and goes to."""
+    """Source and destination of a parameter."""
 
     hub = auto()  # loaded from a Hugging Face checkpoint, exported to one
-    copy = auto()  # loaded from a tensor that another entry exports: the tied head of a last stage
-    ours = auto()  # no such tensor: kept in our checkpoints alone, as adapters are
+    copy = auto()  # loaded from a tensor that another entry exports: a last stage's tied head
+    ours = auto()  # no such tensor: only in our checkpoints, like adapters
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours, who holds it, and its tensors in a checkpoint."""
+    """Entry for one of our parameters: its place and its tensors in a checkpoint."""
 
     ours: str
     theirs: tuple[TensorSpec, ...]
     layout: Layout
     stage: int
     part: Part
-    chunk: int = 0  # of the chunks of the model that a stage holds
+    chunk: int = 0  # number of the chunk of the model within its stage
     origin: Origin = Origin.hub
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its tensors in a checkpoint."""
+        """Names of the parameter's tensors in a checkpoint."""
         return tuple(tensor.name for tensor in self.theirs)
 
     def is_frozen(self, cfg: Config) -> bool:
-        """Whether the parameter stays as it was loaded."""
+        """Return whether the parameter stays as it was loaded."""
         return self.origin is not Origin.ours and not learns(cfg, self.part.switch)
 
     @property
     def num_values(self) -> int:
-        """Numbers in the whole parameter, without padding."""
+        """Number of values in the whole parameter, without padding."""
         return sum(tensor.num_values for tensor in self.theirs)
 
 
 def exported(table: Sequence[Entry]) -> list[str]:
-    """The names of the tensors in a Hugging Face checkpoint, in the order of the table."""
+    """Return the names of the tensors in a Hugging Face checkpoint, in the order of the table."""
     return [name for entry in table if entry.origin is Origin.hub for name in entry.names]
 
 
@@ -91,7 +92,7 @@ WHOLE = Layout(
 
 
 def rows(height: int) -> Layout:
-    """Each rank holds its rows of one tensor."""
+    """Return the layout in which each rank holds its rows of one tensor."""
     return Layout(
         "tp",
         0,
@@ -101,7 +102,7 @@ def rows(height: int) -> Layout:
 
 
 def columns(width: int) -> Layout:
-    """Each rank holds its columns of one tensor."""
+    """Return the layout in which each rank holds its columns of one tensor."""
     return Layout(
         "tp",
         1,
@@ -111,7 +112,8 @@ def columns(width: int) -> Layout:
 
 
 def vocab_rows(vocab: int) -> Layout:
-    """Rows padded to a multiple of TP; the padding is zero and never leaves memory."""
+    """Return the layout of rows that are padded to a multiple of TP; the padding is zero and never
+    leaves memory."""
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
         rows = -(-vocab // ranks)
@@ -123,7 +125,8 @@ def vocab_rows(vocab: int) -> Layout:
 
 
 def _gate_up(width: int) -> Layout:
-    """Each rank holds its part of the gate over its part of the up projection."""
+    """Return the layout in which each rank holds its part of the gate over its part of the up
+    projection."""
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
         return torch.cat([read(name, (_part(width, rank, ranks),)) for name in names])
@@ -136,7 +139,7 @@ def _gate_up(width: int) -> Layout:
 
 
 def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
-    """Group by group: its query heads, its key, its value."""
+    """Return the layout that has, group by group, the query heads, the key and the value."""
     per_group = (heads // groups * head_dim, head_dim, head_dim)
 
     def load(read: ReadSlice, names: Sequence[str], rank: int, ranks: int) -> Tensor:
@@ -155,7 +158,7 @@ def _qkv(heads: int, groups: int, head_dim: int) -> Layout:
 
 
 def experts(count: int) -> Layout:
-    """Each rank holds some of the experts."""
+    """Return the layout in which each rank holds some of the experts."""
     return Layout(
         "ep",
         0,
@@ -167,8 +170,8 @@ def experts(count: int) -> Layout:
 def _layer_rows(
     text: TextSizes, backend: str, number: int
 ) -> Iterator[tuple[str, tuple[str, ...], Layout]]:
-    """One decoder layer: our name, Hugging Face's names, the layout. TE fuses each norm into the
-    linear layer that follows it."""
+    """Yield our name, Hugging Face's names and the layout for each parameter of a decoder layer. TE
+    fuses each norm into the linear layer that follows it."""
     fused = backend == "te"
     yield (
         "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
@@ -186,9 +189,9 @@ def _layer_rows(
     if text.experts is not None and number in text.experts.layers:
         yield "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), WHOLE
         yield "mlp.router", ("mlp.gate.weight",), WHOLE
-        for ours, theirs in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
-            names = (f"mlp.experts.{theirs}",)
-            yield f"mlp.{ours}.weight", names, experts(text.experts.count)
+        for our_leaf, hf_leaf in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            names = (f"mlp.experts.{hf_leaf}",)
+            yield f"mlp.{our_leaf}.weight", names, experts(text.experts.count)
         return
     yield (
         "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight",
@@ -204,7 +207,7 @@ def _layer_rows(
 
 
 def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDims) -> list[Entry]:
-    """Every parameter of every stage, in one order on all ranks."""
+    """Return every parameter of every stage, in the same order on all ranks."""
     specs = {tensor.name: tensor for tensor in sizes.tensors}
     names, last = family.names, (dims.pp - 1, dims.virtual_stages - 1)
     vocab = vocab_rows(sizes.text.vocab)
@@ -216,10 +219,10 @@ def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDi
         place: tuple[int, int],  # stage and chunk
         origin: Origin = Origin.hub,
     ) -> Entry:
-        found = tuple(specs[name] for name in theirs)
-        part = Part.head if origin is Origin.copy else found[0].part
+        tensors = tuple(specs[name] for name in theirs)
+        part = Part.head if origin is Origin.copy else tensors[0].part
         stage, chunk = place
-        return Entry(ours, found, layout, stage, part, chunk, origin)
+        return Entry(ours, tensors, layout, stage, part, chunk, origin)
 
     entries = [
         entry(f"vision_model.{name.removeprefix(names.vision)}", [name], WHOLE, (0, 0))
@@ -229,10 +232,10 @@ def name_table(family: Family, sizes: ModelSizes, backend: str, dims: ParallelDi
     entries.append(entry("embedding.word_embeddings.weight", [names.embedding], vocab, (0, 0)))
     for chunk, stage in product(range(dims.virtual_stages), range(dims.pp)):
         for local, number in enumerate(dims.layers_of(stage, chunk)):
-            for ours, theirs, layout in _layer_rows(sizes.text, backend, number):
-                full = [names.layer(number) + name for name in theirs]
+            for our_leaf, hf_leaves, layout in _layer_rows(sizes.text, backend, number):
+                full = [names.layer(number) + name for name in hf_leaves]
                 place = stage, chunk
-                entries.append(entry(f"decoder.layers.{local}.{ours}", full, layout, place))
+                entries.append(entry(f"decoder.layers.{local}.{our_leaf}", full, layout, place))
     entries.append(entry(LAST_NORM, [names.final_norm], WHOLE, last))
     if not sizes.tied:
         entries.append(entry(f"{HEAD}.weight", [names.head], vocab, last))
