@@ -1,6 +1,7 @@
-"""A checkpoint of a run as a Hugging Face folder, without a model and without other processes.
+"""Export of a run's checkpoint as a Hugging Face folder, without a model and without other
+processes.
 
-A checkpoint has Hugging Face's tensors already, only cut into pieces: see tensor_pieces.py.
+A checkpoint already has Hugging Face's tensors, only cut into pieces: see tensor_pieces.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +33,10 @@ from megatron_vlm.lora.weights import adapted_linears, adapted_weights, adapter_
 def export_checkpoint(
     given: str, out: str, model_path: str | None = None, kind: Exported | None = None
 ) -> Path:
-    """Write `out` from a checkpoint or the newest one of a run, and return which. All but the
-    weights comes from the Hugging Face folder that was trained, or from `model_path`. Of adapters,
-    `kind` says in which form, by default as checkpoint.export of the run."""
+    """Write `out` from a checkpoint, or from the newest one of a run, and return the checkpoint's
+    folder. Everything but the weights comes from the Hugging Face folder that was trained, or from
+    `model_path`. `kind` is the form in which adapters are exported; the default is
+    checkpoint.export of the run."""
     check_replaceable(Path(out), None)
     with held_checkpoint(Path(given)) as folder:
         _export(folder, out, model_path, kind)
@@ -68,8 +70,8 @@ def _export(folder: Path, out: str, model_path: str | None, kind: Exported | Non
     state = outside_file(folder / "state.json").json()
     check_base(folder, state, weights_digest(source), str(source.path))
     table += adapter_entries(adapted_linears(table, weights), cfg.lora.rank)
-    kept = [entry for entry in table if is_kept(cfg, entry)]
-    adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, kept, source)))
+    entries = [entry for entry in table if is_kept(cfg, entry)]
+    adapter = TrainedAdapter(cfg.lora, weights, source, dict(_tensors(reader, entries, source)))
     write(adapter, table, out, kind or export_of(cfg), mark, done)
 
 
@@ -83,12 +85,12 @@ def _tensors(
 
 
 def training_of(folder: Path) -> TrainingSummary | None:
-    """What a checkpoint says of its training; None of one that was not saved by a run."""
+    """Return the summary of a checkpoint's training, or None if no run saved the checkpoint."""
     progress = outside_file(folder / "state.json").json()["progress"]
     if progress.get("step") is None:
         return None
     tokens, scored = progress.get("tokens"), progress.get("scored_step")
-    scores = progress.get("scores")  # those of older versions lack all three
+    scores = progress.get("scores")  # older versions lack all three
     return TrainingSummary(
         read_saved(folder),
         progress["step"].whole(),
@@ -99,24 +101,24 @@ def training_of(folder: Path) -> TrainingSummary | None:
 
 
 def _figures(scores: JsonField) -> dict[str, float]:
-    """Those that are finite: JSON has NaN where a score could not be had."""
-    found = {key: field.value for key, field in scores.object().items()}
-    return {key: value for key, value in found.items() if type(value) in (int, float)}
+    """Return the finite scores: JSON has NaN where a score could not be computed."""
+    values = {key: field.value for key, field in scores.object().items()}
+    return {key: value for key, value in values.items() if type(value) in (int, float)}
 
 
 def mark_of(folder: Path, manifest: Manifest, step: int) -> ExportMark:
-    """What an export of this checkpoint says of itself."""
+    """Return the mark of an export of this checkpoint."""
     lora = outside_file(folder / "state.json").json().get("lora")
     base = None if lora is None else lora["base"].string()
     return ExportMark(manifest.run, step, manifest.id, base)
 
 
-# Beside which weights the adapters of a checkpoint were trained.
+# Check of the weights that a checkpoint's adapters were trained with.
 
 
 def check_base(folder: Path, state: JsonField, digest: str, path: str) -> None:
-    """Refuse adapters beside other weights; `state` is the checkpoint's state.json, and `digest`
-    that of the weights in `path`."""
+    """Refuse adapters that were trained with other weights. `state` is the checkpoint's state.json,
+    and `digest` that of the weights in `path`."""
     saved = state.get("lora")
     if saved is not None and saved["base"].string() != digest:
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""complete.json: what a checkpoint's files are, who wrote them, and which checkpoints came before.
+"""Manifest of a checkpoint, complete.json: its files, the run that wrote them, and the checkpoints
+that came before.
 
-A file's digest tells whether it is as it was written; the digest of complete.json itself is in it.
-Files only: no torch, no collectives.
+A file's digest shows whether the file is unchanged; complete.json contains its own digest as well.
+This module needs files only: no torch, no collectives.
 """
 
 import json
@@ -16,12 +17,12 @@ from megatron_vlm.errors import CheckpointError, DataError
 from megatron_vlm.io.atomic import MARK, blake2b, digest_of, sync
 from megatron_vlm.io.untrusted import JsonField, UntrustedFile, reason, require_file
 
-COMPLETE = "complete.json"  # written last: a folder without it is no checkpoint
+COMPLETE = "complete.json"  # written last: a folder without it is not a checkpoint
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known about a written file."""
+    """Name, size and digest of a written file."""
 
     name: str
     size: int
@@ -30,17 +31,17 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of complete.json. What no run has written says nothing but its files, nor does
-    what earlier versions wrote."""
+    """Content of complete.json. If no run wrote a checkpoint, or an earlier version did, only its
+    files are known."""
 
     files: tuple[FileRecord, ...]
-    run: str | None = None  # the id of the run that wrote it
-    serial: int = 0  # counts what was written to the folder of checkpoints, whatever the step
-    line: tuple[str, ...] = ()  # the ids of those in the folder that it was trained on from
+    run: str | None = None  # id of the run that wrote it
+    serial: int = 0  # number of the write to the folder of checkpoints, independent of the step
+    line: tuple[str, ...] = ()  # ids of the checkpoints in the folder from which training led here
 
     @property
     def id(self) -> str:
-        """The same for the same files."""
+        """Id of the checkpoint, which is the same for the same files."""
         return _digest_of(_sizes_and_digests(self.files))
 
 
@@ -72,7 +73,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read complete.json; CheckpointError where there is none, or it has changed."""
+    """Read complete.json. Raise CheckpointError if it is missing or has changed."""
     path = folder / COMPLETE
     if not os.path.lexists(path):
         raise CheckpointError("cannot be read: the checkpoint was never completed", place=str(path))
@@ -91,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Refuse a folder that lacks a file or part of one."""
+    """Refuse a folder in which a file is missing or truncated."""
     for record in records:
         path = folder / record.name
         try:
@@ -111,14 +112,14 @@ def check_sizes(folder: Path, records: Iterable[FileRecord]) -> None:
 
 
 def verify(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Read every file again and compare its digest; raises CheckpointError with the name of the
-    file that is missing, truncated or changed, and returns what complete.json says. `share`: only
-    these of the files, by name."""
+    """Read every file again, compare its digest and return the content of complete.json. Raise
+    CheckpointError with the name of a file that is missing, truncated or changed. `share` selects
+    some of the files, in the order of their names."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     records = sorted(manifest.files, key=lambda record: record.name)[share]
     check_sizes(folder, records)
-    with ThreadPoolExecutor(max_workers=8) as threads:  # hashing leaves the GIL to the others
+    with ThreadPoolExecutor(max_workers=8) as threads:  # hashing releases the GIL
         for record, digest in zip(
             records, threads.map(lambda r: _digest(folder / r.name), records), strict=True
         ):
@@ -133,7 +134,7 @@ def verify(folder: Path, share: slice = slice(None)) -> Manifest:
 
 
 def foreign_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The names in a checkpoint's folder that are not the checkpoint's."""
+    """Return the names in a checkpoint's folder that are not part of the checkpoint."""
     known = {MARK, COMPLETE, *(record.name for record in manifest.files)}
     return sorted(path.name for path in folder.iterdir() if path.name not in known)
 

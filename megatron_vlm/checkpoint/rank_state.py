@@ -1,9 +1,10 @@
-"""What a rank must write and read of a training run: weights and the optimizer's state.
+"""State of a training run that a rank must write and read: weights and the optimizer's state.
 
-Megatron's own sharded optimizer state (0.16.1) depends on the optimizer that wrote it: what the
-distributed one saves the plain one cannot load, so DP 2 could not resume at DP 1. Here every
+Megatron's own sharded optimizer state (0.16.1) depends on the optimizer that wrote it: the plain
+one cannot load a state of the distributed one, so DP 2 could not resume at DP 1. Here every
 optimizer looks the same: it has, for each trainable parameter, a flat part of the fp32 main weight
-and of both moments. A checkpoint stores only the fp32 main weight: the model's is that, rounded.
+and of both moments. A checkpoint stores only the fp32 main weight, because the model's weight is
+the rounded main weight.
 """
 
 from collections.abc import Collection, Iterator
@@ -25,27 +26,27 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """The part of a parameter that this rank's optimizer updates."""
+    """Part of a parameter that this rank's optimizer updates."""
 
-    start: int  # in the flattened parameter
-    sharded: bool  # over the DP ranks: the others hold other parts; else they hold the same
-    tensors: dict[str, Tensor]  # by prefix, flat: "" the main weight, and the moments
+    start: int  # offset in the flattened parameter
+    sharded: bool  # True: DP ranks hold different parts; False: they all hold the same one
+    tensors: dict[str, Tensor]  # flat, by prefix: "" for the main weight, others for moments
 
 
 def optimizer_parts(
     optimizer: MegatronOptimizer, params: Collection[torch.nn.Parameter]
 ) -> dict[torch.nn.Parameter, OptimizerPart]:
-    """For each of these parameters that this rank's optimizer updates at least in part."""
+    """Return the parts of these parameters that this rank's optimizer updates."""
     parts = {}
-    for each in optimizer.chained_optimizers:
-        if each.is_stub_optimizer:  # of a stage that is frozen
+    for chained in optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:  # a frozen stage has no optimizer
             continue
-        inner = each.optimizer
-        if isinstance(each, DistributedOptimizer):
-            for param in each.model_param_gbuf_map:
-                group, place = each.model_param_group_index_map[param]
+        inner = chained.optimizer
+        if isinstance(chained, DistributedOptimizer):
+            for param in chained.model_param_gbuf_map:
+                group, place = chained.model_param_group_index_map[param]
                 main = inner.param_groups[group]["params"][place]
-                start = each._get_model_param_range_map(param)["param"].start
+                start = chained._get_model_param_range_map(param)["param"].start
                 parts[param] = OptimizerPart(start, True, _tensors(inner, main))
             continue
         mains = {main for group in inner.param_groups for main in group["params"]}
@@ -59,7 +60,8 @@ def optimizer_parts(
 def _tensors(inner: torch.optim.Optimizer, main: Tensor) -> dict[str, Tensor]:
     state = inner.state[main]
     if isinstance(inner, torch.optim.Adam):
-        # As its first step makes them. The fused optimizers count in the group instead.
+        # The first step of Adam creates its count like this. The fused optimizers count in the
+        # group instead.
         state.setdefault("step", torch.zeros((), dtype=torch.float32, device=main.device))
     for key in MOMENTS:
         if key not in state:
@@ -72,21 +74,21 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def is_kept(cfg: Config, entry: Entry) -> bool:
-    """Whether a checkpoint has a parameter. Beside adapters it has only those that are trained: the
-    others are in model.path."""
+    """Return whether a checkpoint has a parameter. With adapters it has only the trained
+    parameters: the others are in model.path."""
     return not (cfg.lora.rank and entry.is_frozen(cfg))
 
 
 def shapes_of(worker: MegatronWorker) -> dict[str, TensorShape]:
-    """The shape of every tensor of a checkpoint, by name."""
-    kept = (entry for entry in worker.table if is_kept(worker.cfg, entry))
-    return {tensor.name: tensor.shape for entry in kept for tensor in entry.theirs}
+    """Return the shape of every tensor of a checkpoint, by name."""
+    entries = (entry for entry in worker.table if is_kept(worker.cfg, entry))
+    return {tensor.name: tensor.shape for entry in entries for tensor in entry.theirs}
 
 
 def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> Iterator[Piece]:
-    """This rank's pieces of the checkpoint. When writing, each piece belongs to one rank alone, and
-    ranks that hold the same take turns; when reading, all that the rank has to fill, the weights
-    first. Without `moments` there are weights alone."""
+    """Yield this rank's pieces of the checkpoint. For writing, each piece belongs to a single rank,
+    and ranks that hold the same piece take turns. For reading, these are all pieces that the rank
+    has to fill, with the weights first. Without `moments` there are only weights."""
     parts = {}
     if worker.optimizer is not None:
         parts = optimizer_parts(worker.optimizer, worker.held.values())
@@ -113,16 +115,17 @@ def held_pieces(worker: MegatronWorker, writing: bool, moments: bool = True) -> 
 
 
 def _writes(grid: RankGroups, entry: Entry, sharded: bool, turn: int) -> bool:
-    """Whether this rank writes what it holds of an entry; copies are written by nobody."""
+    """Return whether this rank writes its part of an entry. No rank writes entries that are
+    copies."""
     if entry.origin is Origin.copy:
         return False
-    mine = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
+    is_tp_turn = entry.layout.cut is not None or turn % grid.tp.size == grid.tp.rank
     copies = grid.copies_of(entry.layout.cut)
-    return mine and (sharded or turn % copies.size == copies.rank)
+    return is_tp_turn and (sharded or turn % copies.size == copies.rank)
 
 
 def clear_moments(worker: MegatronWorker) -> None:
-    """As before the first step."""
+    """Reset the moments to their state before the first step."""
     assert worker.optimizer is not None
     for part in optimizer_parts(worker.optimizer, worker.held.values()).values():
         for prefix, flat in part.tensors.items():
@@ -131,25 +134,25 @@ def clear_moments(worker: MegatronWorker) -> None:
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
-    """How many steps this rank's optimizer has done; 0 where it has nothing to update."""
-    for each in optimizer.chained_optimizers:
-        if each.is_stub_optimizer:
+    """Return the number of steps of this rank's optimizer; 0 where it has nothing to update."""
+    for chained in optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:
             continue
-        for state in each.optimizer.state.values():
+        for state in chained.optimizer.state.values():
             if "step" in state:
                 return int(state["step"])
-        return max(int(group.get("step", 0)) for group in each.optimizer.param_groups)
+        return max(int(group.get("step", 0)) for group in chained.optimizer.param_groups)
     return 0
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Continue counting from here: Adam corrects its moments by the count."""
-    for each in optimizer.chained_optimizers:
-        if each.is_stub_optimizer:
+    """Set the count of steps to continue from: Adam corrects its moments by this count."""
+    for chained in optimizer.chained_optimizers:
+        if chained.is_stub_optimizer:
             continue
-        if isinstance(each.optimizer, torch.optim.Adam):
-            for state in each.optimizer.state.values():
+        if isinstance(chained.optimizer, torch.optim.Adam):
+            for state in chained.optimizer.state.values():
                 state["step"].fill_(step)
         else:
-            for group in each.optimizer.param_groups:
+            for group in chained.optimizer.param_groups:
                 group["step"] = step

@@ -1,8 +1,7 @@
-"""A checkpoint that is being read stays, also where a run would remove it, which it does with those
-that it no longer needs: a reader has a shared lock on complete.json, and whoever removes it needs
-one that nobody shares.
+"""Read locks that keep a checkpoint in place while it is read, even if a run no longer needs it and
+would remove it. A reader has a shared lock on complete.json, and a remover needs an exclusive one.
 
-Files only: no torch, no collectives.
+This module needs files only: no torch, no collectives.
 """
 
 import os
@@ -16,12 +15,12 @@ from megatron_vlm.io.atomic import try_lock
 
 @contextmanager
 def held(folder: Path) -> Iterator[bool]:
-    """Keep a checkpoint where it is; False where it has gone or is going."""
+    """Keep a checkpoint in place; yield False if it is gone or being removed."""
     path = Path(folder) / COMPLETE
     with ExitStack() as opened:
         try:
             handle = _opened(path, os.O_RDONLY, opened)
-            # Its name may have gone to another one before there was a lock.
+            # Another checkpoint may have taken its name before the lock was there.
             is_held = try_lock(handle, shared=True) and _is_at(path, handle)
         except OSError:
             is_held = False
@@ -30,12 +29,13 @@ def held(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def free(folder: Path) -> Iterator[bool]:
-    """Keep readers from a checkpoint that is to be removed; False where somebody reads it."""
+    """Keep readers away from a checkpoint that is to be removed; yield False while it has a
+    reader."""
     with ExitStack() as opened:
         try:
-            # Over NFS such a lock needs a file that may be written.
+            # Over NFS an exclusive lock needs a writable file.
             is_free = try_lock(_opened(Path(folder) / COMPLETE, os.O_RDWR, opened))
-        except OSError:  # it may be removed all the same
+        except OSError:  # an unlockable file may still be removable
             is_free = True
         yield is_free
 

@@ -1,14 +1,15 @@
-"""The checkpoints of a run: written whole or not at all, found, and pruned.
+"""Retention of a run's checkpoints: they are written whole or not at all, found, and pruned.
 
     step-00000012/          complete: every file is on the disk and its digest is known
-    step-00000016.partial/  being written, or what a crash left; never read
+    step-00000016.partial/  being written, or left over from a crash; never read
     step-00000012.aside1/   a checkpoint of the same step that is not in the line of the new one
 
-Training goes on from one checkpoint to the next: this is a line. A run that resumes from an earlier
-checkpoint by name, or because the newest is damaged, leaves the line for a new one. Checkpoints of
-other lines are neither counted nor removed.
+Training continues from one checkpoint to the next: this is a line. A run that resumes from an
+earlier checkpoint by name, or because the newest is damaged, leaves the line and starts a new one.
+Checkpoints of other lines are neither counted nor removed.
 
-Files only: no torch, no collectives. In a distributed run, one rank calls these.
+This module needs files only: no torch, no collectives. In a distributed run, one rank calls these
+functions.
 """
 
 import logging
@@ -43,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is stored; only such names are found and pruned."""
+    """Return the folder for the checkpoint of a step; only such names are found and pruned."""
     return Path(run_folder) / f"step-{step:08d}"
 
 
@@ -55,9 +56,9 @@ def commit(
 ) -> Manifest:
     """Turn the partial folder with these files into the complete one, in a single rename.
 
-    `run` wrote it, going on from the checkpoint `parent`. A checkpoint of the same name is put
-    aside, and removed only where it has the same content or belongs to no run. What crashes of
-    this run left beside it is removed.
+    `run` wrote the checkpoint and continued from the checkpoint `parent`. An older checkpoint of
+    the same name is put aside. It is removed only where it has the same content or belongs to no
+    run. Leftovers of this run's crashes in the same folder are removed.
     """
     manifest = Manifest(tuple(records))
     if run is not None:
@@ -78,7 +79,7 @@ def commit(
 def _numbered(
     files: tuple[FileRecord, ...], run: str, parent: Manifest | None, run_folder: Path
 ) -> Manifest:
-    """With its place among the checkpoints of the run."""
+    """Return a manifest with the checkpoint's place among the checkpoints of the run."""
     known = [manifest for _, manifest in _manifests(run_folder)]
     present = {manifest.id for manifest in known}
     before: tuple[str, ...] = ()
@@ -90,38 +91,41 @@ def _numbered(
 
 
 def check_leftovers(run_folder: Path, run: str) -> None:
-    """Refuse a folder of checkpoints where something has a name that a write would need."""
+    """Refuse a folder of checkpoints in which a foreign file or folder has a name that a write
+    would need."""
     for partial in sorted(Path(run_folder).glob(_PARTIAL)):
         check_partial(partial, run)
 
 
 def find_latest(run_folder: Path) -> Path | None:
-    """The checkpoint that was written last of those that are complete and whose every file is as
-    it was written.
+    """Return the checkpoint that was written last among those that are complete and whose files are
+    all unchanged.
 
-    Reads all of it. What is skipped is logged as a warning, with the reason.
+    All of its files are read. A skipped checkpoint is logged as a warning, with the reason.
     """
     with ExitStack() as reading:
         return _hold_latest(run_folder, reading)
 
 
 def find_checkpoint(given: Path) -> Path:
-    """The folder itself, or the newest complete one of a run (or of its folder of checkpoints)."""
+    """Return the folder itself, or the newest complete one of a run (or of its folder of
+    checkpoints)."""
     with held_checkpoint(given) as folder:
         return folder
 
 
 @contextmanager
 def held_checkpoint(given: Path) -> Iterator[Path]:
-    """The same, and it stays until the end, whatever a run that trains meanwhile removes."""
+    """Yield the folder of `find_checkpoint` and keep it in place until the end, even while a run
+    trains and removes checkpoints."""
     with ExitStack() as reading:
         if (given / COMPLETE).is_file():
             reading.enter_context(held(given))
             yield given
             return
         for folder in (given / "checkpoints", given):
-            if folder.is_dir() and (found := _hold_latest(folder, reading)) is not None:
-                yield found
+            if folder.is_dir() and (latest := _hold_latest(folder, reading)) is not None:
+                yield latest
                 return
         raise CheckpointError(
             "is neither a complete checkpoint nor a run that has one",
@@ -132,28 +136,28 @@ def held_checkpoint(given: Path) -> Iterator[Path]:
 
 def _hold_latest(run_folder: Path, reading: ExitStack) -> Path | None:
     has_changed = True
-    while has_changed:  # a run that trains removes some, and has newer ones then
+    while has_changed:  # a training run removes some checkpoints, and then has newer ones
         has_changed = False
         for folder in complete_checkpoints(run_folder):
-            with ExitStack() as mine:
-                if not mine.enter_context(held(folder)):
+            with ExitStack() as lock:
+                if not lock.enter_context(held(folder)):
                     has_changed = True
                     continue
                 try:
                     verify(folder)
                 except CheckpointError as error:
-                    has_changed = has_changed or not folder.exists()  # it could not be held
+                    has_changed = has_changed or not folder.exists()  # removed before the lock
                     skip_damaged(folder, error)
                     continue
-                reading.enter_context(mine.pop_all())
+                reading.enter_context(lock.pop_all())
                 return folder
     return None
 
 
 def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
-    """The checkpoints whose files all have the right size, the one written last first; `verify`
-    reads them. Only serials `after` this one count."""
-    run_folder, found = Path(run_folder), []
+    """Return the checkpoints whose files all have the right size, with the last written one first;
+    `verify` reads the files. Only serials `after` this one count."""
+    run_folder, complete = Path(run_folder), []
     for path in sorted(run_folder.glob(_PARTIAL)):
         _log.warning("skipped %s: it was never completed", path)
     for folder in _folders(run_folder):
@@ -165,28 +169,29 @@ def complete_checkpoints(run_folder: Path, after: int = -1) -> list[Path]:
         else:
             if manifest.serial <= after:
                 continue
-            found.append((manifest.serial, _step_of(folder), not _was_replaced(folder), folder))
-    return [folder for *_, folder in sorted(found, reverse=True)]
+            complete.append((manifest.serial, _step_of(folder), not _was_replaced(folder), folder))
+    return [folder for *_, folder in sorted(complete, reverse=True)]
 
 
 def last_serial(run_folder: Path) -> int:
-    """Of the checkpoints here, damaged ones too; 0 without any."""
+    """Return the last serial of the checkpoints here, including damaged ones; 0 without any."""
     return max((manifest.serial for _, manifest in _manifests(run_folder)), default=0)
 
 
 def skip_damaged(folder: Path, error: Exception) -> None:
-    """Log that a checkpoint is not used, and why."""
+    """Log that a checkpoint is not used, and the reason."""
     _log.warning("skipped %s: %s", folder, error)
 
 
 def other_lines(run_folder: Path, head: Manifest | None) -> list[Path]:
-    """The checkpoints here that `head` was not trained on from; all of them without a head."""
-    mine = set() if head is None else {*head.line, head.id}
-    found = dict(_manifests(run_folder))
+    """Return the checkpoints here from which training did not lead to `head`, or all of them
+    without a head."""
+    line_ids = set() if head is None else {*head.line, head.id}
+    manifests = dict(_manifests(run_folder))
     return [
         folder
         for folder in _folders(run_folder)
-        if folder not in found or not _in_line(found[folder], head, mine)
+        if folder not in manifests or not _in_line(manifests[folder], head, line_ids)
     ]
 
 
@@ -197,25 +202,25 @@ def keep(
     keep_every: int | None = None,
     best: int | None = None,
 ) -> list[Path]:
-    """Of the line that ends with `head`, remove the checkpoints that are neither among the newest
-    `keep_last`, nor of a step that `keep_every` divides, nor of the step `best`; returns what was
-    removed.
+    """Remove checkpoints of the line that ends with `head`, and return the removed ones. A
+    checkpoint stays if it is among the newest `keep_last`, if `keep_every` divides its step, or if
+    its step is `best`.
 
-    Those of other lines and other runs, and those that lack a file or part of one, are left alone
-    and do not count. One into whose folder somebody put a file is left alone, too.
+    Checkpoints of other lines and other runs, and those with a missing or truncated file, stay and
+    do not count. A checkpoint whose folder contains a foreign file stays as well.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise ConfigError(key=f"checkpoint.{name}", found=value, allowed="at least 1")
-    mine = {*head.line, head.id}
+    line_ids = {*head.line, head.id}
     line = [
         (folder, manifest)
         for folder, manifest in _manifests(run_folder)
         if manifest.run == head.run
-        and _in_line(manifest, head, mine)
+        and _in_line(manifest, head, line_ids)
         and _is_whole(folder, manifest)
     ]
-    # A crash may leave what was replaced by the same.
+    # A crash may leave a replaced checkpoint next to its identical replacement.
     in_place = {manifest.id for folder, manifest in line if not _was_replaced(folder)}
     twins = [each for each in line if _was_replaced(each[0]) and each[1].id in in_place]
     line = [each for each in line if each not in twins]
@@ -232,7 +237,8 @@ def keep(
 
 
 def _retire(folder: Path, run: str | None) -> bool:
-    """Remove a checkpoint. Under its own name a half-removed one would look damaged."""
+    """Remove a checkpoint. It is renamed first, because a half-removed one would look damaged under
+    its own name."""
     doomed = partial_of(folder)
     try:
         check_partial(doomed, run)
@@ -251,13 +257,14 @@ def _retire(folder: Path, run: str | None) -> bool:
 
 
 def _in_line(manifest: Manifest, head: Manifest | None, line: set[str]) -> bool:
-    """Those without a serial, which no run numbered, are taken to be of one line."""
+    """Return whether a checkpoint is in the line. Checkpoints without a serial, which no run
+    numbered, count as one line."""
     unknown = head is not None and manifest.serial == head.serial == 0
     return unknown or manifest.id in line
 
 
 def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:
-    """Whether the folder holds what this run wrote and nothing else."""
+    """Return whether the folder holds only files that this run wrote."""
     foreign = foreign_files(folder, manifest)
     if foreign:
         _log.warning("%s is kept: this run did not write %s in it", folder, ", ".join(foreign))
@@ -265,9 +272,9 @@ def _is_all_ours(folder: Path, manifest: Manifest, run: str | None) -> bool:
 
 
 def _manifests(run_folder: Path) -> list[tuple[Path, Manifest]]:
-    """The checkpoints here that say what they are, oldest step first."""
-    found = [(folder, _manifest_of(folder)) for folder in _folders(run_folder)]
-    return [(folder, manifest) for folder, manifest in found if manifest is not None]
+    """Return the checkpoints here with a readable manifest, oldest step first."""
+    pairs = [(folder, _manifest_of(folder)) for folder in _folders(run_folder)]
+    return [(folder, manifest) for folder, manifest in pairs if manifest is not None]
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
@@ -278,7 +285,8 @@ def _manifest_of(folder: Path) -> Manifest | None:
 
 
 def _folders(run_folder: Path) -> list[Path]:
-    """The folders with a checkpoint's name, oldest step first; of one step, the replaced first."""
+    """Return the folders with a checkpoint's name, oldest step first; for the same step, the
+    replaced ones first."""
     run_folder = Path(run_folder)
     if not run_folder.exists():
         return []
@@ -286,8 +294,8 @@ def _folders(run_folder: Path) -> list[Path]:
         raise CheckpointError(
             "is a file", place=str(run_folder), remedy="give the folder that holds step-*"
         )
-    found = [path for path in run_folder.iterdir() if _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (_step_of(path), not _was_replaced(path), path.name))
+    folders = [path for path in run_folder.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: (_step_of(path), not _was_replaced(path), path.name))
 
 
 def _step_of(folder: Path) -> int:

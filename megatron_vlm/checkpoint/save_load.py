@@ -50,7 +50,7 @@ from megatron_vlm.training.optimizer import set_lr
 from megatron_vlm.training.worker import MegatronWorker
 
 FORMAT = 2
-_READABLE = (1, 2)  # 1 also held random state, which nothing draws from
+_READABLE = (1, 2)  # 1 also held random state, which is no longer used
 
 
 def save(
@@ -62,20 +62,21 @@ def save(
     parent: Manifest | None = None,
     moments: bool = True,
 ) -> "PendingSave":
-    """Write a checkpoint to `folder` (see `store.step_folder`). A collective; `progress` is plain
-    JSON, and rank 0's is kept, as are its id of the run and the checkpoint that it goes on from.
-    Without `moments` it has the weights alone, from which nobody can go on as if nothing had been.
+    """Write a checkpoint to `folder` (see `retention.step_folder`). This is a collective.
+    `progress` is plain JSON; rank 0's is stored, as are its id of the run and the parent
+    checkpoint. Without `moments` the checkpoint has only the weights, so a run cannot resume from
+    it unchanged.
 
-    With `async_save` the tensors are copied to the host and training may continue while they are
-    written; `finish` of what is returned completes the checkpoint. One is written at a time: an
-    earlier one that is still pending is finished first.
+    With `async_save` the tensors are copied to the host, and training may continue while they are
+    written. `finish` of the returned object completes the checkpoint. Only one save is pending at a
+    time: an earlier one is finished first.
     """
     if worker.pending_save is not None:
         worker.pending_save.finish()
     assert worker.optimizer is not None, "made without training"
     folder = Path(folder)
     steps = torch.tensor(get_step(worker.optimizer), device=worker.platform.device)
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a stage that is frozen counts none
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)  # a frozen stage counts none
     state = {
         "format": FORMAT,
         "layout": _layout(worker),
@@ -104,7 +105,8 @@ def save(
 
 
 class PendingSave:
-    """A checkpoint whose tensors are being written; complete once `finish` has returned True."""
+    """Checkpoint whose tensors are being written; it is complete once `finish` has returned
+    True."""
 
     def __init__(
         self,
@@ -123,12 +125,12 @@ class PendingSave:
         self.device = worker.platform.device
         self.thread: threading.Thread | None = None
         self.record: FileRecord | None = None
-        self.manifest: Manifest | None = None  # on rank 0, of the complete checkpoint
+        self.manifest: Manifest | None = None  # on rank 0, the manifest of the complete checkpoint
         self.error: Exception | None = None
         self.finished = False
 
     def start(self, tensors: dict[str, Tensor], in_background: bool) -> None:
-        """Write this rank's file: in a thread, which no collective waits for, or at once."""
+        """Write this rank's file, either in a thread, which no collective waits for, or at once."""
         if in_background:
             self.thread = threading.Thread(target=self._write, args=(tensors,), daemon=True)
             self.thread.start()
@@ -137,8 +139,8 @@ class PendingSave:
         self.finish()
 
     def finish(self, blocking: bool = True) -> bool:
-        """Complete the checkpoint; False where not blocking and some rank still writes. A
-        collective. Raises CheckpointError on every rank if any could not write."""
+        """Complete the checkpoint. Return False if not blocking and some rank is still writing.
+        This is a collective. Raise CheckpointError on every rank if any rank could not write."""
         if self.finished:
             return True
         if not blocking and not self._all_written():
@@ -161,7 +163,7 @@ class PendingSave:
         path = partial_of(self.folder) / rank_file(dist.get_rank())
         try:
             self.record = write_file(path, safetensors_chunks(tensors))
-        except Exception as error:  # of a thread: `finish` raises it
+        except Exception as error:  # an error of a thread: `finish` raises it
             self.error = error
 
     def _all_written(self) -> bool:
@@ -188,12 +190,14 @@ class PendingSave:
 def load(
     worker: MegatronWorker, folder: Path, verified: bool = False, moments: bool = True
 ) -> dict[str, Any]:
-    """Fill the worker from a checkpoint of any layout and return its `progress`. A collective.
+    """Fill the worker from a checkpoint of any layout and return its `progress`. This is a
+    collective.
 
-    It stays where it is meanwhile, whatever run it belongs to, and all ranks read rank 0's. Every
-    file is verified first, unless `find_latest_on_all_ranks` has done it. What is frozen now has no
-    moments, nor has a worker made without training: those in the checkpoint are ignored. Without
-    `moments` the weights alone are read, and the optimizer begins anew.
+    The checkpoint stays in place meanwhile, even if it belongs to another run, and all ranks read
+    rank 0's. Every file is verified first, unless `find_latest_on_all_ranks` has done so. Frozen
+    parameters, and all parameters of a worker made without training, have no moments: those in the
+    checkpoint are ignored. Without `moments` only the weights are read, and the optimizer starts
+    from scratch.
     """
     device = worker.platform.device
     folder = Path(broadcast_json(str(folder), 0, None, device))
@@ -207,16 +211,16 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
         _verify(folder, device)
     with fail_together(device, CheckpointError):
         state = outside_file(folder / "state.json").json()
-        if (found := state["format"].value) not in _READABLE:
+        if (version := state["format"].value) not in _READABLE:
             raise CheckpointError(
                 f"cannot be read: this version reads {_READABLE}",
                 place=str(folder),
                 key="format",
-                found=found,
+                found=version,
                 allowed=_READABLE,
                 remedy="load it with the version of megatron_vlm that wrote it",
             )
-        added = state.get("add_tokens")  # older ones have none
+        added = state.get("add_tokens")  # older checkpoints have none
         tokens = [] if added is None else [each.string() for each in added.items()]
         _check_tokens(worker, folder, tokens)
         _check_lora(worker, folder, state)
@@ -241,30 +245,31 @@ def _load(worker: MegatronWorker, folder: Path, verified: bool, moments: bool) -
 
 
 def _check_tokens(worker: MegatronWorker, folder: Path, saved: list[str]) -> None:
-    """Other tokens would have the rows that these have learnt."""
-    asked = list(worker.cfg.data.add_tokens)
-    if asked != saved:
+    """Refuse other added tokens: they would get the rows that the checkpoint's tokens have
+    learnt."""
+    tokens = list(worker.cfg.data.add_tokens)
+    if tokens != saved:
         raise CheckpointError(
             f"is not the {show_value(saved)} of the checkpoint: the same rows would belong to "
             "other tokens",
             place=str(folder),
             key="data.add_tokens",
-            found=asked,
+            found=tokens,
             remedy="give the same ones in the same order, or add to its export: megatron-vlm "
             f"export {folder} DIR, model.path=DIR",
         )
 
 
 def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
-    """Adapters mean nothing beside other weights, nor with another factor."""
+    """Refuse adapters with other base weights or another scale: they would be meaningless."""
     saved = state.get("lora")
     if saved is None or not worker.cfg.lora.rank:
-        return  # then the tensors differ, which is said next
+        return  # the tensors then differ, and their check raises the error
     check_base(folder, state, worker.base_digest, str(worker.source.path))
-    if (found := saved["scale"].number()) != (asked := scale_of(worker.cfg.lora)):
+    if (saved_scale := saved["scale"].number()) != (scale := scale_of(worker.cfg.lora)):
         raise CheckpointError(
-            f"with lora.rank and lora.rslora scales adapters by {asked:g}, and those of the "
-            f"checkpoint are scaled by {found:g}",
+            f"with lora.rank and lora.rslora scales adapters by {scale:g}, and those of the "
+            f"checkpoint are scaled by {saved_scale:g}",
             place=str(folder),
             key="lora.alpha",
             found=worker.cfg.lora.alpha,
@@ -275,13 +280,14 @@ def _check_lora(worker: MegatronWorker, folder: Path, state: JsonField) -> None:
 def find_latest_on_all_ranks(
     run_folder: Path, device: torch.device, after: int = -1
 ) -> Path | None:
-    """The checkpoint that was written last of those whose every file is as it was written; each
-    rank reads its share of them. Only serials `after` this one count, rank 0's. A collective."""
-    found: list[str] = []
+    """Return the checkpoint that was written last among those whose files are all unchanged; each
+    rank reads its share of them. Only serials `after` this one, rank 0's, count. This is a
+    collective."""
+    names: list[str] = []
     with fail_together(device, CheckpointError):
         if dist.get_rank() == 0:
-            found = [str(folder) for folder in retention.complete_checkpoints(run_folder, after)]
-    for folder in map(Path, broadcast_json(found, 0, None, device)):
+            names = [str(folder) for folder in retention.complete_checkpoints(run_folder, after)]
+    for folder in map(Path, broadcast_json(names, 0, None, device)):
         try:
             _verify(folder, device)
         except CheckpointError as error:

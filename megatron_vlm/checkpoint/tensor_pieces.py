@@ -1,10 +1,13 @@
-"""What a rank holds, as rectangles of the checkpoint's tensors, and the files they go to.
+"""Pieces of tensors on a rank, as rectangles of the checkpoint's tensors, and the files that store
+them.
 
-A checkpoint has Hugging Face's tensors, whole and without padding, whatever layout wrote it. Each
-rank writes the rectangles it holds to its own safetensors file, and a layout that loads them reads
-the rectangles it needs, wherever they are: neither exchanges a tensor.
+A checkpoint has Hugging Face's tensors, whole and without padding, independent of the layout that
+wrote it. Each rank writes the rectangles that it holds to its own safetensors file, and a layout
+that loads them reads the rectangles that it needs, from any of the files. Neither exchanges a
+tensor.
 
-Every tensor counts as a matrix here: its first dimension by the rest (1 for a vector).
+Every tensor counts as a matrix here: its first dimension by the product of the others (1 for a
+vector).
 """
 
 import json
@@ -40,15 +43,15 @@ class RowBlock:
     """Rows of this rank's part of a parameter that are consecutive in one checkpoint tensor."""
 
     name: str
-    start: int  # in the part
+    start: int  # first row in the part
     rows: int
-    row: int  # where they begin in the tensor
+    row: int  # first row in the tensor
     col: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a tensor. `data` is a view of what the rank holds: read it or fill it."""
+    """Rectangle of a tensor. `data` is a view of the rank's own tensor: read it or fill it."""
 
     key: str
     row: int
@@ -62,7 +65,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Its name in the rank's file."""
+        """Name of the piece in the rank's file."""
         return _piece_name(self.key, self.row, self.col)
 
 
@@ -71,8 +74,8 @@ def _piece_name(key: str, row: int, col: int) -> str:
 
 
 def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
-    """Where the rows of this rank's part are, as the table itself says: it loads row numbers in
-    place of weights. Rows of padding come out as zero and belong to no block."""
+    """Return the blocks of rows of this rank's part. The table itself determines them: it loads row
+    numbers in place of weights. Rows of padding come out as zero and belong to no block."""
     names = entry.names
     shapes = {tensor.name: tensor.shape for tensor in entry.theirs}
     first_col = dict.fromkeys(names, 0)
@@ -96,8 +99,8 @@ def blocks_of(entry: Entry, rank: int, ranks: int) -> list[RowBlock]:
 
 
 def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
-    """The rectangles that make up [start, end) of a flattened matrix: the end of a row, whole rows,
-    the beginning of a row."""
+    """Yield the rectangles that make up [start, end) of a flattened matrix: the end of a row, whole
+    rows, the beginning of a row."""
     while start < end:
         row, col = divmod(start, width)
         if col or end - start < width:
@@ -111,7 +114,7 @@ def rectangles(start: int, end: int, width: int) -> Iterator[Rectangle]:
 def cut(
     prefix: str, flat: Tensor, start: int, width: int, blocks: Iterable[RowBlock]
 ) -> list[Piece]:
-    """The pieces of the part of a parameter that begins at `start`, flattened."""
+    """Return the pieces of the flattened part of a parameter that begins at `start`."""
     pieces = []
     for row, col, rows, cols in rectangles(start, start + len(flat), width):
         for block in blocks:
@@ -125,7 +128,8 @@ def cut(
 
 
 def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, one tensor at a time: no second copy of all of them."""
+    """Yield the bytes of a safetensors file, one tensor at a time, so that there is no second copy
+    of all tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -146,8 +150,8 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
 def make_index(
     shapes: Mapping[str, TensorShape], held: Sequence[Sequence[tuple[str, Rectangle]]]
 ) -> dict[str, Any]:
-    """For each tensor, which rank's file has which of its rectangles. Refused unless every tensor
-    of `shapes` is there, and each of them whole."""
+    """Return an index of the rectangles of each tensor: each rectangle and the rank whose file has
+    it. Raise CheckpointError unless every tensor of `shapes` is there and complete."""
     index: dict[str, Any] = {}
     for rank, pieces in enumerate(held):
         for key, place in pieces:
@@ -177,7 +181,7 @@ def rank_file(rank: int) -> str:
 
 
 class PieceReader:
-    """Reads rectangles of a checkpoint's tensors from the ranks' files."""
+    """Reader of rectangles of a checkpoint's tensors from the ranks' files."""
 
     def __init__(self, folder: Path, index: Mapping[str, Any]):
         self.folder = folder
@@ -186,14 +190,15 @@ class PieceReader:
 
     def check(self, keys: Iterable[str], shapes: Mapping[str, TensorShape], remedy: str) -> None:
         """Refuse a checkpoint of another model before anything is filled: one that lacks some of
-        `keys`, or has tensors that are not in `shapes`, which whoever goes on would lose."""
+        `keys`, or one with tensors that are not in `shapes`, which a run that continues from it
+        would lose."""
         faults = {}
         for key in dict.fromkeys(keys):
-            asked = list(shapes[key.rpartition("/")[2]])
+            expected = list(shapes[key.rpartition("/")[2]])
             if key not in self.index:
                 faults[key] = "is not in it"
-            elif (found := self.index[key]["shape"]) != asked:
-                faults[key] = f"is {found} in it, and {asked} in the model"
+            elif (stored := self.index[key]["shape"]) != expected:
+                faults[key] = f"is {stored} in it, and {expected} in the model"
         for name in sorted({key.rpartition("/")[2] for key in self.index}):
             if name not in shapes:
                 faults[name] = (
@@ -210,7 +215,7 @@ class PieceReader:
             )
 
     def fill(self, piece: Piece) -> None:
-        """Copy a rectangle into `piece.data`, from however many pieces it was written as."""
+        """Copy a rectangle into `piece.data`, from any number of stored pieces."""
         row, col, rows, cols = piece.place
         missing = rows * cols
         for rank, at_row, at_col, num_rows, num_cols in self.index[piece.key]["pieces"]:
@@ -220,16 +225,17 @@ class PieceReader:
                 continue
             with outside_file(self.folder / rank_file(rank)).border(f"of {piece.key}"):
                 stored = self._file(rank).get_slice(_piece_name(piece.key, at_row, at_col))
-                found = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
-                piece.data[top - row : bottom - row, left - col : right - col].copy_(found)
-                missing -= found.numel()
+                values = stored[top - at_row : bottom - at_row, left - at_col : right - at_col]
+                piece.data[top - row : bottom - row, left - col : right - col].copy_(values)
+                missing -= values.numel()
         if missing:
             raise outside_file(self.folder / "index.json").error(
                 f"of {piece.key}, {missing} values are in none of its pieces, or in several"
             )
 
     def whole(self, key: str) -> Tensor:
-        """A tensor in its own shape, in fp32, which holds each of its types exactly."""
+        """Return a tensor in its own shape, in fp32, which holds the values of all stored dtypes
+        exactly."""
         shape = self.index[key]["shape"]
         with outside_file(self.folder / "index.json").border(f"{key} has the shape {shape}"):
             tensor = torch.empty(shape, dtype=torch.float32)
@@ -244,17 +250,18 @@ class PieceReader:
 
 
 def outside_file(path: Path) -> UntrustedFile:
-    """A file of a checkpoint."""
+    """Return a file of a checkpoint as untrusted input."""
     return UntrustedFile(str(path), CheckpointError, "use another checkpoint")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """index.json: of each tensor its shape and pieces, each a rank and a rectangle."""
-    found: dict[str, Any] = {}
+    """Read index.json: each tensor's shape and its pieces, where a piece is a rank and a
+    rectangle."""
+    index: dict[str, Any] = {}
     for key, entry in outside_file(folder / "index.json").json().object().items():
         shape = [side.whole(1, _FAR) for side in entry["shape"].items()]
         pieces = [[number.whole(0, _FAR) for number in p.items()] for p in entry["pieces"].items()]
         if not shape or any(len(piece) != 5 for piece in pieces):
             raise entry.error("a shape, and pieces of a rank, a row, a column, rows and columns")
-        found[key] = {"shape": shape, "pieces": pieces}
-    return found
+        index[key] = {"shape": shape, "pieces": pieces}
+    return index
