@@ -37,7 +37,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     run: str | None = None  # id of the run that wrote it
     serial: int = 0  # number of the write to the folder of checkpoints, independent of the step
-    line: tuple[str, ...] = ()  # ids of the checkpoints in the folder from which training led here
+    line: tuple[str, ...] = ()  # ids of its predecessors that are in the folder, oldest first
 
     @property
     def id(self) -> str:

@@ -1,10 +1,10 @@
-"""Save and load a training run: weights, optimizer, learning rate and progress.
+"""Saving and loading of a training run: weights, optimizer, learning rate and progress.
 
-    rank-00003.safetensors   the pieces that rank 3 wrote
-    index.json               which file has which rectangle of which tensor
+    rank-00003.safetensors   pieces that rank 3 wrote
+    index.json               rectangles of each tensor, with the file that has each
     state.json               format, layout, steps of the optimizer, learning rate, progress
-    config.yaml              the resolved configuration, for people
-    complete.json            size and digest of each of these
+    config.yaml              resolved configuration, for readers
+    complete.json            size and digest of each of these files
 
 A checkpoint does not depend on the layout that wrote it; see tensor_pieces.py and rank_state.py.
 """

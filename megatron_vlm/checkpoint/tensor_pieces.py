@@ -3,8 +3,8 @@ them.
 
 A checkpoint has Hugging Face's tensors, whole and without padding, independent of the layout that
 wrote it. Each rank writes the rectangles that it holds to its own safetensors file, and a layout
-that loads them reads the rectangles that it needs, from any of the files. Neither exchanges a
-tensor.
+that loads them reads the rectangles that it needs, from any of the files. Neither writing
+nor loading exchanges a tensor between ranks.
 
 Every tensor counts as a matrix here: its first dimension by the product of the others (1 for a
 vector).

@@ -107,7 +107,7 @@ class AdapterFolder:
                 found=repos[1],
                 remedy="give the same model",
             )
-        digest = (read_mark(self.folder) or {}).get("base")  # where a run exported it
+        digest = (read_mark(self.folder) or {}).get("base")  # only exports of a run have it
         if digest not in (None, weights_digest(source)):
             raise CheckpointError(
                 ": the adapter was trained beside other weights, which may have been replaced",

@@ -78,7 +78,7 @@ def transformer_config(
         # Micro-batches keep their own length, and DeepStack features lengthen the message to the
         # next stage.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths checks it, MoE or not
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths checks it even without MoE
         # The loss is summed; the gradient is divided once by the global count of tokens.
         calculate_per_token_loss=True,
         # Every weight comes from the checkpoint: no weight is initialised at random.
@@ -158,7 +158,7 @@ def build_chunks(
             chunk=chunk if dims.virtual_stages > 1 else None,
         )
         check_built(model.config, dims)
-        # Parameters only: rotary frequencies are buffers and must stay in fp32.
+        # Only parameters are cast: rotary frequencies are buffers and must stay in fp32.
         shared = {} if others is None else dict(others[chunk].named_parameters())
         for name, param in model.named_parameters():
             if name in shared:

@@ -86,7 +86,7 @@ class ExpertMLP(MegatronModule):
         if self.training and not is_replay:
             self.load = [a + b for a, b in zip(self.load, counts[self.rank], strict=True)]
 
-        order_M = chosen_NK.flatten().argsort(stable=True)  # by expert, so by rank
+        order_M = chosen_NK.flatten().argsort(stable=True)  # sorted by expert, and so by rank
         back_M = order_M.argsort()
         sent_MH = _Take.apply(hidden_NH, order_M // self.top_k, back_M)
         got_MH = self._experts(sent_MH, counts)

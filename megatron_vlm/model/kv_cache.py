@@ -91,7 +91,7 @@ class KVCache:
         if rows >= len(self.lengths) and columns >= longest:
             return held_BTGD
         rows, columns = max(rows, len(self.lengths)), max(columns, -(-longest // COLUMNS) * COLUMNS)
-        # Zeros: a masked column has weight 0, but 0 x NaN of unset memory would be NaN.
+        # Filled with zeros: a masked column has weight 0, but 0 x NaN of unset memory would be NaN.
         wider_BTGD = held_BTGD.new_zeros(rows, columns, *head)
         wider_BTGD[: len(held_BTGD), : held_BTGD.shape[1]] = held_BTGD
         return wider_BTGD

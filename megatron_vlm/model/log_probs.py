@@ -208,7 +208,7 @@ class _Predict(torch.autograd.Function):
             exp_Nv = softmax.add(logits_Nv, start)
         factor_N = softmax.gather(group)
         log_total_N = softmax.total_N.log()
-        # In this order: the sum of the two would round the highest logit's own digits away.
+        # The order matters: the sum of the two would round the highest logit's own digits away.
         highest_M, log_total_M = map(columns.per_target, (softmax.highest_N, log_total_N))
         log_probs_M = softmax.picked_M - highest_M - log_total_M
         entropy_N = log_total_N - softmax.weighted_N / softmax.total_N

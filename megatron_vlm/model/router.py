@@ -113,8 +113,8 @@ def route(
     is_replay = layer in routing.chosen
     if not is_replay:
         chosen_NK = choose_experts(probs_NE.detach(), top_k)
-        if (given_NK := routing.given.get(layer)) is not None:
-            chosen_NK = torch.where(given_NK < 0, chosen_NK, given_NK)
+        if (override_NK := routing.given.get(layer)) is not None:
+            chosen_NK = torch.where(override_NK < 0, chosen_NK, override_NK)
         routing.chosen[layer] = chosen_NK
     chosen_NK = routing.chosen[layer]
     weights_NK = probs_NE.gather(1, chosen_NK)

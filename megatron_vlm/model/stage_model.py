@@ -1,4 +1,4 @@
-"""Qwen3-VL as a Megatron GPTModel: embed, see, scatter, decode, predict.
+"""Stage of Qwen3-VL as a Megatron GPTModel: embed, encode images, scatter, decode, predict.
 
 Shapes: S tokens (Megatron is sequence first), B rows, H width of the decoder, V visual features,
 K DeepStack features still to be added, N supervised positions, 3 the axes time, height, width.
