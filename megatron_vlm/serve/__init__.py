@@ -1,1 +1,1 @@
-"""The Tinker service: what the public Tinker client asks for, done by the ranks of this package."""
+"""Tinker service: the ranks of this package serve the requests of the public Tinker client."""

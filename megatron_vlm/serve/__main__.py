@@ -1,4 +1,4 @@
-"""One rank of the service: `torchrun ... -m megatron_vlm.serve key=value ...`."""
+"""Entry point of a rank of the service: `torchrun ... -m megatron_vlm.serve key=value ...`."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""Which calls are done in one turn: samples that are drawn from the same weights, and gradients of
-different models, which go through the pipeline in one pass."""
+"""Choice of the calls that share a turn: samples that are drawn with the same weights, or gradients
+of different models, which go through the pipeline in one pass."""
 
 import math
 import time
@@ -11,16 +11,16 @@ from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import Batch
 
-GATHER_S = 0.02  # without another sample, before those that came are drawn
-TOGETHER = 256  # samples that a turn begins with, at least one request
-# Micro-batches for each stage of a pass that several models share. Its stages stand still for less
-# than a fifth of the time, and with more of them the first model's answer comes much later.
+GATHER_S = 0.02  # seconds without a new sample before the pending samples are drawn
+TOGETHER = 256  # maximum of samples at the start of a turn; a single request may have more
+# Micro-batches per stage in a pass that several models share. With this number the stages are idle
+# for less than a fifth of the time; with more, the first model's answer comes much later.
 FULL = 4
 
 
 class CallBatcher:
-    """`tenant_of` names the model or the weights that a call is about, and `in_memory` says whether
-    they are there."""
+    """Chooser of the calls that are batched with a call. `tenant_of` names the model or the weights
+    that a call uses. `in_memory` returns whether they are in memory."""
 
     def __init__(
         self,
@@ -31,15 +31,15 @@ class CallBatcher:
         in_memory: Callable[[str], bool],
     ):
         self.readings, self.tenant_of, self.in_memory = readings, tenant_of, in_memory
-        # Without a pipeline nothing is won by sharing a pass, and what reduces gradients behind the
-        # last micro-batch of a model has to know which one that is.
+        # Without a pipeline, a shared pass saves nothing. With overlapped gradient reduction, the
+        # reduction must know which micro-batch of a model is the last one.
         shared = dims.pp > 1 and not cfg.parallel.overlap_grad_reduce
         self.micro_batches = FULL * dims.pp if shared else 0
         self.rows = dims.dp * cfg.train.micro_batch_size
 
     def more_come(self, call: Call, ready: Sequence[Call]) -> bool:
-        """Whether samples like this one arrive just now: they come one by one, and are drawn
-        together in much less time."""
+        """Return whether more samples with the same weights are about to arrive. Samples arrive one
+        by one, and drawing them together takes much less time."""
         if call.kind != SAMPLE or call.attempts:
             return False
         tenant = self.tenant_of(call)
@@ -48,8 +48,8 @@ class CallBatcher:
         return now - max(came) < GATHER_S and now - min(came) < 10 * GATHER_S
 
     def of(self, call: Call, ready: Sequence[Call]) -> list[Call]:
-        """The call whose turn it is, and those that are done best with it."""
-        if call.attempts:  # the process died in it once: it takes no others along
+        """Return the call whose turn it is, and the calls that are best batched with it."""
+        if call.attempts:  # the process has died during this call before: it runs alone
             return [call]
         others = [
             each
@@ -63,39 +63,42 @@ class CallBatcher:
         return [call]
 
     def sizes(self, together: Sequence[Call]) -> dict[str, float]:
-        """What each one's part of the work is in proportion, by request."""
+        """Return the relative share of the work of each call, by request id."""
         if together[0].kind == SAMPLE or len(together) == 1:
             return dict.fromkeys((each.request_id for each in together), 1.0)
         return {each.request_id: max(self.readings.look(each).tokens, 1) for each in together}
 
     def _samples(self, call: Call, others: Sequence[Call]) -> list[Call]:
-        """Samples of the same weights, the one whose turn it is first; more may join later."""
+        """Return samples with the same weights, beginning with the call whose turn it is. More may
+        join later."""
         ask = self.readings.look(call)
         if ask is None:
             return [call]
         tenant = self.tenant_of(call)
-        found, samples = [call], ask.n
+        batch, samples = [call], ask.n
         for other in others:
             if self.tenant_of(other) != tenant:
                 continue
-            theirs = self.readings.look(other)
-            if theirs is not None and samples + theirs.n <= TOGETHER:
-                found.append(other)
-                samples += theirs.n
-        return found
+            other_ask = self.readings.look(other)
+            if other_ask is not None and samples + other_ask.n <= TOGETHER:
+                batch.append(other)
+                samples += other_ask.n
+        return batch
 
     def _filling(self, call: Call, others: Sequence[Call]) -> list[Call]:
-        """Gradients of as many models as fill the pipeline; a large call fills it alone."""
-        found, left = [call], self.micro_batches - self._micro_batches(call)
+        """Return the gradient calls of as many models as fill the pipeline. A large call fills it
+        alone."""
+        batch, left = [call], self.micro_batches - self._micro_batches(call)
         for other in others if left > 0 else ():
-            taken = self._micro_batches(other)
-            if taken <= left:
-                found.append(other)
-                left -= taken
-        return found
+            count = self._micro_batches(other)
+            if count <= left:
+                batch.append(other)
+                left -= count
+        return batch
 
     def _micro_batches(self, call: Call) -> float:
-        """Of each replica; endless of what goes with no other."""
+        """Return the micro-batches of a call on each replica, or infinity where the call cannot
+        share a pass."""
         if not self.in_memory(self.tenant_of(call)):
             return math.inf
         batch: Batch | None = self.readings.look(call)

@@ -1,4 +1,4 @@
-"""What clients are told of a call that has failed, and whose mistake it was."""
+"""Failures of calls as clients receive them, each blamed on the user or on the server."""
 
 import os
 import sys
@@ -24,21 +24,21 @@ _NO_MEMORY = (
 
 
 class CallFailedError(WorkerError):
-    """A call has met an error that is not of its client's making. All else goes on."""
+    """Failure of a call that its client did not cause. The service goes on."""
 
 
-# What reading a request may end in.
+# Errors that reading a request may raise.
 REFUSALS = (*USERS, CallFailedError)
 
 
 def ended_session() -> Failure:
-    """The failure of a sample whose session is no longer there."""
+    """Return the failure of a sample whose session has ended."""
     error = RequestError(": the session has ended", key="sampling_session_id")
     return failure_of(error)
 
 
 def failure_of(error: Exception) -> Failure:
-    """As the journal has it."""
+    """Return the error as a failure for the journal."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -50,13 +50,14 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether the memory of a device, or of its machine, has run out."""
+    """Return whether the memory of a device, or of its machine, has run out."""
     no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return no_memory or "can't allocate memory" in str(error)  # torch's allocator for the CPU
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Whether it was raised by a collective: then other ranks may have it, and none can go on."""
+    """Return whether a collective raised this error. In that case other ranks may have met it, too,
+    and no rank can go on."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = bool(frames) and f"torch{os.sep}distributed{os.sep}" in frames[-1].filename
     named = any(name in str(error) for name in ("gloo", "NCCL"))
@@ -65,22 +66,22 @@ def _is_of_collective(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is left of an error that nobody has foreseen. Not the error itself: the frames of its
-    traceback hold all that was computed with."""
+    """Record of an unexpected error. It does not keep the error itself, because the frames of the
+    traceback hold all tensors of the computation."""
 
-    told: str  # to the client
+    told: str  # message for the client
     in_collective: bool
 
     @staticmethod
     def of(error: BaseException) -> "Trouble":
-        """Whoever runs the service is shown the error."""
+        """Record the error, and print it for the operator of the service."""
         _show(error)
         return Trouble(_told(error), _is_of_collective(error))
 
 
 def bare(error: Exception) -> Exception:
-    """The error without its traceback, whose frames hold what was read, such as decoded pictures;
-    one that nobody has foreseen as a CallFailedError."""
+    """Return the error without its traceback, whose frames hold what was read, such as decoded
+    pictures. Return a CallFailedError for an unexpected error."""
     if not isinstance(error, MegatronVLMError | ValidationError):
         return CallFailedError(Trouble.of(error).told)
     error.__cause__ = error.__context__ = None
@@ -88,8 +89,8 @@ def bare(error: Exception) -> Exception:
 
 
 def _show(error: BaseException) -> None:
-    """Tell whoever runs the service: with a traceback, unless memory has run out or the system has
-    refused something."""
+    """Print the error for the operator of the service. The traceback is included, unless memory has
+    run out or the operating system has raised the error."""
     if _lacks_memory(error) or isinstance(error, OSError):
         say(f"a call failed: {type(error).__name__}: {error}")
     else:
@@ -99,7 +100,7 @@ def _show(error: BaseException) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """What a client gets to know: no paths of ours."""
+    """Return the message for the client, which contains no paths of this machine."""
     if _lacks_memory(error):
         return _NO_MEMORY
     if isinstance(error, OSError):

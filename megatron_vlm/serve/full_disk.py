@@ -1,21 +1,21 @@
-"""A disk that takes no more of the journal: work waits until it does."""
+"""Handling of a full disk: work waits until the journal can be written again."""
 
 import time
 
 from megatron_vlm.distributed.process import say
 
 PAUSE_S = 0.5
-EVERY_S = 60.0  # that it is said again
+EVERY_S = 60.0  # seconds between two warnings
 
 
 class FullDisk:
-    """Says what is the matter, and how often not."""
+    """Pause between attempts to write the journal, with a warning from time to time."""
 
     def __init__(self) -> None:
         self.said = -EVERY_S
 
     def wait(self, error: Exception) -> None:
-        """A moment, before it is tried again."""
+        """Wait a moment before the next attempt."""
         if time.monotonic() - self.said >= EVERY_S:
             self.said = time.monotonic()
             say(f"the journal cannot be written: {error}; free space there: work waits until then")

@@ -1,5 +1,6 @@
-"""The losses that clients ask for by name, in terms of ours: which inputs each reads, and its
-options with the defaults of the public service. All are sums over the targets."""
+"""Loss names of the client protocol, and the losses of this package that compute them: the inputs
+of each loss, and its options with the defaults of the public service. Each is a sum over the
+targets."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +11,13 @@ import numpy as np
 from megatron_vlm.errors import show_choices
 from megatron_vlm.serve.protocol.payloads import RequestError, entry
 
-# Inputs by the names that clients and our losses give them.
+# {input name in the protocol: its name in the losses of this package}
 _SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
 
 
 @dataclass(frozen=True)
 class LossForm:
-    """One of them. `clips` are the thresholds of the ratio where the client sets none."""
+    """Loss of the client protocol. `clips` are the default thresholds of the ratio."""
 
     ours: str
     inputs: Mapping[str, str]
@@ -34,14 +35,14 @@ FORMS = {
         "gspo_token", _SAMPLED | {"sequence_ratio_mask": "sequence_mask"}, clips=(0.8, 1.2)
     ),
 }
-OPTIONAL = {"weights": 1.0}  # inputs that may be missing, and what they are then
+OPTIONAL = {"weights": 1.0}  # inputs that may be missing, and their defaults
 _LARGEST = float(np.finfo(np.float32).max)
 _CONFIG = "loss_fn_config"
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 
 def form_of(name: str) -> LossForm:
-    """The loss of this name; RequestError where there is none."""
+    """Return the loss of this name. Raise RequestError if there is none."""
     if name not in FORMS:
         raise RequestError(
             "is not supported",
@@ -55,28 +56,28 @@ def form_of(name: str) -> LossForm:
 
 
 def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
-    """The options of our loss from those of the client's."""
+    """Return the options of this package's loss for the options that the client has set."""
     form = form_of(name)
     known = dict(form.options)
     if form.clips is not None:
         known |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
     for key, value in given.items():
-        called = entry(_CONFIG, key)
+        key_name = entry(_CONFIG, key)
         if key not in known:
             raise RequestError(
                 f"is not an option of {name}" + ("" if known else ", which has none"),
-                key=called,
+                key=key_name,
                 allowed=tuple(known) or None,
                 remedy="" if known else "leave it out",
             )
         if isinstance(value, str):
-            raise RequestError("is text", key=called, found=value, allowed="a number")
+            raise RequestError("is text", key=key_name, found=value, allowed="a number")
         if not math.isfinite(value) and key != _HIGH:
-            raise RequestError(key=called, found=value, allowed="a finite number")
+            raise RequestError(key=key_name, found=value, allowed="a finite number")
         known[key] = value
     if form.clips is None:
         return known
-    # Above what fp32 holds no ratio is clipped, as without a bound.
+    # No ratio exceeds the largest fp32 number, so this bound clips nothing.
     low, high = known.pop(_LOW), min(known.pop(_HIGH), _LARGEST)
     for key, value, fits, allowed in (
         (_LOW, low, 0 <= low < 1, "a number from 0 to below 1"),

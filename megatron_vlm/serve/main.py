@@ -1,7 +1,6 @@
-"""The service on every rank: `torchrun ... -m megatron_vlm.serve key=value ...`.
+"""Command that runs the service on every rank: `torchrun ... -m megatron_vlm.serve key=value ...`.
 
-Rank 0 answers clients, and all ranks compute. Nothing heavy is imported before the configuration
-has been checked.
+Rank 0 answers clients, and all ranks compute. The configuration is checked before any heavy import.
 """
 
 import argparse
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
-    """Serve until a signal; the exit status of this rank."""
+    """Serve until a signal arrives, and return the exit status of this rank."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.controller.rank_worker import BrokenError
         from megatron_vlm.distributed.agreement import Signals
@@ -36,7 +35,7 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
         signals = signals or Signals()
         with ExitStack() as opened:
             opened.callback(signals.restore)
-            if rank_of_process() == 0:  # before anything that takes long
+            if rank_of_process() == 0:  # before the slow steps
                 opened.enter_context(held_folder(cfg))
             orders = ModelCommands(Models(cfg, watchdog), signals)
             signals.can_save = True
@@ -45,38 +44,38 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
                     _lead(cfg, orders, opened)
                 else:
                     orders.follow()
-            except BrokenError as error:  # no mistake of a user: starting again helps
+            except BrokenError as error:  # not an error of the user: a restart helps
                 say(f"rank {rank_of_process()}: {error}")
                 return FAILED
     return PREEMPTED
 
 
 def _lead(cfg: Config, orders: "ModelCommands", opened: ExitStack) -> None:
-    """On rank 0, until a signal."""
+    """Run the service on rank 0 until a signal arrives."""
     from megatron_vlm.distributed.agreement import Stopped
     from megatron_vlm.serve.startup import open_service
 
     try:
-        found = open_service(cfg, orders, opened)
-    except Stopped:  # while the engines load
+        server = open_service(cfg, orders, opened)
+    except Stopped:  # a signal while the engines load
         orders.end()
         return
     dims = orders.models.base.dims
     say(
-        f"{__version__} serves {cfg.model.path} at {found.address} (tp={dims.tp} pp={dims.pp} "
-        f"dp={dims.dp}). Clients set TINKER_BASE_URL={found.address}"
+        f"{__version__} serves {cfg.model.path} at {server.address} (tp={dims.tp} pp={dims.pp} "
+        f"dp={dims.dp}). Clients set TINKER_BASE_URL={server.address}"
     )
     try:
-        found.service.run()
+        server.service.run()
     except Stopped:
         say("stopping: what is in memory is kept, and what waits is done when it starts again")
-        found.front.stop()
-        found.service.close()
+        server.front.stop()
+        server.service.close()
         orders.end()
 
 
 def run_serve(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
-    """Compose the configuration and serve, on one rank; its exit status."""
+    """Compose the configuration, serve on this rank, and return its exit status."""
     parser = argparse.ArgumentParser("python -m megatron_vlm.serve", allow_abbrev=False)
     add_overrides(parser)
     args = parse_arguments(parser, arguments)

@@ -1,4 +1,4 @@
-"""Whether a forward_backward fits into memory, by the planner's estimate, before it is begun."""
+"""Check that a forward_backward fits into memory, by the planner's estimate, before it starts."""
 
 from collections.abc import Sequence
 
@@ -21,20 +21,20 @@ def check_fits(
     itemsize: int,
     memory: int,
 ) -> None:
-    """Refuse rows that would not fit beside nothing but the model that learns from them. They are
-    dealt out to the replicas, longest first: the first one has the longest. `itemsize`: bytes of a
-    weight; `memory`: those of a device."""
-    mine, together = rows[: -(-len(rows) // dims.dp)], cfg.train.micro_batch_size
+    """Raise RequestError if the rows would not fit into memory even if their model were the only
+    one there. The rows are dealt to the replicas, longest first, so the first replica has the
+    longest row. `itemsize`: bytes of a weight; `memory`: bytes of a device."""
+    local_rows, batch_rows = rows[: -(-len(rows) // dims.dp)], cfg.train.micro_batch_size
     batches = [
-        BatchSizes.of([_size(row) for row in mine[first : first + together]])
-        for first in range(0, len(mine), together)
+        BatchSizes.of([_size(row) for row in local_rows[first : first + batch_rows]])
+        for first in range(0, len(local_rows), batch_rows)
     ]
     needed = max(stage.total for stage in estimate(cfg, sizes, dims, batches, itemsize))
     if needed > memory:
         largest = max(batch.padded_tokens for batch in batches)
         raise RequestError(
             f"needs {needed / _GIB:.1f} GiB on a rank for micro-batches of up to {largest} tokens "
-            f"({together} datums, as long as the longest of them), and its device has "
+            f"({batch_rows} datums, as long as the longest of them), and its device has "
             f"{memory / _GIB:.1f} GiB",
             key="data",
             remedy="send shorter datums, or have the service started with a smaller "
