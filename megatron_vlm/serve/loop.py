@@ -1,7 +1,7 @@
-"""The service on rank 0: calls from the journal, one turn after the other.
+"""Main loop of the service on rank 0. It takes calls from the journal, one turn after the other.
 
-the front (HTTP, a thread)  ->  journal  ->  this loop  ->  orders to all ranks
-                                journal  <-  answers
+HTTP server (a thread)  ->  journal  ->  this loop  ->  commands to all ranks
+                            journal  <-  results
 """
 
 import sqlite3
@@ -40,11 +40,11 @@ from megatron_vlm.serve.training_calls import ModelCalls
 from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
-AHEAD = 4  # calls of a model that are read while others are done
+AHEAD = 4  # calls of a model that are read while other calls run
 
 
 class Service:
-    """Everything that rank 0 does beside the ranks' work."""
+    """Service loop on rank 0, which schedules the calls and writes their results."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Service:
         readings: RequestPrefetcher,
         drawer: EngineSampling | None = None,
     ):
-        """`drawer`: draws samples beside the ranks, which draw them otherwise."""
+        """`drawer` draws samples with an engine. Without it the ranks draw them."""
         self.drawer, self.samples = drawer, 0
         self.cfg, self.orders, self.journal, self.readings = cfg, orders, journal, readings
         self.residents = ModelCache(cfg.serve, orders, journal, self._redo)
@@ -67,22 +67,22 @@ class Service:
             orders, journal, readings, self._answered, self._finish, cfg.serve.sampling_seconds
         )
         self.turns, self.progress = FairQueue(), ProgressLine()
-        self.tenants: dict[str, str] = {}  # of sampling sessions, whose weights never change
+        self.tenants: dict[str, str] = {}  # by sampling session, whose weights never change
         self.gauges = {"samples_total": 0.0}  # for /metrics
         self.tidy_at = 0.0
 
     def run(self) -> None:
-        """Until a signal, which raises Stopped."""
+        """Run until a signal, which raises Stopped."""
         while True:
             self.orders.wait()
             try:
                 self._tidy_if_due()
                 self._look_around()
-            except sqlite3.Error as error:  # nothing was begun
+            except sqlite3.Error as error:  # no call has started
                 self.disk.wait(error)
 
     def _look_around(self) -> None:
-        """A turn, if there is something to do; else a pause."""
+        """Run a turn if calls are pending, and otherwise pause."""
         calls = self._next()
         self.progress.tell(self.gauges, len(calls))
         self.readings.begin(calls)
@@ -97,7 +97,7 @@ class Service:
         self.turn(call, ready)
 
     def _tidy_if_due(self) -> None:
-        """Between turns, when nothing is being written: let go of what nobody needs any more."""
+        """Free memory and disk space that no call needs, between turns, when nothing is written."""
         if time.monotonic() < self.tidy_at:
             return
         self.tidy_at = time.monotonic() + TIDY_S
@@ -106,11 +106,12 @@ class Service:
             self.residents.put_away_silent()
         except (BrokenError, Stopped):
             raise
-        except Exception as error:  # it stays in memory
+        except Exception as error:  # the model stays in memory
             say(f"a model that waits for its client could not be kept on disk: {bare(error)}")
 
     def _next(self) -> Sequence[Call]:
-        """Calls for the ranks: where an engine draws the samples, those that it leaves to them."""
+        """Return the calls for the ranks. Where an engine draws the samples, only those that it
+        leaves to the ranks are among them."""
         if self.drawer is None:
             return self.journal.next_calls(AHEAD)
         self.drawer.check()
@@ -121,7 +122,7 @@ class Service:
         return [*self.journal.next_calls(AHEAD, samples=False), *(call for call, _ in drawn)]
 
     def turn(self, call: Call, ready: Sequence[Call]) -> None:
-        """Do a call, and whatever is done best together with it."""
+        """Run a call, together with the calls that are best batched with it."""
         together = self.grouping.of(call, ready)
         sizes = self.grouping.sizes(together)
         started = time.monotonic()
@@ -131,16 +132,16 @@ class Service:
         self.progress.worked(sum(not self.sample_turns.has(each) for each in together), seconds)
         self._count()
         size = sum(sizes[each.request_id] for each in together)
-        for each in together:
-            share = seconds * sizes[each.request_id] / size
-            if not self.sample_turns.has(each):
-                self.readings.drop(each)
-            self.turns.worked(each, self._tenant(each), share)
-            if each.changes_state:
-                self._keep_if_due(each.owner, share)
+        for member in together:
+            share = seconds * sizes[member.request_id] / size
+            if not self.sample_turns.has(member):
+                self.readings.drop(member)
+            self.turns.worked(member, self._tenant(member), share)
+            if member.changes_state:
+                self._keep_if_due(member.owner, share)
 
     def _keep_if_due(self, model: str, seconds: float) -> None:
-        """A service that is killed does little work twice."""
+        """Save the model after enough unsaved work, so that a killed service repeats little."""
         resident = self.residents.models.get(model)
         if resident is None:
             return
@@ -150,38 +151,39 @@ class Service:
                 self.residents.keep(resident)
             except (BrokenError, Stopped):
                 raise
-            except Exception as error:  # nobody has asked for it, and nothing is lost
+            except Exception as error:  # no client waits for this save, and nothing is lost
                 resident.unsaved_s = 0.0
                 say(f"the state of {model} could not be kept, and the journal grows: {bare(error)}")
 
     def _do(self, together: Sequence[Call]) -> list[Call]:
-        """Those that were done, with or without success; and samples that are further."""
+        """Run the calls. Return those that have ended, with or without success, and the samples
+        that have made progress."""
         try:
-            # Before they are begun: a model may take long to come back, and whoever ends the
-            # service meanwhile has not shown that there is anything wrong with the calls.
+            # This happens before the calls are marked as started: a model may take long to load,
+            # and a service that is stopped meanwhile does not show that a call is at fault.
             self._bring(together[0])
         except (BrokenError, Stopped, sqlite3.Error):
             raise
         except Exception as error:
             self._fail(together, error)
             return list(together)
-        still = set(self.journal.begun(*(each.request_id for each in together)))
-        together = [each for each in together if each.request_id in still]
+        started = set(self.journal.begun(*(each.request_id for each in together)))
+        together = [each for each in together if each.request_id in started]
         try:
             if together:
                 together = self._attempt(together)
         except BrokenError:
-            raise  # the other ranks may be anywhere: only a new process can go on
+            raise  # the state of the other ranks is unknown: only a new process can go on
         except Stopped:
             with suppress(sqlite3.Error):
-                self.journal.given_back(*still)
+                self.journal.given_back(*started)
             raise
-        except Exception as error:  # of one client: all else goes on
+        except Exception as error:  # it concerns these calls only: the service goes on
             if together[0].kind == SAMPLE and isinstance(error, sqlite3.Error):
-                raise  # they go on once there is room
-            if not isinstance(error, REFUSALS):  # whatever the call has done counts for nothing
-                for each in together:
-                    self.residents.forget(each.owner)
+                raise  # the samples go on once the disk has room
+            if not isinstance(error, REFUSALS):  # the changes of the call are discarded
+                for failed_call in together:
+                    self.residents.forget(failed_call.owner)
             self._fail(together, error)
         return together
 
@@ -197,8 +199,8 @@ class Service:
         return together
 
     def _finish(self, finished: Sequence[Finished], together: Sequence[Call]) -> None:
-        """Write what has come of these calls. Where the disk is full it waits for room: they are
-        not to be done twice."""
+        """Write the results of these calls. Where the disk is full, wait for room, because the
+        calls must not run twice."""
         while True:
             try:
                 self.journal.finish_all(finished)
@@ -207,13 +209,13 @@ class Service:
                 self.disk.wait(error)
             try:
                 self.orders.wait()
-            except Stopped:  # the journal does not know of them: what they did is done again
+            except Stopped:  # the journal does not have the results: the calls will run again
                 for call in together:
                     self.residents.models.pop(call.owner, None)
                 raise
 
     def _bring(self, call: Call) -> None:
-        """Into memory what the call is about."""
+        """Load the model or the weights of the call into memory."""
         if call.kind == SAMPLE:
             if (sampler := self.journal.sampler(call.owner)) is not None:
                 self.residents.weights(sampler)
@@ -252,7 +254,7 @@ class Service:
     # -- samples
 
     def _draw(self, together: Sequence[Call]) -> list[Call]:
-        """Samples of the same weights; those that were drawn or completed."""
+        """Draw samples with the same weights. Return the calls that were drawn or completed."""
         self.sample_turns.forget_lost()
         named: list[tuple[Call, str]] = []
         finished = []
@@ -267,9 +269,10 @@ class Service:
         if not named:
             return list(together)
         weights = named[0][1]
-        calls = [call for call, its in named if its == weights]
-        # Another session of the same weights, which were taken from a model that has changed since.
-        self.journal.given_back(*(call.request_id for call, its in named if its != weights))
+        calls = [call for call, name in named if name == weights]
+        # Their sessions have the same weights under another name, because the model that these
+        # weights were taken from has changed since.
+        self.journal.given_back(*(call.request_id for call, name in named if name != weights))
         if self.drawer is not None:
             self._complete(weights, calls)
             return list(together)
@@ -277,27 +280,28 @@ class Service:
         return [call for call, _ in self.sample_turns.used.values()]
 
     def _snapshot(self, call: Call) -> str | None:
-        """Weights apart from the model's own, for a sample that is drawn by those."""
+        """Load a copy of the weights, for a sample that is drawn with the model's own, and return
+        its name; None where the session has ended."""
         sampler = self.journal.sampler(call.owner)
         return None if sampler is None else self.residents.snapshot(sampler)
 
     def _arriving(self, tenant: str) -> list[Call]:
-        """Samples that may join those that are drawn just now."""
+        """Return the samples that may join those in progress."""
         calls = self.journal.next_calls(AHEAD)
         self.readings.begin(calls)
         fresh = [call for call in calls if call.kind == SAMPLE and not call.attempts]
         return [call for call in fresh if self._tenant(call) == tenant]
 
     def _complete(self, weights: str, calls: Sequence[Call]) -> None:
-        """Samples that an engine has drawn."""
-        asked = [(call, self.readings.take(call)) for call in calls]
+        """Complete samples that an engine has drawn."""
+        requests = [(call, self.readings.take(call)) for call in calls]
 
         def tempered(asked: Sequence[tuple[Call, SampleAsk]]) -> list[tuple[Outcome, Changes]]:
             asks = at_temperature(self.orders, weights, [ask for _, ask in asked])
             named = [(call, ask) for (call, _), ask in zip(asked, asks, strict=True)]
             return self._answers(weights, named)
 
-        self._finish(finished_by(tempered, asked), calls)
+        self._finish(finished_by(tempered, requests), calls)
 
     def _answered(self, weights: str, asked: Sequence[tuple[Call, SampleAsk]]) -> list[Finished]:
         return finished_by(partial(self._answers, weights), asked)
@@ -310,7 +314,8 @@ class Service:
         return [(Outcome(answer, "protobuf"), Changes()) for answer in answers]
 
     def _tenant(self, call: Call) -> str:
-        """Whose work it is: a model's, or that of weights which are sampled from."""
+        """Return the name of the model that a call is for, or of the weights that it samples
+        from."""
         if call.kind != SAMPLE:
             return call.owner
         if call.owner not in self.tenants:
@@ -321,18 +326,19 @@ class Service:
         return self.tenants[call.owner]
 
     def _delay(self, call: Call) -> float:
-        """What is in memory goes on for a while, so that most of the time is not spent swapping."""
+        """Return the delay of a call in seconds. Models in memory have none, so that most of the
+        time is not spent on swapping."""
         there = call.kind not in (SAMPLE, *TRAINING) or self.residents.has(self._tenant(call))
         return 0.0 if there else PER_SWAP * self.residents.swap_s
 
     def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
-        """Whether nothing of the same model has to be done before; `calls` are in their order."""
+        """Return whether no earlier call of the same model is pending; `calls` are in order."""
         if call.kind == SAMPLE:
             return True
         return next(each for each in calls if each.owner == call.owner) is call
 
     def close(self) -> None:
-        """Keep what is in memory; what waits is done when the service starts again."""
+        """Save the models in memory. Pending calls run when the service starts again."""
         if self.drawer is not None:
             self.drawer.close()
         self.readings.close()
@@ -352,17 +358,20 @@ def finished_by(
     do: Callable[[Sequence[tuple[Call, Any]]], list[tuple[Outcome, Changes]]],
     calls: Sequence[tuple[Call, Any]],
 ) -> list[Finished]:
-    """Calls that are done together, each with what it asks for. Where one of several is refused,
-    each is done alone."""
+    """Run calls together, each with its request, and return their results. Where one of several
+    calls fails, run each alone."""
     try:
-        done = do(calls)
+        results = do(calls)
     except (BrokenError, Stopped):
         raise
     except Exception as error:
         failure = failure_of(bare(error))
     else:
-        pairs = zip(calls, done, strict=True)
-        return [Finished(call.request_id, *of_it) for (call, _), of_it in pairs]
+        pairs = zip(calls, results, strict=True)
+        return [
+            Finished(call.request_id, *outcome_and_changes)
+            for (call, _), outcome_and_changes in pairs
+        ]
     if len(calls) == 1:
         return [Finished(calls[0][0].request_id, failure)]
     return [finished for each in calls for finished in finished_by(do, [each])]

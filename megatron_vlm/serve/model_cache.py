@@ -1,8 +1,8 @@
-"""Which models are in memory: those that were used last. The others wait on disk, and come back as
-they were; after a crash so do all.
+"""Cache of the models in memory, which holds the models that were used last. The others are
+offloaded to disk and are restored as they were. After a crash all models are restored.
 
-On disk a model is a checkpoint that holds its calls up to some number; the calls after that are
-done once more, in their order, from the journal.
+On disk a model is a checkpoint that contains the effect of its calls up to some number. The later
+calls run again from the journal, in their order.
 """
 
 import gc
@@ -30,32 +30,32 @@ Redo = Callable[["LoadedModel", Call], None]
 
 @dataclass
 class LoadedModel:
-    """A model in memory."""
+    """Model in memory."""
 
     id: str
     form: ModelForm
-    applied: int  # the last call that its weights hold
-    saved: int  # the last that its durable state holds
-    version: int = 0  # of its weights, counted while it is in memory
-    unsaved_s: float = 0.0  # of work that is not in its durable state
+    applied: int  # last call that its weights contain
+    saved: int  # last call that its checkpoint contains
+    version: int = 0  # version of its weights, counted while the model is in memory
+    unsaved_s: float = 0.0  # seconds of work that its checkpoint does not contain
 
     def changed(self, seq: int) -> None:
-        """Its weights are others since this call."""
+        """Record that this call has changed the weights."""
         self.applied, self.version = seq, self.version + 1
 
 
 class ModelCache:
-    """On rank 0. `redo` does a call of a model again, without an answer."""
+    """Cache of loaded models on rank 0. `redo` runs a call of a model again, without a result."""
 
     def __init__(self, serve: ServeConfig, orders: ModelCommands, journal: Journal, redo: Redo):
         self.serve, self.orders, self.journal, self.redo = serve, orders, journal, redo
         self.models: OrderedDict[str, LoadedModel] = OrderedDict()
         self.snapshots: OrderedDict[str, ModelForm] = OrderedDict()
-        self.fresh: dict[str, tuple[str, int]] = {}  # folder: a model that has these weights
-        self.swap_s = 0.0  # that it took lately to bring something into memory
+        self.fresh: dict[str, tuple[str, int]] = {}  # {folder: (model, version) with these weights}
+        self.swap_s = 0.0  # moving average of the seconds that loading into memory takes
 
     def has(self, name: str) -> bool:
-        """Whether a model, or weights in a folder, are in memory."""
+        """Return whether a model, or the weights in a folder, are in memory."""
         id, version = self.fresh.get(name, (name, None))
         if id in self.models and version in (None, self.models[id].version):
             return True
@@ -65,7 +65,7 @@ class ModelCache:
         self.swap_s += 0.3 * (time.monotonic() - started - self.swap_s)
 
     def new_folder(self, kind: str) -> Path:
-        """For a checkpoint; names are never used twice."""
+        """Return a new path for a checkpoint; a name is never used twice."""
         folder = self.journal.run / kind
         folder.mkdir(parents=True, exist_ok=True)
         return folder / uuid.uuid4().hex
@@ -73,7 +73,7 @@ class ModelCache:
     def create(
         self, id: str, form: ModelForm, source: Path | None = None, moments: bool = True
     ) -> None:
-        """Make a model as it begins, or as a checkpoint has it."""
+        """Create a model with its initial weights, or with those of a checkpoint."""
         self._check(form)
         self._make_room(form)
         folder = None if source is None else str(source)
@@ -97,7 +97,7 @@ class ModelCache:
             )
 
     def model(self, id: str) -> LoadedModel:
-        """The model, brought back into memory if need be."""
+        """Return the model, and restore it from disk if needed."""
         if id not in self.models:
             self._restore(id)
         self.models.move_to_end(id)
@@ -105,39 +105,39 @@ class ModelCache:
 
     def _restore(self, id: str) -> None:
         started = time.monotonic()
-        found = self.journal.model(id)
-        assert found is not None and found.state == "ready", f"{id} is not there"
-        form = ModelForm.of(found.facts["form"])
-        source, moments = (found.folder, True) if found.folder else _beginning(found)
+        record = self.journal.model(id)
+        assert record is not None and record.state == "ready", f"{id} is not there"
+        form = ModelForm.of(record.facts["form"])
+        source, moments = (record.folder, True) if record.folder else _beginning(record)
         self.create(id, form, source, moments)
         resident = self.models[id]
-        resident.applied = resident.saved = found.saved
+        resident.applied = resident.saved = record.saved
         try:
             for call in self.journal.replay(id):
                 self.redo(resident, call)
         except (BrokenError, Stopped):
             raise
         except Exception:
-            self.forget(id)  # half of what it was would be worse than nothing
+            self.forget(id)  # a model must not be used with only some of its calls
             raise
         self._swapped(started)
 
     def _make_room(self, form: ModelForm) -> None:
-        most = self.serve.adapters if form.rank else self.serve.full_models
+        capacity = self.serve.adapters if form.rank else self.serve.full_models
         forms = {id: each.form for id, each in self.models.items()}
-        for id in _oldest(forms, form, most):
+        for id in _oldest(forms, form, capacity):
             self.offload(id)
 
     def offload(self, id: str) -> None:
-        """To disk, and out of memory."""
+        """Save the model to disk, and free its memory."""
         if self._is_wanted(id):
             self.keep(self.models[id])
         self.forget(id)
 
     def put_away_silent(self) -> None:
-        """To disk with those whose clients have not been heard of: scripts that end without a word
-        hold memory no longer than that. Those of a session that was finished end soon, and are not
-        written before."""
+        """Offload the models whose clients have gone silent, so that scripts that end without
+        notice do not hold memory any longer. Models of a finished session end soon, and are not
+        offloaded."""
         live = self.journal.live_models()
         for id in [id for id in self.models if id not in live]:
             model = self.journal.model(id)
@@ -146,19 +146,20 @@ class ModelCache:
                 self.offload(id)
 
     def _is_wanted(self, id: str) -> bool:
-        """Whether its client may still ask for it."""
-        found = self.journal.model(id)
-        return found is not None and found.state == "ready"
+        """Return whether the client may still use the model."""
+        record = self.journal.model(id)
+        return record is not None and record.state == "ready"
 
     def forget(self, id: str) -> None:
-        """Out of memory, whatever is on disk."""
+        """Free the memory of the model without saving it."""
         if self.models.pop(id, None) is not None:
             self.fresh = {f: which for f, which in self.fresh.items() if which[0] != id}
             self.orders.drop(id)
             gc.collect()  # hooks and modules refer to each other
 
     def keep(self, resident: LoadedModel) -> None:
-        """Make its state durable, unless it is. What its gradients hold stays in the journal."""
+        """Save the state of the model, unless it is saved. Accumulated gradients are not saved: the
+        journal has their calls."""
         if resident.applied > resident.saved:
             folder = self.new_folder("states")
             try:
@@ -166,7 +167,7 @@ class ModelCache:
                 self.journal.saved(resident.id, resident.applied, folder)
             except (BrokenError, Stopped):
                 raise
-            except Exception:  # the room is needed
+            except Exception:  # its disk space is needed
                 for left in (folder, partial_of(folder)):
                     shutil.rmtree(left, ignore_errors=True)
                 raise
@@ -174,7 +175,8 @@ class ModelCache:
         resident.unsaved_s = 0.0
 
     def keep_all(self) -> None:
-        """The service stops in good order. What cannot be kept is done again from the journal."""
+        """Save all models before the service stops. A model that cannot be saved is rebuilt from
+        the journal."""
         for resident in self.models.values():
             try:
                 if self._is_wanted(resident.id):
@@ -185,7 +187,7 @@ class ModelCache:
                 say(f"the state of {resident.id} could not be kept, and is made again: {error}")
 
     def weights(self, sampler: SamplingSession) -> str:
-        """By which name the ranks have what this session samples from."""
+        """Return the ranks' name for the weights that this session samples from."""
         if sampler.folder is None:
             return BASE
         folder = str(sampler.folder)
@@ -195,16 +197,18 @@ class ModelCache:
         return self.snapshot(sampler)
 
     def snapshot(self, sampler: SamplingSession) -> str:
-        """The same, apart from the model that it was taken of."""
+        """Load a copy of these weights that is independent of their model, and return its name."""
         folder = str(sampler.folder)
         if folder not in self.snapshots:
             started = time.monotonic()
             form = ModelForm.of(sampler.facts["form"])
-            most = self.serve.snapshots if form.rank else self.serve.full_snapshots
-            # What samples are under way of goes last: they would have to be drawn again.
-            under_way = self.orders.models.decoders
-            idle_first = dict(sorted(self.snapshots.items(), key=lambda each: each[0] in under_way))
-            for name in _oldest(idle_first, form, most):
+            capacity = self.serve.snapshots if form.rank else self.serve.full_snapshots
+            # Weights with samples in progress are evicted last: these samples would be drawn again.
+            in_progress = self.orders.models.decoders
+            idle_first = dict(
+                sorted(self.snapshots.items(), key=lambda each: each[0] in in_progress)
+            )
+            for name in _oldest(idle_first, form, capacity):
                 self.snapshots.pop(name)
                 self.orders.drop(name)
                 gc.collect()
@@ -215,24 +219,25 @@ class ModelCache:
         return folder
 
     def delete_orphan_folders(self) -> None:
-        """Folders that no row of the journal names: a call has failed, or a process has died,
-        before there was one. Whatever this process writes is in the journal by now, since its calls
-        are done one after the other."""
-        there = [
+        """Delete the folders that no row of the journal names. They are left where a call has
+        failed or a process has died before it wrote the row. All that this process has written is
+        in the journal by now, since calls run one after the other."""
+        folders = [
             path for kind in ("states", "weights") for path in (self.journal.run / kind).glob("*")
         ]
         known = self.journal.folders()
-        for folder in there:
+        for folder in folders:
             if folder not in known:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _beginning(model: Model) -> tuple[Path | None, bool]:
-    """What a model without durable state begins with, and whether with the optimizer's moments."""
+    """Return the checkpoint that a model without a saved state starts from, and whether it includes
+    the optimizer's moments."""
     return model.source, bool(model.facts.get("moments", True))
 
 
 def _oldest(forms: Mapping[str, ModelForm], new: ModelForm, most: int) -> list[str]:
-    """Those that have to go before there is room for a new one of its kind; the oldest first."""
-    alike = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
-    return alike[: max(0, len(alike) - most + 1)]
+    """Return the names to evict before a new model of this kind fits, the oldest first."""
+    same_kind = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
+    return same_kind[: max(0, len(same_kind) - most + 1)]

@@ -1,4 +1,5 @@
-"""What rank 0 has all ranks do: it alone hears the clients, and all ranks compute."""
+"""Commands from rank 0 to all ranks. Rank 0 alone receives the clients' calls; all ranks
+compute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,18 +23,19 @@ from megatron_vlm.training.worker import StepMetrics
 
 
 class ModelCommands:
-    """The calls of Models on rank 0, each made on every rank."""
+    """Methods of Models, called on rank 0 and run on every rank."""
 
     def __init__(self, models: Models, signals: Signals):
         self.models, self.signals = models, signals
         self.lead = CommandChannel(models.watchdog, signals, models.base.platform.device)
         self.stopping = False
-        self.performed = 0  # orders, the same number on all ranks
+        self.performed = 0  # number of commands that have run, the same on all ranks
 
     # -- rank 0
 
     def wait(self) -> None:
-        """Often, also where there is nothing to do. Raises Stopped once a rank was told to stop."""
+        """Keep the ranks connected while nothing else runs; call it often. Raise Stopped once a
+        rank has received a signal to stop."""
         if self.lead.is_silent or self.signals.received is not None:
             self._give({"do": "wait"})
 
@@ -55,27 +57,27 @@ class ModelCommands:
     def forward_backward(
         self, losses: Sequence[Loss], batches: Sequence[Sequence[Row]]
     ) -> list[StepMetrics]:
-        """Of different models, each with a batch of its own."""
+        """Compute the gradients of different models, each on its own batch."""
         order = {"do": "forward_backward", "losses": [asdict(loss) for loss in losses]}
-        done: list[StepMetrics] = self._give(order, *batches)
-        return done
+        metrics: list[StepMetrics] = self._give(order, *batches)
+        return metrics
 
     def forward(self, name: str, rows: Sequence[Row], temperature: float = 1.0) -> list[Tensor]:
         order = {"do": "forward", "name": name, "temperature": temperature}
-        found: list[Tensor] = self._give(order, rows)
-        return found
+        log_probs: list[Tensor] = self._give(order, rows)
+        return log_probs
 
     def likeliest(
         self, name: str, rows: Sequence[Row], count: int, temperature: float
     ) -> list[Tensor]:
         order = {"do": "likeliest", "name": name, "count": count, "temperature": temperature}
-        found: list[Tensor] = self._give(order, rows)
-        return found
+        tokens: list[Tensor] = self._give(order, rows)
+        return tokens
 
     def optim_step(self, name: str, lr: float, adam: AdamStep) -> tuple[float, float]:
         order = {"do": "optim_step", "name": name, "lr": lr, "adam": asdict(adam)}
-        found: tuple[float, float] = self._give(order)
-        return found
+        norm_and_lr: tuple[float, float] = self._give(order)
+        return norm_and_lr
 
     def draw(
         self,
@@ -86,19 +88,20 @@ class ModelCommands:
         rounds: int,
     ) -> list[SampleProgress]:
         order = {"do": "draw", "name": name, "leave": list(leave), "rounds": rounds}
-        said = {**order, "requests": [each.plain() for each in requests]}
-        found: list[SampleProgress] = self._give(said, *([rows] if rows else []))
-        return found
+        message = {**order, "requests": [each.plain() for each in requests]}
+        progress: list[SampleProgress] = self._give(message, *([rows] if rows else []))
+        return progress
 
     def move(self, name: str, to: str) -> None:
         self._give({"do": "move", "name": name, "to": to})
 
     def end(self) -> None:
-        """The others return from `follow`."""
+        """Make the other ranks return from `follow`."""
         self._give({"do": "end"})
 
     def _give(self, order: dict[str, Any], *rows: Sequence[Row]) -> Any:
-        # Before the others wait for it: what fails here is no concern of theirs.
+        # This happens before the other ranks wait for the rows, so an error here concerns rank 0
+        # alone.
         batches = [batch_of(each) for each in rows]
         contents = [] if self.lead.alone else [each.to_bytes() for each in batches]
         if not self._told(order, contents):
@@ -106,10 +109,12 @@ class ModelCommands:
         return self._performed(order, batches)
 
     def _told(self, order: dict[str, Any], contents: Sequence[bytes]) -> bool:
-        """Tell the others; False where they are told to stop in its place."""
+        """Send a command to the other ranks. Return False where they receive the order to stop
+        instead."""
         try:
             if self.lead.meet() and not self.stopping:
-                # The others wait for an order by now. Those that follow are the last ones.
+                # The other ranks are waiting for a command. After this one, only the commands of
+                # the shutdown follow.
                 self.stopping = True
                 self.lead.tell({"do": "wait"})
                 return False
@@ -123,7 +128,7 @@ class ModelCommands:
     # -- the others
 
     def follow(self) -> None:
-        """Take orders until the service ends."""
+        """Run the commands of rank 0 until the service ends."""
         while True:
             self.lead.meet()
             order, contents = self.lead.hear()
@@ -134,13 +139,13 @@ class ModelCommands:
             except BrokenError:
                 raise
             except MegatronVLMError:
-                continue  # rank 0 has it, too, and tells the client
+                continue  # rank 0 has the same error and reports it to the client
 
     # -- all
 
     def _performed(self, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
-        """What comes of it. After an error that nobody has foreseen all ranks go on where all have
-        met it, at the same place; otherwise it is a BrokenError, which ends the job."""
+        """Run a command and return its result. After an unexpected error all ranks go on if all
+        have met it at the same place. Otherwise raise BrokenError, which ends the job."""
         self.performed += 1
         try:
             return _perform(self.models, order, batches)
@@ -150,7 +155,7 @@ class ModelCommands:
             raise
         except Exception as error:
             trouble = Trouble.of(error)
-        # The error is gone by now, and with its traceback whatever was computed with.
+        # The error is freed by now, and with its traceback the tensors of the computation.
         raise self._after(order["do"], trouble)
 
     def _after(self, call: str, trouble: Trouble) -> Exception:
@@ -170,23 +175,24 @@ class ModelCommands:
 
 
 def _perform(models: Models, order: dict[str, Any], batches: Sequence[TensorBatch]) -> Any:
-    """On every rank, from what was said: so all understand the same."""
-    what = dict(order)
-    if (do := what.pop("do")) in ("wait", "end"):
+    """Run a command on this rank. Every rank, rank 0 too, builds the arguments from the message, so
+    all have the same ones."""
+    arguments = dict(order)
+    if (do := arguments.pop("do")) in ("wait", "end"):
         return None
-    names = [what.pop("name")] if "name" in what else []
+    names = [arguments.pop("name")] if "name" in arguments else []
     if do == "make":
-        what["form"] = ModelForm.of(what["form"])
+        arguments["form"] = ModelForm.of(arguments["form"])
     elif do == "forward_backward":
-        what["losses"] = [Loss(**each) for each in what["losses"]]
+        arguments["losses"] = [Loss(**each) for each in arguments["losses"]]
     elif do == "optim_step":
-        what["adam"] = AdamStep(**what["adam"])
+        arguments["adam"] = AdamStep(**arguments["adam"])
     elif do == "draw":
-        what["requests"] = [SampleRequest.of(each) for each in what["requests"]]
-    of = ", ".join(names or [each.model for each in what["losses"]])
-    models.watchdog.at(0, f"{do} of {of}", files=do in ("make", "save", "load"))
+        arguments["requests"] = [SampleRequest.of(each) for each in arguments["requests"]]
+    targets = ", ".join(names or [each.model for each in arguments["losses"]])
+    models.watchdog.at(0, f"{do} of {targets}", files=do in ("make", "save", "load"))
     call: Callable[..., Any] = getattr(models, do)
     try:
-        return call(*names, *batches, **what)
+        return call(*names, *batches, **arguments)
     finally:
         models.watchdog.at(0, "waiting for calls")

@@ -1,7 +1,7 @@
-"""The models of a service on one rank: the base model, those that are trained, and weights that
-were kept to sample from. Every rank has the same ones and makes the same calls.
+"""Models of a service on one rank: the base model, the models in training, and weights that are
+kept for sampling. Every rank has the same models and makes the same calls.
 
-Models with adapters share the base model's weights; one that is trained as a whole has its own.
+Models with adapters share the base model's weights. A fully trained model has its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class ModelForm:
-    """What a model is made as. Rank 0 trains all weights."""
+    """Settings that a model is created with. LoRA rank 0 trains all weights."""
 
     rank: int
     seed: int
@@ -32,15 +32,15 @@ class ModelForm:
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> "ModelForm":
-        """From JSON."""
+        """Create it from the result of `plain`."""
         return ModelForm(said["rank"], said["seed"], tuple(said["targets"]))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return it as a dictionary for JSON."""
         return asdict(self)
 
     def config(self, cfg: Config) -> Config:
-        """The configuration of its workers."""
+        """Return the configuration of the model's workers."""
         lora = LoraConfig()
         if self.rank:
             lora = LoraConfig(self.rank, cfg.serve.lora_alpha, targets=self.targets)
@@ -49,7 +49,7 @@ class ModelForm:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a model is trained by."""
+    """Loss of a model, and its options."""
 
     model: str
     name: str
@@ -57,14 +57,14 @@ class Loss:
 
 
 class Models:
-    """By name. What a call of a worker refuses, it refuses on every rank alike."""
+    """Models by name. A call that a worker refuses is refused on every rank alike."""
 
     def __init__(self, cfg: Config, watchdog: Watchdog):
         self.cfg, self.watchdog = cfg, watchdog
         self.base = MegatronWorker(ModelForm(0, cfg.train.seed).config(cfg), False, watchdog)
         self.workers = {BASE: self.base}
         self.groups: dict[str, WorkerGroup] = {BASE: local_group(self.base)}
-        self.decoders: dict[str, GroupDecoder] = {}  # of models that samples are under way of
+        self.decoders: dict[str, GroupDecoder] = {}  # for models with samples in progress
 
     def make(
         self,
@@ -74,7 +74,8 @@ class Models:
         folder: str | None = None,
         moments: bool = True,
     ) -> None:
-        """A model as it begins, or with the weights in a folder, and its optimizer's `moments`."""
+        """Create a model with its initial weights, or with the weights in a folder and, with
+        `moments`, the optimizer's moments."""
         base = self.base if form.rank else None
         worker = MegatronWorker(form.config(self.cfg), training, self.watchdog, base)
         self.workers[name], self.groups[name] = worker, local_group(worker)
@@ -86,17 +87,17 @@ class Models:
                 raise
 
     def drop(self, name: str) -> None:
-        """Let go of its memory."""
+        """Free the memory of a model."""
         self.decoders.pop(name, None)
         self.workers.pop(name, None)
         self.groups.pop(name, None)
 
     def save(self, name: str, folder: str, moments: bool) -> None:
-        """Its weights, and the optimizer's `moments`."""
+        """Save the weights of a model and, with `moments`, the optimizer's moments."""
         save_load.save(self.workers[name], Path(folder), {}, moments=moments)
 
     def load(self, name: str, folder: str, moments: bool) -> None:
-        """The reverse. Gradients of the former weights are dropped."""
+        """Load what `save` has written. Gradients of the former weights are dropped."""
         worker = self.workers[name]
         self.decoders.pop(name, None)
         save_load.load(worker, Path(folder), moments=moments)
@@ -104,8 +105,9 @@ class Models:
             worker.gradients.forget()
 
     def forward_backward(self, *batches: BatchLike, losses: Sequence[Loss]) -> list[StepMetrics]:
-        """Gradients of a summed loss for each batch, of different models, added to those since the
-        model's last step; and log-probs."""
+        """Compute the gradients of a summed loss for each batch; each batch is for another model.
+        The gradients are added to those since the model's last step. Return metrics with
+        log-probs."""
         return backward_together(
             [
                 SummedLoss(self.groups[each.model], batch, each.name, each.options)
@@ -114,15 +116,15 @@ class Models:
         )
 
     def forward(self, name: str, batch: BatchLike, temperature: float = 1.0) -> list[Any]:
-        """Log-probs of the targets of each row."""
+        """Return the log-probs of the targets of each row."""
         return self.groups[name].forward(batch, temperature).result()
 
     def likeliest(self, name: str, batch: BatchLike, count: int, temperature: float) -> list[Any]:
-        """The likeliest tokens where a row has targets."""
+        """Return the most likely tokens at each place of a row that has targets."""
         return self.groups[name].likeliest(batch, count, temperature).result()
 
     def optim_step(self, name: str, lr: float, adam: AdamStep) -> tuple[float, float]:
-        """Apply the gradients, or a step without any."""
+        """Apply the gradients, or make a step without gradients."""
         self.decoders.pop(name, None)
         return self.groups[name].optim_step(lr, adam).result()
 
@@ -134,31 +136,31 @@ class Models:
         leave: Sequence[int],
         rounds: int,
     ) -> list[SampleProgress]:
-        """Samples, so many rounds further; see GroupDecoder. What is under way stays from one call
-        to the next, unless a call fails, or the model changes or goes."""
+        """Draw samples for this number of rounds; see GroupDecoder. Samples in progress stay from
+        one call to the next, unless a call fails or the model is changed or dropped."""
         if name not in self.decoders:
             rows = self.cfg.serve.sampler_rows
             self.decoders[name] = GroupDecoder(self.groups[name], rows)
-        given = prompts[0] if prompts else None
+        joining = prompts[0] if prompts else None
         try:
-            found = self.decoders[name].advance(given, requests, leave, rounds)
+            progress = self.decoders[name].advance(joining, requests, leave, rounds)
         except Exception:
             del self.decoders[name]
             raise
-        if not any(each.left for each in found):
+        if not any(each.left for each in progress):
             del self.decoders[name]
-        return found
+        return progress
 
     def move(self, name: str, to: str) -> None:
-        """What is drawn with a model goes on with one that has the same weights."""
+        """Continue the samples of a model with another model that has the same weights."""
         self.decoders[to] = self.decoders.pop(name)
         self.decoders[to].move(self.groups[to])
 
     def backwards_of(self, name: str) -> int:
-        """How many calls have added gradients since it is in memory."""
+        """Return how many calls have added gradients since the model was loaded."""
         gradients = self.workers[name].gradients
         return 0 if gradients is None else gradients.calls
 
     def step_of(self, name: str) -> int:
-        """The optimizer's steps so far."""
+        """Return the number of optimizer steps so far."""
         return self.workers[name].steps
