@@ -1,4 +1,4 @@
-"""Requests are read, and their pictures decoded, beside the work of the ranks."""
+"""Prefetch of requests: a thread reads them and decodes their pictures while the ranks compute."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,14 +10,14 @@ from megatron_vlm.serve.journal.journal_records import SAMPLE, Call
 from megatron_vlm.serve.requests_as_rows import Batch, NoRoomError, RowReader, read_batch
 from megatron_vlm.serve.sample_calls import SampleAsk, SampleBounds, StopWords, read_ask
 
-MOST_WAITING = 2**31  # pixels of requests that were read and wait
-MOST_CALLS = 256  # that are read ahead
-MOST_BYTES = 256 * 2**20  # of their bodies
-_READ = ("forward_backward", SAMPLE)  # the others are small
+MOST_WAITING = 2**31  # maximum pixels of prefetched requests
+MOST_CALLS = 256  # maximum number of prefetched calls
+MOST_BYTES = 256 * 2**20  # maximum bytes of their bodies
+_READ = ("forward_backward", SAMPLE)  # kinds to prefetch; other requests are small
 
 
 class RequestPrefetcher:
-    """What calls ask for, by their request. An error of a request is raised where it is taken."""
+    """Parsed requests of calls, by request id. An error in a request is raised when it is taken."""
 
     def __init__(
         self,
@@ -30,51 +30,52 @@ class RequestPrefetcher:
     ):
         self.journal, self.reader, self.stops = journal, reader, stops
         self.bounds, self.replicas, self.most_pixels = bounds, replicas, most_pixels
-        self.pixels: dict[str, int] = {}  # of requests that were read and wait
+        self.pixels: dict[str, int] = {}  # {request id: pixels} of prefetched requests
         self.pool = ThreadPoolExecutor(1, "read")
         self.futures: dict[str, Future[Any]] = {}
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Read the first of these, unless that was begun before."""
-        if len(self.futures) > 2 * MOST_CALLS:  # some were cancelled meanwhile
-            there = {call.request_id for call in calls}
-            self._keep(lambda name, _: name in there)
-        if not self.pixels:  # what had no room may have some now
+        """Start to read the first of these calls, unless they are being read already."""
+        if len(self.futures) > 2 * MOST_CALLS:  # some calls were cancelled meanwhile
+            current = {call.request_id for call in calls}
+            self._keep(lambda name, _: name in current)
+        if not self.pixels:  # requests that were put off may have room now
             self._keep(lambda _, each: not (each.done() and _is_put_off(each)))
         size = 0
         for call in calls[:MOST_CALLS]:
             size += call.size
             if size > MOST_BYTES:
                 break
-            # One with attempts may be what the process died of: it is read in its own turn.
+            # A call with attempts may have killed the process before: it is read in its own turn.
             ahead = call.kind in _READ and not call.attempts
             if ahead and call.request_id not in self.futures:
                 self.futures[call.request_id] = self.pool.submit(self._ahead, call)
 
     def take(self, call: Call) -> Any:
-        """A Batch or a SampleAsk, which is not kept."""
+        """Return the Batch or SampleAsk of a call, and forget it."""
         future = self._wanted(call)
         self.drop(call)
         return future.result()
 
     def look(self, call: Call) -> Any:
-        """The same, which is kept; None where it cannot be read, or has to wait for its turn."""
+        """Return the Batch or SampleAsk of a call without forgetting it; None where it cannot be
+        read, or has to wait for its turn."""
         future = self.futures.get(call.request_id)
         if future is None or future.cancel():
             future = self.futures[call.request_id] = _settled(lambda: self._ahead(call))
         return None if future.exception() else future.result()
 
     def is_ready(self, call: Call) -> bool:
-        """Whether nobody has to wait for it."""
+        """Return whether the request has been read."""
         future = self.futures.get(call.request_id)
         return future is not None and future.done()
 
     def batch(self, body: bytes) -> Batch:
-        """A forward_backward that was done before."""
+        """Read the forward_backward of a call that runs again."""
         return read_batch(body, self.reader, self.replicas)
 
     def drop(self, call: Call) -> None:
-        """It is done."""
+        """Forget a call that has ended."""
         self.futures.pop(call.request_id, None)
         self.pixels.pop(call.request_id, None)
 
@@ -84,29 +85,30 @@ class RequestPrefetcher:
             self.pixels.pop(name, None)
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         self.pool.shutdown(cancel_futures=True)
 
     def _wanted(self, call: Call) -> "Future[Any]":
         future = self.futures.get(call.request_id)
-        # Its turn has come: it does not wait for others.
+        # The call's turn has come, so it is read here and not behind the others.
         if future is None or future.cancel() or _is_put_off(future):
             future = self.futures[call.request_id] = _settled(lambda: self._read(call))
         return future
 
     def sample(self, call: Call) -> SampleAsk:
-        """What a sample asks for, read here and now; in any thread."""
+        """Read the request of a sample in the calling thread, which may be any."""
         ask = self._read(call)
         assert isinstance(ask, SampleAsk)
         return ask
 
     def put(self, call: Call, ask: SampleAsk) -> None:
-        """What a sample asks for was read elsewhere."""
+        """Store the request of a sample that was read elsewhere."""
         if call.request_id not in self.futures:
             self.futures[call.request_id] = _settled(lambda: ask)
 
     def _ahead(self, call: Call) -> Batch | SampleAsk | None:
-        """What it asks for; None where its pictures have to wait until others are done."""
+        """Read a request ahead. Return None where its pictures have to wait until other requests
+        are done."""
 
         def room(pixels: int) -> None:
             if pixels and sum(list(self.pixels.values())) + pixels > self.most_pixels:
@@ -122,7 +124,8 @@ class RequestPrefetcher:
             return None
 
     def _read(self, call: Call, room: Callable[[int], None] | None = None) -> Batch | SampleAsk:
-        """An error may wait long for its turn: it keeps nothing of what was decoded."""
+        """Read a request. An error is stored until the call's turn, so it is raised without its
+        traceback, which would keep decoded pictures in memory."""
         reader = self.reader if room is None else self.reader.within(room)
         try:
             with self.journal.reads.of(call.request_id):

@@ -1,4 +1,5 @@
-"""What clients send, as rows of the model: chunks of text and pictures, and what a loss takes.
+"""Conversion of clients' requests into rows of the model: chunks of text and pictures, and the
+inputs of a loss.
 
 Shapes: S tokens of a row, J targets of a place, P patches, C values of a patch.
 """
@@ -25,18 +26,19 @@ from megatron_vlm.serve.protocol.requests import read_forward_backward
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import StepMetrics
 
-MOST_PIXELS = 2**30  # of the pictures of a request
-SEQUENCES = "sequences"  # the value that says which datum a token belongs to
+MOST_PIXELS = 2**30  # maximum pixels in the pictures of a request
+SEQUENCES = "sequences"  # name of the value that holds the number of a token's datum
 
 
 class NoRoomError(MegatronVLMError):
-    """The pictures of a request would take too much memory now; later they may be read."""
+    """Refusal to decode the pictures of a request now, because they would take too much memory.
+    They may be decoded later."""
 
 
 class RowReader:
-    """Reads requests for one model. Pictures are taken as they are sent: turned by nothing, resized
-    as the checkpoint's image processor does. None of a request is decoded before the headers of all
-    of them have said how many pixels and tokens they are."""
+    """Reader of requests for one model. Pictures are used as they are sent: never rotated, and
+    resized as the checkpoint's image processor does. The headers of all pictures of a request are
+    checked for pixels and tokens before the first one is decoded."""
 
     def __init__(self, cfg: Config, folder: str, sizes: ModelSizes, most_pixels: int = MOST_PIXELS):
         self.settings = ImageSettings.from_checkpoint(
@@ -48,19 +50,20 @@ class RowReader:
         self.room: Callable[[int], None] | None = None
 
     def within(self, room: Callable[[int], None]) -> "RowReader":
-        """The same for one request, which `room` is told the pixels of; it may raise an error."""
-        found = copy(self)
-        found.room = room
-        return found
+        """Return a copy for a single request, which calls `room` with the pixels of the request.
+        `room` may raise an error."""
+        reader = copy(self)
+        reader.room = room
+        return reader
 
     def prompt(self, chunks: Sequence[Chunk], where: str) -> Row:
-        """Chunks, one after the other, without anything to learn."""
+        """Return the concatenated chunks as a row without labels."""
         self.admit([(chunks, where)])
         return self._row(chunks, where)
 
     def admit(self, prompts: Iterable[tuple[Sequence[Chunk], str]]) -> None:
-        """Check the prompts of a request, each with its name, by their tokens and the headers of
-        their pictures."""
+        """Check the tokens and the picture headers of the prompts of a request. Each prompt comes
+        with its name for errors."""
         pixels = 0
         for chunks, where in prompts:
             pixels += self._measured(chunks, where)
@@ -75,7 +78,7 @@ class RowReader:
             self.room(pixels)
 
     def _measured(self, chunks: Sequence[Chunk], where: str) -> int:
-        """The pixels of a prompt that may be read."""
+        """Check a prompt, and return its pixels."""
         tokens = pixels = 0
         for number, chunk in enumerate(chunks):
             at = f"{where}.chunks[{number}]"
@@ -86,7 +89,7 @@ class RowReader:
             height, width = self._size(chunk, at)
             count = math.prod(self.settings.grid(height, width)) // self.tokens.merge**2
             if chunk.expected_tokens not in (None, count):
-                raise RequestError(  # in the words that clients know
+                raise RequestError(  # the wording that clients know
                     f": Expected {chunk.expected_tokens} tokens, got {count} from image",
                     key=at,
                     remedy="count them with the image processor of the checkpoint, on the picture "
@@ -121,7 +124,7 @@ class RowReader:
         return replace(row, pixel_values_PC=pixels_PC, image_grid_I3=torch.tensor(grids))
 
     def _size(self, picture: Picture, where: str) -> tuple[int, int]:
-        """Height and width, by its header."""
+        """Return the height and width from the header of a picture."""
         if picture.size is not None:
             raise RequestError(
                 "is not supported",
@@ -136,33 +139,33 @@ class RowReader:
         return image_patches(opened, self.settings), self.settings.grid(opened.height, opened.width)
 
     def datum(self, datum: Datum, number: int, form: LossForm) -> Row:
-        """What the model sees of a datum that was admitted, its targets [S, J], and the values that
-        the loss reads. `number` is its place in the request."""
+        """Return the row of an admitted datum, with its targets [S, J] and the values that the loss
+        reads. `number` is the datum's place in the request."""
         where = f"data[{number}]"
         row = self._row(datum.chunks, f"{where}.model_input")
         length = len(row.ids_S)
         targets_SJ = _per_place(datum.inputs["target_tokens"], "target_tokens", length, where)
         values = {SEQUENCES: torch.full(targets_SJ.shape, float(number))}
-        for theirs, ours in form.inputs.items():
-            if theirs in datum.inputs:
-                given = datum.inputs[theirs]
-            elif theirs in OPTIONAL:
-                given = np.full(datum.inputs["target_tokens"].shape, OPTIONAL[theirs])
+        for client_name, our_name in form.inputs.items():
+            if client_name in datum.inputs:
+                client_values = datum.inputs[client_name]
+            elif client_name in OPTIONAL:
+                client_values = np.full(datum.inputs["target_tokens"].shape, OPTIONAL[client_name])
             else:
                 raise RequestError(
                     "is missing",
-                    key=entry(f"{where}.loss_fn_inputs", theirs),
+                    key=entry(f"{where}.loss_fn_inputs", client_name),
                     remedy=f"give all that the loss reads: {_read_by(form)}",
                 )
-            values[ours] = _per_place(given, theirs, length, where).float()
+            values[our_name] = _per_place(client_values, client_name, length, where).float()
         _check_inputs(datum.inputs, form, where)
         row = replace(row, targets=targets_SJ, values_S=values)
-        place_row(row, self.tokens, where, tuple(values))  # so that errors name the datum
+        place_row(row, self.tokens, where, tuple(values))  # checks the row; errors name the datum
         return row
 
 
 def _per_place(given: np.ndarray, name: str, length: int, where: str) -> Tensor:
-    """[S, J] of [S] or [S, J]."""
+    """Return an input of shape [S] or [S, J] as a tensor [S, J]."""
     if len(given) != length:
         raise RequestError(
             f"has {len(given)} entries, and model_input has {length} tokens",
@@ -173,7 +176,7 @@ def _per_place(given: np.ndarray, name: str, length: int, where: str) -> Tensor:
 
 
 def _check_inputs(inputs: Mapping[str, np.ndarray], form: LossForm, where: str) -> None:
-    """Refuse inputs that another loss would read: somebody expects them to count."""
+    """Refuse inputs that this loss does not read, because the client expects them to count."""
     for name in inputs:
         if name not in ("target_tokens", *form.inputs):
             raise RequestError(
@@ -187,16 +190,16 @@ def _read_by(form: LossForm) -> str:
     return ", ".join(("target_tokens", *form.inputs))
 
 
-# forward_backward as the ranks take it, and what the client gets to know of it.
+# The next part converts a forward_backward for the ranks, and its metrics for the client.
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A forward_backward that was read: its rows, longest first and dealt out to the replicas."""
+    """Parsed forward_backward: its rows, longest first and dealt to the replicas."""
 
     rows: list[Row]
-    order: list[int]  # the datum that each row is
-    shapes: list[tuple[int, ...]]  # of the targets of each datum
+    order: list[int]  # number of the datum of each row
+    shapes: list[tuple[int, ...]]  # shape of the targets of each datum
     loss: str
     options: dict[str, float]
     forward_only: bool
@@ -206,15 +209,16 @@ class Batch:
         return sum(len(row.ids_S) for row in self.rows)
 
     def in_order(self, log_probs: Sequence[Tensor]) -> list[np.ndarray]:
-        """Of the datums in their order, in the shapes of their targets; given in that of rows."""
-        found: list[np.ndarray] = [np.empty(0)] * len(self.order)
-        for place, each in zip(self.order, log_probs, strict=True):
-            found[place] = each.float().reshape(self.shapes[place]).numpy()
-        return found
+        """Return the log-probs of the rows in the order of the datums, in the shapes of their
+        targets."""
+        by_datum: list[np.ndarray] = [np.empty(0)] * len(self.order)
+        for place, row_log_probs in zip(self.order, log_probs, strict=True):
+            by_datum[place] = row_log_probs.float().reshape(self.shapes[place]).numpy()
+        return by_datum
 
 
 def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
-    """What is to be done of the request; what is wrong in it is said by field."""
+    """Read a forward_backward request. Errors name the field."""
     request = read_forward_backward(body)
     form = form_of(request.loss)
     options = options_of(request.loss, request.options)
@@ -222,7 +226,7 @@ def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
         (datum.chunks, f"data[{place}].model_input") for place, datum in enumerate(request.data)
     )
     rows = [reader.datum(datum, place, form) for place, datum in enumerate(request.data)]
-    # Rows of about the same length share a micro-batch, and replicas have about the same to do.
+    # Rows of about the same length share a micro-batch, and replicas have about the same work.
     by_length = sorted(range(len(rows)), key=lambda place: -len(rows[place].ids_S))
     order = [place for first in range(replicas) for place in by_length[first::replicas]]
     shapes = [datum.inputs["target_tokens"].shape for datum in request.data]
@@ -231,16 +235,16 @@ def read_batch(body: bytes, reader: RowReader, replicas: int) -> Batch:
 
 
 def figures_of(done: StepMetrics) -> dict[str, float]:
-    """By the names that the client wants."""
+    """Return the metrics of a backward pass under the names of the client protocol."""
     means = {f"{name}:mean": value for name, value in done.means.items()}
     return {"loss:sum": done.loss, **means}
 
 
 def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
-    """What a backward pass would report, of log-probs alone."""
+    """Compute the metrics of a forward pass from its log-probs, as a backward pass reports them."""
     objective = Objective.create(batch.loss, batch.options)
     taken = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
-    chosen = [found[mask] for found, mask in zip(log_probs, taken, strict=True)]
+    chosen = [log_probs_SJ[mask] for log_probs_SJ, mask in zip(log_probs, taken, strict=True)]
     values = {
         name: torch.cat(
             [row.values_S[name][mask] for row, mask in zip(batch.rows, taken, strict=True)]

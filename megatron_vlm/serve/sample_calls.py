@@ -1,6 +1,6 @@
-"""Samples, and log-probs of prompts.
+"""Sampling requests: their answers, and the log-probs of prompts.
 
-Shapes: S tokens of a prompt, J targets of a place, k likeliest tokens.
+Shapes: S tokens of a prompt, J targets of a place, k most likely tokens.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from megatron_vlm.training.completions import Completion, SamplingSettings
 
 @dataclass(frozen=True, eq=False)
 class SampleAsk:
-    """An asample that was read."""
+    """Parsed asample request."""
 
     prompt: Row
     settings: SamplingSettings
@@ -42,38 +42,40 @@ class SampleAsk:
     top_prompt: int
     top_sample: int
     targets: PromptTargets | None
-    # Where no log-prob is given: at the first token, and before the last ones where only these are
-    # asked for. Those of pictures have some: clients multiply them by weights of 0.
+    # True where no log-prob is returned: at the first token, and, if the client requests only the
+    # last tokens, before these. Tokens of pictures have log-probs, because clients multiply them by
+    # weights of 0.
     hidden_S: np.ndarray
-    answers: tuple[Completion, ...] | None = None  # once they are drawn
+    answers: tuple[Completion, ...] | None = None  # set once they are drawn
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether answers of an engine lack something that only the ranks can say: an engine gives
-        log-probs of the answers' tokens, at temperature 1."""
-        asked = self.prompt_log_probs or self.top_prompt or self.top_sample
-        return bool(asked) or self.targets is not None or self.is_tempered
+        """True if the response needs results that only the ranks can compute. An engine returns
+        only the log-probs of the answers' tokens, at temperature 1."""
+        scores_more = self.prompt_log_probs or self.top_prompt or self.top_sample
+        return bool(scores_more) or self.targets is not None or self.is_tempered
 
     @property
     def is_tempered(self) -> bool:
-        """Whether the log-probs of its answers are of another temperature than 1."""
+        """True if the log-probs of the answers are for a temperature other than 1."""
         return self.settings.temperature not in (0, 1)
 
 
 @dataclass(frozen=True)
 class StopWords:
-    """What ends an answer: where the client says nothing, and which texts are tokens."""
+    """Stop tokens: those that apply where the client sets none, and the ids of special tokens."""
 
-    ends: tuple[int, ...]
-    special: Callable[[str], int | None]  # the id of a special token
+    ends: tuple[int, ...]  # ids of the default stop tokens
+    special: Callable[[str], int | None]  # returns the id of a special token
 
     def of(self, stop: str | list[str] | list[int] | None) -> tuple[list[int], list[str]]:
-        """Ids and texts. A special token is decoded to nothing: its text is looked for as it."""
+        """Return stop ids and stop texts. Decoding skips special tokens, so a special token's text
+        becomes its id."""
         if stop is None:
             return list(self.ends), []
-        given = [stop] if isinstance(stop, str) else stop
-        ids = [each for each in given if isinstance(each, int)]
-        texts = [each for each in given if isinstance(each, str)]
+        stops = [stop] if isinstance(stop, str) else stop
+        ids = [each for each in stops if isinstance(each, int)]
+        texts = [each for each in stops if isinstance(each, str)]
         special = {text: self.special(text) for text in texts}
         ids += [id for id in special.values() if id is not None]
         return ids, [text for text in texts if special[text] is None]
@@ -81,19 +83,19 @@ class StopWords:
 
 @dataclass(frozen=True)
 class SampleBounds:
-    """What samples may ask for."""
+    """Bounds of sampling requests."""
 
-    most_tokens: int  # of an answer, where the request names no number
-    longest: int  # a prompt and its answer together
-    whose: str = "the model"  # as errors say it
-    least_temperature: float = 0.0  # but for 0
+    most_tokens: int  # default of max_tokens
+    longest: int  # maximum tokens of a prompt and its answer together
+    whose: str = "the model"  # owner of the bounds in error messages
+    least_temperature: float = 0.0  # lowest temperature above 0; 0 is always allowed
 
 
 def read_ask(
     body: bytes, reader: RowReader, stops: StopWords, drawn_seed: int, bounds: SampleBounds
 ) -> SampleAsk:
-    """The request; what is wrong in it is said by field. `drawn_seed` is its own where it gives
-    none."""
+    """Read a sampling request. Errors name the field. `drawn_seed` is the seed of a request that
+    sets none."""
     form = schemas.SampleForm.model_validate_json(body)
     prompt = reader.prompt(read_prompt({"chunks": form.prompt.chunks}, "prompt"), "prompt")
     params, length = form.sampling_params, len(prompt.ids_S)
@@ -120,7 +122,7 @@ def read_ask(
         tuple(sorted(texts)),
         tempered=True,
     )
-    # A request may have been accepted before a restart with another vocabulary.
+    # The service may have accepted the request before a restart with another vocabulary.
     schemas.check_top_k(form, reader.tokens.vocab)
     if form.prompt_logprobs_last_n is not None and not form.prompt_logprobs:
         raise RequestError(
@@ -128,7 +130,7 @@ def read_ask(
             key="prompt_logprobs_last_n",
             found=form.prompt_logprobs_last_n,
         )
-    asked = form.target_prompt_logprobs
+    targets = form.target_prompt_logprobs
     return SampleAsk(
         prompt,
         settings,
@@ -137,13 +139,14 @@ def read_ask(
         bool(form.prompt_logprobs),
         form.topk_prompt_logprobs,
         form.topk_sample_logprobs,
-        None if asked is None else _targets(asked, length, reader.tokens),
+        None if targets is None else _targets(targets, length, reader.tokens),
         _hidden(length, form.prompt_logprobs_last_n),
     )
 
 
 def complete(orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> list[bytes]:
-    """What clients get, whose answers were drawn by the ranks' model or weights of this name."""
+    """Return the responses to requests whose answers are drawn. `weights` is the ranks' name for
+    the model or weights that have drawn them."""
     scored = _scored(orders, weights, asks)
     return [
         write_samples(_samples(orders, weights, ask, ask.answers or (), log_probs))
@@ -152,7 +155,7 @@ def complete(orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]) -> 
 
 
 def written(ask: SampleAsk) -> bytes:
-    """Answers of an engine that lack nothing."""
+    """Return the response to a request that needs nothing but an engine's answers."""
     assert ask.answers is not None and not ask.needs_ranks
     return write_samples(
         Samples(_sampled(ask.answers, [None] * len(ask.answers)), None, None, None)
@@ -162,9 +165,10 @@ def written(ask: SampleAsk) -> bytes:
 def at_temperature(
     orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[SampleAsk]:
-    """With log-probs of an engine's answers at the temperature that they were drawn at: the engine
-    says those at 1, which say too little of a single token to be tempered."""
-    found = list(asks)
+    """Return the requests with log-probs of an engine's answers at the temperature that they were
+    drawn at. The engine returns log-probs at temperature 1, and the log-prob of a single token
+    cannot be converted to another temperature."""
+    tempered = list(asks)
     for temperature in sorted({ask.settings.temperature for ask in asks if ask.is_tempered}):
         places = [p for p, ask in enumerate(asks) if ask.settings.temperature == temperature]
         pairs = [
@@ -177,14 +181,14 @@ def at_temperature(
                 replace(each, log_probs=tuple(next(scored)[-len(each.ids) :].tolist()))
                 for each in asks[place].answers or ()
             )
-            found[place] = replace(asks[place], answers=answers)
-    return found
+            tempered[place] = replace(asks[place], answers=answers)
+    return tempered
 
 
 def _scored(
     orders: ModelCommands, weights: str, asks: Sequence[SampleAsk]
 ) -> list[dict[str, np.ndarray]]:
-    """Log-probs of the prompts of those that want some, in one pass."""
+    """Compute the log-probs of the prompts, for all requests that need them, in one pass."""
     rows: list[Row] = []
     names: list[tuple[int, str]] = []
     for place, ask in enumerate(asks):
@@ -196,8 +200,8 @@ def _scored(
             names.append((place, "targets"))
     scored: list[dict[str, np.ndarray]] = [{} for _ in asks]
     if rows:
-        for (place, name), found in zip(names, orders.forward(weights, rows), strict=True):
-            scored[place][name] = found.numpy()
+        for (place, name), log_probs in zip(names, orders.forward(weights, rows), strict=True):
+            scored[place][name] = log_probs.numpy()
     return scored
 
 
@@ -217,8 +221,8 @@ def _samples(
         prompt_log_probs[hidden_S] = np.nan
     if ask.top_prompt:
         row = replace(ask.prompt, targets=torch.zeros_like(ask.prompt.ids_S)[:, None])
-        found = orders.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
-        top_prompt = _top(np.concatenate([found[:1], found[:-1]]))
+        top_Sk2 = orders.likeliest(weights, [row], ask.top_prompt, 1.0)[0].numpy()
+        top_prompt = _top(np.concatenate([top_Sk2[:1], top_Sk2[:-1]]))
         top_prompt.ids[hidden_S], top_prompt.log_probs[hidden_S] = NO_TOKEN, NO_LOG_PROB
     if ask.targets is not None:
         targets = ask.targets.answer(scored["targets"][:-1].astype(np.float32))
@@ -241,7 +245,7 @@ def _sampled(answers: Sequence[Completion], tops: Sequence[TopK | None]) -> tupl
 def _tops(
     orders: ModelCommands, weights: str, ask: SampleAsk, answers: Sequence[Completion]
 ) -> list[TopK | None]:
-    """The likeliest tokens at each of the answers' own."""
+    """Return the most likely tokens at each place of the answers."""
     if not ask.top_sample:
         return [None] * len(answers)
     length, rows = len(ask.prompt.ids_S), []
@@ -252,8 +256,8 @@ def _tops(
         labels_S = torch.full_like(row.ids_S, IGNORE)
         rows.append(replace(row, labels_S=labels_S, values_S={}, targets=targets_S[:, None]))
     temperature = ask.settings.temperature or 1.0
-    found = orders.likeliest(weights, rows, ask.top_sample, temperature)
-    return [_top(each[length - 1 : -1].numpy()) for each in found]
+    tops = orders.likeliest(weights, rows, ask.top_sample, temperature)
+    return [_top(each[length - 1 : -1].numpy()) for each in tops]
 
 
 def _top(found_Sk2: np.ndarray) -> TopK:
@@ -261,7 +265,7 @@ def _top(found_Sk2: np.ndarray) -> TopK:
 
 
 def _next_tokens(prompt: Row) -> Tensor:
-    """What each place is followed by; the last by nothing."""
+    """Return the next token of each place, and IGNORE for the last place."""
     return torch.cat([prompt.ids_S[1:], torch.full((1,), IGNORE)])
 
 
@@ -270,19 +274,20 @@ def _hidden(length: int, last_n: int | None) -> np.ndarray:
 
 
 def _targets(asked: Mapping[str, object], length: int, tokens: Tokens) -> PromptTargets:
-    found = read_prompt_targets(asked, length)
-    wanted = found.ids_RJ[found.ids_RJ != NOTHING]
-    check_ids(wanted, tokens, "target_prompt_logprobs")  # others are drawn with it
-    return found
+    targets = read_prompt_targets(asked, length)
+    target_ids = targets.ids_RJ[targets.ids_RJ != NOTHING]
+    check_ids(target_ids, tokens, "target_prompt_logprobs")  # other requests share its pass
+    return targets
 
 
 def _rows_of(targets: PromptTargets) -> Tensor:
-    """[S, J]: after the last token there is nothing."""
+    """Return the targets as [S, J]; the last token has none."""
     ids_RJ = np.where(targets.ids_RJ == NOTHING, IGNORE, targets.ids_RJ)
     return torch.from_numpy(np.pad(ids_RJ, ((0, 1), (0, 0)), constant_values=IGNORE))
 
 
 def _spread(seed: int) -> int:
-    """A number far from those of neighbouring seeds: answer k of a request has this one + k."""
+    """Return a number that is far from those of neighbouring seeds, since answer k of a request is
+    drawn with this number + k."""
     digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
