@@ -1,5 +1,5 @@
-"""Samples that the ranks draw: requests join those that are under way and leave when they are
-answered, and a turn ends after some seconds, in which case what was begun goes on in the next."""
+"""Turns of sampling on the ranks. Requests join the samples in progress and leave when they are
+complete. A turn ends after some seconds, and unfinished samples continue in the next turn."""
 
 import time
 from collections import Counter
@@ -18,10 +18,10 @@ from megatron_vlm.serve.model_commands import ModelCommands
 from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.sample_calls import SampleAsk
 
-EVERY_S = 0.1  # of drawing, before it is seen who was answered, and who came
-MOST_ROUNDS = 64  # of the same
-AHEAD = 1.25  # samples that are with the ranks for each row that they have
-SUSPENDED = 4  # sets of weights of which samples may be under way between turns
+EVERY_S = 0.1  # seconds of decoding before finished and new requests are handled
+MOST_ROUNDS = 64  # maximum rounds of decoding in that time
+AHEAD = 1.25  # samples on the ranks per decoder row
+SUSPENDED = 4  # maximum sets of weights with samples in progress between turns
 
 Answer = Callable[[str, Sequence[tuple[Call, SampleAsk]]], list[Finished]]
 Finish = Callable[[Sequence[Finished], Sequence[Call]], None]
@@ -30,41 +30,41 @@ Arriving = Callable[[], Sequence[Call]]
 
 @dataclass(eq=False)
 class UnderWay:
-    """A request whose samples are drawn."""
+    """Request with samples in progress."""
 
     call: Call
     ask: SampleAsk
     request: SampleRequest
-    left: int  # answers that have not ended
+    left: int  # number of unfinished answers
     tokens: int = 0
 
 
 @dataclass(eq=False)
 class SampleBatch:
-    """What is drawn by the same weights, by the name that the ranks have for them."""
+    """Requests in progress that share weights."""
 
-    weights: str
+    weights: str  # name of the weights on the ranks
     inside: dict[int, UnderWay] = field(default_factory=dict)
-    decoder: GroupDecoder | None = None  # of this rank; another one would know nothing of these
+    decoder: GroupDecoder | None = None  # this rank's decoder, which holds these samples
 
     def ids(self) -> set[str]:
-        """Of the requests."""
+        """Return the ids of the requests."""
         return {each.call.request_id for each in self.inside.values()}
 
 
 @dataclass(eq=False)
 class SampleTurn:
-    """What a turn knows beside its batch."""
+    """State of a turn."""
 
     batch: SampleBatch
-    waiting: list[Call]  # that have not joined
-    begun: set[str]  # what the journal counts as begun, and has to get back
-    used: dict[str, tuple[Call, int]] = field(default_factory=dict)  # tokens that were drawn
+    waiting: list[Call]  # calls that have not joined
+    begun: set[str]  # started calls in the journal, whose attempts must be undone at the end
+    used: dict[str, tuple[Call, int]] = field(default_factory=dict)  # with the tokens drawn
 
 
 class SampleTurns:
-    """On rank 0. `answer` completes requests whose answers are drawn, `finish` writes what has
-    come of calls."""
+    """Scheduler of samples on rank 0. `answer` completes requests whose answers are drawn, and
+    `finish` writes the results of calls."""
 
     def __init__(
         self,
@@ -83,38 +83,39 @@ class SampleTurns:
         self.batches: dict[str, SampleBatch] = {}
         self.numbers = count()
         self.rounds = 1
-        # Requests that are drawn without others, since some of those with them could not be drawn;
-        # and those that have to be drawn again, in a turn that does not end before.
+        # Requests in `alone` are drawn without others, since their batch has failed. Requests in
+        # `again` have lost their samples; the turn that draws them again does not end before they
+        # are complete.
         self.alone: set[str] = set()
         self.again: set[str] = set()
-        self.used: dict[str, tuple[Call, int]] = {}  # in the last turn
+        self.used: dict[str, tuple[Call, int]] = {}  # `used` of the last turn
 
     def weights_of(self, call: Call) -> str | None:
-        """What a request that is under way is drawn by."""
+        """Return the weights that a request in progress is drawn with."""
         for batch in self.batches.values():
             if call.request_id in batch.ids():
                 return batch.weights
         return None
 
     def has(self, call: Call) -> bool:
-        """Whether a request is under way."""
+        """Return whether a request is in progress."""
         return self.weights_of(call) is not None
 
     def sizes(self, calls: Sequence[Call]) -> dict[str, float]:
-        """What each one's part of the last turn was in proportion, of those that were in it."""
-        there = [call.request_id for call in calls if call.request_id in self.used]
-        return {name: max(self.used[name][1], 1) for name in there}
+        """Return the relative share of the last turn's work for each call that took part in it."""
+        drawn = [call.request_id for call in calls if call.request_id in self.used]
+        return {name: max(self.used[name][1], 1) for name in drawn}
 
     def forget_lost(self) -> None:
-        """Weights have changed, or have gone from memory, and with them what was drawn."""
+        """Forget the samples in progress whose weights have changed or have left memory."""
         for name, batch in list(self.batches.items()):
             if self.orders.models.decoders.get(name) is not batch.decoder:
                 self.again |= batch.ids()
                 del self.batches[name]
 
     def move(self, weights: str, to: Callable[[Call], str | None]) -> None:
-        """The weights are about to change: what is under way goes on with those that `to` names,
-        which are the same; if there are none, it is drawn again."""
+        """Prepare for a change of the weights: samples in progress continue with an equal copy,
+        whose name `to` returns. Without a copy they are drawn again."""
         self.forget_lost()
         batch = self.batches.get(weights)
         if batch is None:
@@ -127,26 +128,28 @@ class SampleTurns:
                 self.batches[name] = self.batches.pop(weights)
         except BrokenError:
             raise
-        except MegatronVLMError:  # forget_lost will see it
+        except MegatronVLMError:  # forget_lost will notice that the samples are lost
             return
 
     def turn(self, weights: str, calls: Sequence[Call], arriving: Arriving) -> None:
-        """Draw samples of these calls, which are begun, and of those that arrive; all of the same
-        weights."""
+        """Draw the samples of these calls, which are marked as started, and of the calls that
+        arrive. All of them have the same weights."""
         batch = self.batches.setdefault(weights, SampleBatch(weights))
         inside = batch.ids()
         waiting = [call for call in calls if call.request_id not in inside]
         turn = SampleTurn(batch, waiting, {call.request_id for call in calls})
         self.used = turn.used
-        others = inside - turn.begun
-        still = set(self.journal.begun(*others))
-        leave = [n for n, each in batch.inside.items() if each.call.request_id in others - still]
+        suspended = inside - turn.begun
+        started = set(self.journal.begun(*suspended))
+        leave = [
+            n for n, each in batch.inside.items() if each.call.request_id in suspended - started
+        ]
         for number in leave:  # cancelled meanwhile
             self._forget(batch.inside.pop(number).call)
-        turn.begun |= still
+        turn.begun |= started
         try:
             self._draw(turn, leave, arriving)
-        except Stopped:  # those that the caller has begun it gives back
+        except Stopped:  # the caller undoes the attempts of its own calls
             self.journal.given_back(*turn.begun - {call.request_id for call in calls})
             raise
         if turn.begun:
@@ -166,12 +169,12 @@ class SampleTurns:
             if time.monotonic() >= ends and self._may_wait(batch):
                 return
             if not any(self._is_alone(each.call) for each in batch.inside.values()):
-                there = turn.begun | {call.request_id for call in turn.waiting}
-                came = [call for call in arriving() if call.request_id not in there]
-                turn.waiting += [call for call in came if self.readings.is_ready(call)]
+                known = turn.begun | {call.request_id for call in turn.waiting}
+                arrived = [call for call in arriving() if call.request_id not in known]
+                turn.waiting += [call for call in arrived if self.readings.is_ready(call)]
 
     def _may_wait(self, batch: SampleBatch) -> bool:
-        """Whether a turn may end before all is drawn."""
+        """Return whether a turn may end before all samples are drawn."""
         others = sum(bool(each.inside) for each in self.batches.values() if each is not batch)
         return others < SUSPENDED and not batch.ids() & self.again
 
@@ -179,14 +182,14 @@ class SampleTurns:
         return bool(call.attempts) or call.request_id in self.alone
 
     def _joining(self, turn: SampleTurn) -> list[UnderWay]:
-        """Those that the ranks have rows for. Of those that wait come first those of the key that
-        has the fewest."""
-        batch, found = turn.batch, []
+        """Return the waiting requests that the ranks have rows for. Requests of the key with the
+        fewest rows come first."""
+        batch, joining = turn.batch, []
         rows: Counter[str] = Counter()
         load = [0] * self.replicas
-        for each in batch.inside.values():
-            rows[each.call.key] += each.left
-            load[each.request.replica] += each.left
+        for entry in batch.inside.values():
+            rows[entry.call.key] += entry.left
+            load[entry.request.replica] += entry.left
         while turn.waiting and min(load) < self.room and not self._is_full(batch, turn.waiting):
             call = min(turn.waiting, key=lambda each: rows[each.key])
             if batch.inside and self._is_alone(call):
@@ -201,18 +204,18 @@ class SampleTurns:
             number = next(self.numbers)
             request = SampleRequest(number, replica, ask.settings, ask.n, ask.seed)
             batch.inside[number] = UnderWay(call, ask, request, ask.n)
-            found.append(batch.inside[number])
-        return found
+            joining.append(batch.inside[number])
+        return joining
 
     def _is_full(self, batch: SampleBatch, waiting: Sequence[Call]) -> bool:
-        """Whether nobody may join, since somebody is to be alone."""
+        """Return whether no request may join, because one has to be drawn alone."""
         if not batch.inside:
             return False
         inside = any(self._is_alone(each.call) for each in batch.inside.values())
         return inside or all(map(self._is_alone, waiting))
 
     def _read(self, turn: SampleTurn, call: Call) -> SampleAsk | None:
-        """What it asks for; None where nothing is to be drawn."""
+        """Return the request of a call; None where nothing has to be drawn."""
         if call.request_id not in turn.begun:
             if not self.journal.begun(call.request_id):
                 return None
@@ -223,7 +226,7 @@ class SampleTurns:
         except REFUSALS as error:
             self._finish(turn, [Finished(call.request_id, failure_of(bare(error)))], [call])
             return None
-        self.readings.put(call, ask)  # nobody reads it again while it waits between turns
+        self.readings.put(call, ask)  # so that it is not read again between turns
         return ask
 
     def _advance(
@@ -233,41 +236,44 @@ class SampleTurns:
         rows = [each.ask.prompt for each in joining]
         requests = [each.request for each in joining]
         try:
-            found = self.orders.draw(batch.weights, rows, requests, list(leave), self.rounds)
+            progress = self.orders.draw(batch.weights, rows, requests, list(leave), self.rounds)
         except BrokenError:
             raise
         except MegatronVLMError as error:
             self._failed(turn, error)
             return
         batch.decoder = self.orders.models.decoders.get(batch.weights)
-        wanted = int(self.rounds * EVERY_S / max(time.monotonic() - started, 1e-3))
-        self.rounds = max(1, min(wanted, 2 * self.rounds, MOST_ROUNDS))
-        self._take(turn, found)
+        rounds = int(self.rounds * EVERY_S / max(time.monotonic() - started, 1e-3))
+        self.rounds = max(1, min(rounds, 2 * self.rounds, MOST_ROUNDS))
+        self._take(turn, progress)
 
     def _take(self, turn: SampleTurn, found: Sequence[SampleProgress]) -> None:
-        """How far each is; those that are answered leave."""
+        """Record the progress of each request, and complete the finished ones."""
         batch, finished = turn.batch, []
         answered: list[tuple[Call, SampleAsk]] = []
-        for each in found:
-            mine = batch.inside[each.number]
-            call, used = mine.call, turn.used.get(mine.call.request_id, (mine.call, 0))[1]
-            turn.used[call.request_id] = call, used + each.tokens - mine.tokens
-            mine.tokens, mine.left = each.tokens, each.left
-            if each.left:
+        for progress in found:
+            entry = batch.inside[progress.number]
+            call, used = entry.call, turn.used.get(entry.call.request_id, (entry.call, 0))[1]
+            turn.used[call.request_id] = call, used + progress.tokens - entry.tokens
+            entry.tokens, entry.left = progress.tokens, progress.left
+            if progress.left:
                 continue
-            del batch.inside[each.number]
-            if each.refused is not None:
-                finished.append((call, Finished(call.request_id, Failure(each.refused, "user"))))
+            del batch.inside[progress.number]
+            if progress.refused is not None:
+                finished.append(
+                    (call, Finished(call.request_id, Failure(progress.refused, "user")))
+                )
             else:
-                ask = replace(mine.ask, answers=tuple(each.answers or ()))
+                ask = replace(entry.ask, answers=tuple(progress.answers or ()))
                 answered.append((call, ask))
-        done = [of_it for _, of_it in finished]
+        results = [result for _, result in finished]
         if answered:
-            done += self.answer(batch.weights, answered)
-        self._finish(turn, done, [call for call, _ in (*finished, *answered)])
+            results += self.answer(batch.weights, answered)
+        self._finish(turn, results, [call for call, _ in (*finished, *answered)])
 
     def _failed(self, turn: SampleTurn, error: MegatronVLMError) -> None:
-        """None of the batch could be drawn: where there are several, each will be drawn alone."""
+        """Handle an error of the whole batch. Where it has several requests, each will be drawn
+        alone."""
         inside, turn.batch.inside = list(turn.batch.inside.values()), {}
         if len(inside) > 1:
             self.alone |= {each.call.request_id for each in inside}

@@ -1,4 +1,4 @@
-"""What rank 0 of a service opens: the journal, the reader of requests, and the front."""
+"""Start of a service on rank 0: the journal, the reader of requests, and the HTTP server."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -32,12 +32,14 @@ from megatron_vlm.serve.sample_calls import SampleBounds, StopWords
 from megatron_vlm.serve.vllm_samples import LEAST_TEMPERATURE, EngineSampling
 from megatron_vlm.training.completions import COLDEST
 
-ENGINE_MAX_LEN = 32768  # unless the model or serve.engine_max_len says less or more
+# Maximum tokens of an engine, unless serve.engine_max_len sets another number or the model's own
+# maximum is smaller.
+ENGINE_MAX_LEN = 32768
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A service that answers at this address."""
+    """Open service, and the address at which it answers."""
 
     service: Service
     front: FrontServer
@@ -45,7 +47,7 @@ class Opened:
 
 
 def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opened:
-    """Open everything; `opened` closes the journal."""
+    """Open all parts of the service. `opened` closes the journal and the engines."""
     limits = limits_of(cfg.serve.limits)
     keys = None if cfg.serve.keys is None else ApiKeys(Path(cfg.serve.keys))
     base = orders.models.base
@@ -58,7 +60,7 @@ def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opene
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
     drawer = None
-    if cfg.serve.sampler == "vllm":  # before anybody can ask: loading takes minutes
+    if cfg.serve.sampler == "vllm":  # before the HTTP server: engines load for minutes
         settings = engine_settings(cfg, orders, limits, samples)
         engines = Engines()
         opened.callback(engines.close)
@@ -76,7 +78,7 @@ def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opene
 
 
 def limits_of(given: Mapping[str, Any]) -> RequestLimits:
-    """The limits with what serve.limits changes."""
+    """Return the default limits with the changes of serve.limits."""
     usual = RequestLimits()
     known = {each.name: type(getattr(usual, each.name)) for each in fields(usual)}
     for name, value in given.items():
@@ -98,7 +100,7 @@ def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:
 def engine_settings(
     cfg: Config, orders: ModelCommands, limits: RequestLimits, bounds: SampleBounds
 ) -> EngineSettings:
-    """The settings of every engine."""
+    """Return the settings that all engines share."""
     serve, base = cfg.serve, orders.models.base
     return EngineSettings(
         python=str(serve.engine),
@@ -120,7 +122,7 @@ def _stop_words(cfg: Config) -> StopWords:
 
 
 def facts_of(cfg: Config, source: HFCheckpoint, dims: ParallelDims) -> ServerFacts:
-    """Describe the server and its model to clients."""
+    """Return the description of the server and its model for clients."""
     names = dict.fromkeys([cfg.serve.name or cfg.model.path, cfg.model.path])
     return ServerFacts(
         tuple(names),

@@ -1,4 +1,4 @@
-"""What whoever watches the terminal sees of a service."""
+"""Progress of the service in the terminal."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ EVERY_S = 10.0
 
 
 class ProgressLine:
-    """A line every few seconds in which something was done."""
+    """Line about the last seconds, printed only if calls were done in them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock, self.last = clock, clock()
@@ -17,12 +17,12 @@ class ProgressLine:
         self.before: dict[str, float] = {}
 
     def worked(self, calls: int, seconds: float) -> None:
-        """So many calls were done."""
+        """Count calls that were done."""
         self.calls += calls
         self.busy_s += seconds
 
     def tell(self, gauges: Mapping[str, float], waiting: int) -> None:
-        """Often; says something where it is time."""
+        """Print the line when it is due; call this often."""
         seconds = self.clock() - self.last
         if seconds < EVERY_S:
             return

@@ -1,4 +1,5 @@
-"""Calls of one model, in their order: gradients, steps, weights out and in."""
+"""Calls of a model, in their order: gradients, optimizer steps, and saving and loading of
+weights."""
 
 import json
 import math
@@ -43,12 +44,13 @@ from megatron_vlm.training.optimizer import AdamStep
 
 Done = tuple[Outcome, Changes]
 
-# Which part each switch of lora_config gives adapters.
+# {switch of lora_config: the part of the model that it gives adapters}
 _PARTS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "head"}
 
 
 class ModelCalls:
-    """On rank 0. Each method does a call, and returns its answer and what else has changed."""
+    """Calls of models on rank 0. Each method runs a call, and returns its result and the changes to
+    the journal."""
 
     def __init__(self, orders: ModelCommands, residents: ModelCache, journal: Journal):
         self.orders, self.residents, self.journal = orders, residents, journal
@@ -87,18 +89,18 @@ class ModelCalls:
         self, id: str, kind: str, made: ModelForm, moments: bool = True, **more: str
     ) -> Done:
         facts: dict[str, Any] = {"form": made.plain(), "moments": moments}
-        if made.rank:  # what weights_info tells
+        if made.rank:  # weights_info returns these
             facts |= {flag: part in made.targets for flag, part in _PARTS.items()}
         change = ModelChange(id, state="ready", facts=facts)
         return _json({"model_id": id, "type": kind, **more}), Changes(models=(change,))
 
     def _stored(self, path: str) -> tuple[ModelForm, Path]:
-        found = self.journal.checkpoint(path)
-        if found is None:
+        checkpoint = self.journal.checkpoint(path)
+        if checkpoint is None:
             raise RequestError(
                 ": the checkpoint was deleted or has expired", key="path", found=path
             )
-        return ModelForm.of(found.facts["form"]), found.folder
+        return ModelForm.of(checkpoint.facts["form"]), checkpoint.folder
 
     def load_weights(self, call: Call, body: bytes) -> Done:
         form = schemas.LoadWeights.model_validate_json(body)
@@ -121,22 +123,23 @@ class ModelCalls:
         return _json(answer), Changes(saved=(Saved(call.owner, call.seq, saved),))
 
     def forward_backward(self, calls: Sequence[tuple[Call, Batch]]) -> list[Done]:
-        """Those of different models, of which one alone may be forward_only."""
+        """Run the forward_backward calls of different models. A forward_only call must be the only
+        one."""
         residents = [self.residents.model(call.owner) for call, _ in calls]
         batches = [batch for _, batch in calls]
         if batches[0].forward_only:
             assert len(batches) == 1
             log_probs = self.orders.forward(residents[0].id, batches[0].rows)
-            found = [(log_probs, metrics_of(batches[0], log_probs))]
+            results = [(log_probs, metrics_of(batches[0], log_probs))]
         else:
             for resident, batch in zip(residents, batches, strict=True):
                 self._check_fits(resident, batch)
             with self._added_or_not(residents):
-                found = self._gradients(residents, batches)
-                done = self._answers(batches, found)
+                results = self._gradients(residents, batches)
+                finished = self._answers(batches, results)
             self.gauges["passes_of_several_models_total"] += len(batches) > 1
-            return done
-        return self._answers(batches, found)
+            return finished
+        return self._answers(batches, results)
 
     def _check_fits(self, resident: LoadedModel, batch: Batch) -> None:
         worker = self.orders.models.workers[resident.id]
@@ -146,22 +149,23 @@ class ModelCalls:
 
     @contextmanager
     def _added_or_not(self, residents: Sequence[LoadedModel]) -> Iterator[None]:
-        """An error within leaves the gradients of before: where some were added, the models come
-        back from disk."""
+        """Preserve the gradients if the body raises an error. Models that have received new
+        gradients are forgotten, so that they are restored from disk."""
         before = [self.orders.models.backwards_of(each.id) for each in residents]
         try:
             yield
         except (BrokenError, Stopped):
             raise
         except Exception:
-            for each, count in zip(residents, before, strict=True):
-                if self.orders.models.backwards_of(each.id) != count:
-                    self.residents.forget(each.id)
+            for resident, count in zip(residents, before, strict=True):
+                if self.orders.models.backwards_of(resident.id) != count:
+                    self.residents.forget(resident.id)
             raise
 
     @contextmanager
     def _whole(self, resident: LoadedModel) -> Iterator[None]:
-        """An error within leaves no half of a change: the model comes back from disk."""
+        """Forget the model if the body raises an error, so that no partial change remains. The
+        model is then restored from disk."""
         try:
             yield
         except (BrokenError, Stopped):
@@ -176,8 +180,8 @@ class ModelCalls:
         found: Sequence[tuple[Sequence[Tensor], Mapping[str, float]]],
     ) -> list[Done]:
         return [
-            (self._answer(batch, *of_it), Changes())
-            for batch, of_it in zip(batches, found, strict=True)
+            (self._answer(batch, *result), Changes())
+            for batch, result in zip(batches, found, strict=True)
         ]
 
     def _answer(
@@ -190,20 +194,20 @@ class ModelCalls:
     def _gradients(
         self, residents: Sequence[LoadedModel], batches: Sequence[Batch]
     ) -> list[tuple[list[Tensor], dict[str, float]]]:
-        """Log-probs and figures of each."""
+        """Compute the gradients, and return the log-probs and the metrics of each batch."""
         losses = [
             Loss(resident.id, batch.loss, batch.options)
             for resident, batch in zip(residents, batches, strict=True)
         ]
-        done = self.orders.forward_backward(losses, [batch.rows for batch in batches])
-        return [(each.log_probs or [], figures_of(each)) for each in done]
+        metrics = self.orders.forward_backward(losses, [batch.rows for batch in batches])
+        return [(each.log_probs or [], figures_of(each)) for each in metrics]
 
     def optim_step(self, call: Call, body: bytes) -> Done:
         resident = self.residents.model(call.owner)
         norm = self._step(
             resident, call.seq, schemas.OptimStep.model_validate_json(body).adam_params
         )
-        # A norm that is not finite is no number of JSON's.
+        # JSON has no form for a norm that is not finite.
         metrics = {"grad_norm": norm} if math.isfinite(norm) else {"skipped_not_finite": 1.0}
         steps = self.orders.models.step_of(resident.id)
         change = ModelChange(call.owner, figures={"steps": steps, **metrics})
@@ -225,13 +229,13 @@ class ModelCalls:
         return norm
 
     def redo(self, resident: LoadedModel, call: Call, batch: Batch | None, body: bytes) -> None:
-        """A call that was done before the model went to disk, or the service died."""
+        """Run a call again that was done before the model was offloaded or the service died."""
         if call.kind == "forward_backward":
             assert batch is not None
             self._gradients([resident], [batch])
         elif call.kind == "optim_step":
-            asked = schemas.OptimStep.model_validate_json(body).adam_params
-            self._step(resident, call.seq, asked)
+            adam_params = schemas.OptimStep.model_validate_json(body).adam_params
+            self._step(resident, call.seq, adam_params)
 
     def save_weights(self, call: Call, body: bytes) -> Done:
         form = schemas.SaveWeights.model_validate_json(body)
@@ -297,7 +301,7 @@ class ModelCalls:
     def _written(
         self, resident: LoadedModel, kind: CheckpointKind, form: schemas.Named, moments: bool
     ) -> tuple[Path, NewCheckpoint]:
-        """The model's weights in a folder of their own."""
+        """Save the model's weights in a new folder, and return the folder and its checkpoint."""
         folder = self.residents.new_folder("weights")
         self.orders.save(resident.id, str(folder), moments)
         if kind == "external":
@@ -310,7 +314,7 @@ class ModelCalls:
         )
 
     def _exported(self, folder: Path, made: ModelForm) -> Path:
-        """What others read, in place of our own form."""
+        """Replace the checkpoint by an export that other programs can read."""
         out = folder.with_name(f"{folder.name}-export")
         kind: Exported | None = "adapter" if made.rank else None
         try:
