@@ -1,8 +1,9 @@
-"""Which samples an engine is asked next, and when those of other weights have their turn.
+"""Admission of samples to an engine: which call comes next, and when the weights are changed.
 
-An engine draws with one set of whole weights at a time, and beside the base model's with so many
-adapters. Who comes next is decided as for the ranks (fair_queue.py); where it does not fit to what
-is under way, nobody else comes in until it does, so nobody waits for ever.
+An engine draws with one set of full weights at a time. With the base model's weights it also draws
+with several adapters. The fair queue chooses the next call, as for the ranks (fair_queue.py). Where
+that call does not fit with the calls in progress, no other call enters until it does, so no call
+waits forever.
 """
 
 import time
@@ -15,61 +16,61 @@ from megatron_vlm.serve.fair_queue import PER_SWAP, FairQueue
 from megatron_vlm.serve.journal.journal_records import Call
 from megatron_vlm.serve.vllm_weights import SampleWeights
 
-AT_ONCE = 512  # calls under way, for each engine: more than it draws at a time
-MOST_BYTES = 256 * 2**20  # of their bodies, unless it is one
-ENTRY_S = 1e-3  # that a call counts for at first, so that those of several keys come in by turns
+AT_ONCE = 512  # maximum calls in progress per engine: more than it draws at a time
+MOST_BYTES = 256 * 2**20  # maximum bytes of their bodies; a single call may have more
+ENTRY_S = 1e-3  # seconds that a call counts at its start, so that keys take turns
 
 Asked = tuple[Call, SampleWeights]
-Queue = tuple[str, SampleWeights]  # calls of a key that want the same
+Queue = tuple[str, SampleWeights]  # a key, and the weights that its calls need
 
 
 @dataclass
 class InFlight:
-    """A call under way, whose part of the engine's time was counted until then."""
+    """Call in progress."""
 
     call: Call
     wanted: SampleWeights
-    since: float
+    since: float  # time up to which its share of the engine's time is counted
 
 
 class Admission:
-    """Counts what is under way, and for whom the engine works."""
+    """Counter of the calls in progress and of the engine's time for each key and its weights."""
 
     def __init__(
         self, adapters: int, engines: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.adapters, self.most, self.clock = adapters, AT_ONCE * engines, clock
         self.turns = FairQueue(clock)
-        self.wants: dict[str, SampleWeights] = {}  # of calls that wait
-        self.queues: dict[Queue, dict[str, Call]] = {}  # these, in their order
+        self.wants: dict[str, SampleWeights] = {}  # {request id: weights} of waiting calls
+        self.queues: dict[Queue, dict[str, Call]] = {}  # waiting calls, in their order
         self.inside: dict[str, InFlight] = {}
-        self.active: Counter[Path] = Counter()  # calls under way of each adapter
-        self.size = 0  # of their bodies
+        self.active: Counter[Path] = Counter()  # calls in progress per adapter
+        self.size = 0  # bytes of the bodies of calls in progress
         self.closed = False
 
     def wait(self, call: Call, wanted: SampleWeights) -> None:
-        """It is to come in; calls are told of in their order."""
+        """Add a call to the queue. Calls must be added in their order."""
         self.wants[call.request_id] = wanted
         self.queues.setdefault((call.key, wanted), {})[call.request_id] = call
 
     def forget(self, request_id: str) -> None:
-        """It need not come in, if it waits."""
-        if (wanted := self.wants.pop(request_id, None)) is None:
+        """Remove a call from the queue, if it is there."""
+        if (weights := self.wants.pop(request_id, None)) is None:
             return
-        for queue in [(key, other) for key, other in self.queues if other == wanted]:
+        for queue in [(key, other) for key, other in self.queues if other == weights]:
             self.queues[queue].pop(request_id, None)
             if not self.queues[queue]:
                 del self.queues[queue]
 
     def all_of(self, wanted: SampleWeights) -> list[Call]:
-        """Calls that wait for these weights."""
-        found = [mine for (_, other), mine in self.queues.items() if other == wanted]
-        return [call for mine in found for call in mine.values()]
+        """Return the calls that wait for these weights."""
+        queues = [calls for (_, other), calls in self.queues.items() if other == wanted]
+        return [call for calls in queues for call in calls.values()]
 
     def next(self, whole: Path | None, swap_s: float) -> Asked | None:
-        """The call whose turn it is, if it fits to what is under way. If it wants other whole
-        weights than `whole`, which are there, nothing is under way. `swap_s`: what it takes to
-        change them."""
+        """Return the call whose turn it is, if it fits with the calls in progress. A call that
+        needs other full weights than `whole`, the engine's current ones, is returned only when no
+        call is in progress. `swap_s`: seconds that a change of the full weights takes."""
         if not self.queues or self.closed:
             return None
 
@@ -81,15 +82,15 @@ class Admission:
 
         heads = [next(iter(queue.values())) for queue in self.queues.values()]
         call = self.turns.next(heads, tenant, delay)
-        wanted = self.wants[call.request_id]
-        return (call, wanted) if self._fits(call, wanted, whole) else None
+        weights = self.wants[call.request_id]
+        return (call, weights) if self._fits(call, weights, whole) else None
 
     def close(self) -> None:
-        """Nobody comes in any longer."""
+        """Stop admitting calls."""
         self.closed = True
 
     def enter(self, call: Call, wanted: SampleWeights) -> None:
-        """It is under way."""
+        """Move a call from the queue to the calls in progress."""
         self.forget(call.request_id)
         self.inside[call.request_id] = InFlight(call, wanted, self.clock())
         self.size += call.size
@@ -98,7 +99,7 @@ class Admission:
         self.turns.worked(call, f"{wanted}", ENTRY_S)
 
     def leave(self, call: Call) -> None:
-        """It is not any longer."""
+        """Remove a call from the calls in progress."""
         one = self.inside[call.request_id]
         self._charge(one, self.clock())
         del self.inside[call.request_id]
@@ -119,12 +120,13 @@ class Admission:
         return not new or len(self.active) < self.adapters
 
     def count(self) -> None:
-        """For whom the engine has worked until now."""
+        """Charge the engine's time until now to the calls in progress."""
         now = self.clock()
         for one in self.inside.values():
             self._charge(one, now)
 
     def _charge(self, one: InFlight, now: float) -> None:
-        """Its part of the time since then, which those under way share."""
+        """Charge a call its share of the time since the last charge. All calls in progress have
+        equal shares."""
         self.turns.worked(one.call, f"{one.wanted}", (now - one.since) / len(self.inside))
         one.since = now

@@ -1,16 +1,15 @@
-"""Samples by an engine beside the trainer, while the ranks do other calls.
+"""Sampling with an engine, while the ranks run other calls.
 
 journal -> EngineSampling, in the loop of the engines' thread -> vLLM -> EngineSampling -> journal
                                                                        \\-> `drawn`, for the ranks
 
-A call is asked of the engine as soon as it has come, and joins those that are under way. Where its
-answers lack nothing they go to the journal from here. Log-probs of prompts, likeliest tokens and
-those at other temperatures are the ranks' to say: such calls come to the service's loop with their
-answers.
+A call goes to the engine as soon as it arrives, and joins the calls in progress. Complete answers
+go from here to the journal. The ranks compute log-probs of prompts, most likely tokens, and
+log-probs at other temperatures: such calls go to the service's loop with their answers.
 
-No attempt of a call is counted while the engine draws: it is a process of its own, and if the
-service dies meanwhile, none of these calls is to blame, of which there may be hundreds. They are
-still to be done then, and the same seeds draw the same answers.
+Attempts of a call are not counted while the engine draws. The engine is a separate process, and if
+the service dies meanwhile, these calls, which may be hundreds, are not at fault. They are still
+pending afterwards, and the same seeds draw the same answers.
 """
 
 import asyncio
@@ -42,24 +41,24 @@ from megatron_vlm.serve.vllm_admission import Admission
 from megatron_vlm.serve.vllm_weights import EngineWeights, SampleWeights
 
 LEAST_TEMPERATURE = 0.01  # above 0: with less, vLLM draws as with this
-SESSIONS = 10_000  # of which it is remembered what they sample from
+SESSIONS = 10_000  # maximum sessions whose weights are remembered
 
 
 class EngineSampling:
-    """On rank 0. The service's loop calls `start`, `check` and `close` and reads `drawn` and
-    `samples`; the rest runs in the engines' loop."""
+    """Engine sampling on rank 0. The service's loop calls `start`, `check` and `close` and reads
+    `drawn` and `samples`; the rest runs in the engines' loop."""
 
     def __init__(
         self, engines: Engines, journal: Journal, readings: RequestPrefetcher, adapters: int
     ):
-        """`adapters`: how many different ones the engine draws with at a time."""
+        """`adapters`: maximum number of adapters that the engine draws with at a time."""
         self.engines, self.journal, self.readings = engines, journal, readings
         self.weights = EngineWeights(engines, journal.run)
         self.admission = Admission(adapters, len(engines.sampler.replicas))
         self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # with answers
-        self.samples = 0  # of calls that were finished from here
+        self.samples = 0  # number of samples in calls that were finished here
         self.read = 0  # the number of the last call that was read from the journal
-        self.tasks: dict[str, asyncio.Task[None]] = {}  # of calls that the engine is asked
+        self.tasks: dict[str, asyncio.Task[None]] = {}  # tasks of the calls in the engine
         self.finished: list[Finished] = []  # results on their way to the journal
         self.writing: asyncio.Task[None] | None = None
         self.switching: asyncio.Task[None] | None = None
@@ -72,33 +71,33 @@ class EngineSampling:
     # -- the service's thread
 
     def start(self) -> None:
-        """Begin with what waits."""
+        """Start to draw the pending samples."""
         self.running = self.engines.submit(self._run())
         self.journal.when_rung(lambda: self._tell(self.news.set))
         self.journal.listen(self._hear)
 
     def check(self) -> None:
-        """Raise what has gone wrong here: the service would wait for ever."""
+        """Raise the error that has stopped the sampling, since the service would wait forever."""
         if self.broken is not None:
             raise self.broken
         if self.running.done():
             self.running.result()
 
     def close(self) -> None:
-        """What is under way is left, to be drawn again when the service starts again."""
+        """Stop sampling. Unfinished samples are drawn again when the service starts again."""
         self.running.cancel()
         self.engines.submit(self._end()).result()
 
     # -- any thread
 
     def _hear(self, kept: Sequence[CompletedCall]) -> None:
-        """Calls have results: from here, from the ranks, or since they were cancelled."""
+        """Handle calls that have results: from here, from the ranks, or by cancellation."""
         ids = [each.request_id for each in kept if each.kind == SAMPLE]
         if ids:
             self._tell(self._over, ids)
 
     def _tell(self, what: Any, *values: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it whoever would listen
+        with suppress(RuntimeError):  # the loop has ended, so no task needs the notice
             self.engines.loop.call_soon_threadsafe(what, *values)
 
     # -- the engines' loop
@@ -108,15 +107,15 @@ class EngineSampling:
         while True:
             await self.news.wait()
             self.news.clear()
-            for call, wanted in await asyncio.to_thread(self._look):
-                if wanted is None:
+            for call, weights in await asyncio.to_thread(self._look):
+                if weights is None:
                     self._finish(call, ended_session())
                 else:
-                    self.admission.wait(call, wanted)
+                    self.admission.wait(call, weights)
             self._begin()
 
     def _look(self) -> list[tuple[Call, SampleWeights | None]]:
-        """Samples that came since the last look, and what they are drawn with."""
+        """Return the samples that have arrived since the last call, and their weights."""
         calls = self.journal.samples(self.read)
         self.read = max([self.read, *(call.number for call in calls)])
         if len(self.sessions) > SESSIONS:
@@ -127,19 +126,19 @@ class EngineSampling:
         return [(call, self.sessions[call.owner]) for call in calls]
 
     def _begin(self) -> None:
-        """Ask of the engine what it has room for."""
+        """Start as many calls as the engine has room for."""
         self.admission.count()
         while self.switching is None:
-            asked = self.admission.next(self.weights.whole, self.weights.swap_s)
-            if asked is None:
+            admitted = self.admission.next(self.weights.whole, self.weights.swap_s)
+            if admitted is None:
                 return
-            call, wanted = asked
-            if wanted.whole != self.weights.whole:
-                self.switching = asyncio.create_task(self._switch(wanted))
+            call, weights = admitted
+            if weights.whole != self.weights.whole:
+                self.switching = asyncio.create_task(self._switch(weights))
                 self.switching.add_done_callback(self._switched)
                 return
-            self.admission.enter(call, wanted)
-            task = asyncio.create_task(self._draw(call, wanted))
+            self.admission.enter(call, weights)
+            task = asyncio.create_task(self._draw(call, weights))
             self.tasks[call.request_id] = task
             task.add_done_callback(partial(self._left, call))
 
@@ -156,7 +155,7 @@ class EngineSampling:
             seeds = range(ask.seed, ask.seed + ask.n)
             sampler = self.engines.sampler
             answers = await sampler.sample(ask.prompt, ask.settings, seeds, adapter)
-        except Exception as error:  # also of an engine that was given up: the service goes on
+        except Exception as error:  # also if the engine has failed for good: the service goes on
             self._finish(call, self._failure(error))
             return
         ask = replace(ask, answers=tuple(answers))
@@ -168,7 +167,7 @@ class EngineSampling:
         self._finish(call, Outcome(written(ask), "protobuf"))
 
     async def _switch(self, wanted: SampleWeights) -> None:
-        """Give the engine other whole weights; nothing is under way."""
+        """Give the engine other full weights. No call is in progress."""
         try:
             await self.weights.switch(wanted.whole)
         except Exception as error:
@@ -186,8 +185,9 @@ class EngineSampling:
         del self.tasks[call.request_id]
         self.admission.leave(call)
         if not task.cancelled() and (error := task.exception()) is not None:
-            found = self.journal.result(call.request_id)
-            if found is not None and found.outcome is None:  # else it was cancelled meanwhile
+            record = self.journal.result(call.request_id)
+            # A call without a result was not cancelled, so the error is this program's.
+            if record is not None and record.outcome is None:
                 self._broke(error)
         self._begin()
 
@@ -196,16 +196,18 @@ class EngineSampling:
         self.journal.ring()
 
     def _failure(self, error: Exception) -> Failure:
-        """None of it is the client's mistake: what it may ask for was checked before."""
+        """Return the failure for an error, and print a new one. The failure is always the server's:
+        the request of the client was checked before."""
         known = isinstance(error, MegatronVLMError)
         failure = Failure(str(error) if known else f"{type(error).__name__}: {error}", "server")
-        if failure != self.said:  # of an engine that was given up all samples fail alike
+        if failure != self.said:  # all samples fail alike once the engine has failed for good
             say(f"samples have failed: {failure.text}")
             self.said = failure
         return failure
 
     def _finish(self, call: Call, outcome: Outcome | Failure) -> None:
-        """Those that come while others are written go to the disk together."""
+        """Queue a result for the journal. Results that arrive during a write are written
+        together."""
         self.finished.append(Finished(call.request_id, outcome))
         if self.writing is None:
             self.writing = asyncio.create_task(self._write())
@@ -213,15 +215,15 @@ class EngineSampling:
     async def _write(self) -> None:
         try:
             while self.finished:
-                some, self.finished = self.finished, []
-                await asyncio.to_thread(self.journal.finish_all, some)
+                batch, self.finished = self.finished, []
+                await asyncio.to_thread(self.journal.finish_all, batch)
         except Exception as error:
             self._broke(error)
         finally:
             self.writing = None
 
     def _over(self, ids: Sequence[str]) -> None:
-        """They have results, so there is nothing to do for them any longer."""
+        """Drop calls that have results."""
         for request_id in ids:
             self.drawn.pop(request_id, None)
             self.admission.forget(request_id)
@@ -232,7 +234,7 @@ class EngineSampling:
         self.admission.close()
         if self.writing is not None:
             await self.writing
-        left = [task for task in (*self.tasks.values(), self.switching) if task is not None]
-        for task in left:
+        tasks = [task for task in (*self.tasks.values(), self.switching) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,9 +1,10 @@
-"""Snapshots as an engine takes them, and which of them it has.
+"""Snapshots of weights in the engine's format, and the weights that an engine has.
 
-Adapters are a folder of PEFT's, whole weights a checkpoint of Hugging Face's. Each is written once,
-inside the snapshot's own folder, and goes with it when the journal forgets the snapshot. It is read
-from the disk and needs none of the ranks. The whole weights that an engine has are held by other
-links to the same files, since an engine that dies is given them again, whoever has forgotten them.
+An adapter is a PEFT folder, and full weights are a Hugging Face checkpoint. Each is written once,
+inside the snapshot's own folder, and is deleted with it when the journal forgets the snapshot. It
+is made from the snapshot's files on disk, without the ranks. Hard links keep the files of the
+engine's current full weights: an engine that dies receives them again, even if the journal has
+forgotten the snapshot.
 """
 
 import asyncio
@@ -24,15 +25,15 @@ FORM = "engine"  # the folder's name
 
 @dataclass(frozen=True)
 class SampleWeights:
-    """What a sampling session's samples are drawn with: the base model, with `adapter` or without,
-    or `whole` weights in place of the base model's. Both are folders of snapshots."""
+    """Weights of a sampling session: the base model, with or without `adapter`, or the full weights
+    `whole` in place of the base model's. Both are folders of snapshots."""
 
     whole: Path | None = None
     adapter: Path | None = None
 
     @staticmethod
     def of(sampler: SamplingSession) -> "SampleWeights":
-        """What never changes while the session lasts."""
+        """Return the weights of a session, which never change."""
         if sampler.folder is None:
             return SampleWeights()
         if ModelForm.of(sampler.facts["form"]).rank:
@@ -41,19 +42,19 @@ class SampleWeights:
 
 
 class EngineWeights:
-    """To be used in the engines' loop."""
+    """Weights of the engines; to be used in the engines' loop."""
 
     def __init__(self, engines: Engines, run: Path) -> None:
         """`run`: the service's folder."""
         self.engines, self.held = engines, run / FORM
-        shutil.rmtree(self.held, ignore_errors=True)  # of a service that ended
+        shutil.rmtree(self.held, ignore_errors=True)  # left over from an earlier service
         self.whole: Path | None = None  # the snapshot in place of the base model
         self.switches = 0
-        self.swap_s = 0.0  # that a switch took lately
+        self.swap_s = 0.0  # moving average of the seconds that a switch takes
         self.writing: dict[Path, asyncio.Task[None]] = {}
 
     async def switch(self, whole: Path | None) -> None:
-        """Give the engine a snapshot's whole weights, or the base model's."""
+        """Give the engine a snapshot's full weights, or the base model's."""
         started, sampler = time.monotonic(), self.engines.sampler
         self.switches += 1
         folder, held = sampler.settings.folder, self.held / f"{self.switches}"
@@ -72,25 +73,26 @@ class EngineWeights:
         self.swap_s += 0.3 * (time.monotonic() - started - self.swap_s)
 
     async def folder(self, snapshot: Path, adapter: bool) -> str:
-        """The snapshot as the engine takes it, written unless it is there: it appears whole."""
+        """Return the folder of the snapshot in the engine's format, and write it if it is not
+        there. The folder appears only when it is complete."""
         folder = snapshot / FORM
         if not folder.is_dir():
             if snapshot not in self.writing:
                 task = asyncio.create_task(_write(snapshot, folder, adapter))
                 self.writing[snapshot] = task
                 task.add_done_callback(lambda task: self._written(snapshot, task))
-            # Whoever waits may be cancelled, and others wait for the same.
+            # This waiter may be cancelled while others wait for the same task.
             await asyncio.shield(self.writing[snapshot])
         return str(folder)
 
     def _written(self, snapshot: Path, task: "asyncio.Task[None]") -> None:
         del self.writing[snapshot]
         if not task.cancelled():
-            task.exception()  # whoever waits for it raises it; there may be nobody
+            task.exception()  # marks it as retrieved: waiters raise it, if there are any
 
 
 def _link(folder: str, out: str) -> None:
-    """The same files, without a copy where the disk can do so."""
+    """Link the files of a folder into another, and copy them where the file system has no links."""
 
     def one(source: str, target: str) -> None:
         try:
