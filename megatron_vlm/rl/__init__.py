@@ -1,2 +1,2 @@
-"""Learning from what answers are worth. Users' files import `environment` from here, in processes
-without torch: so this file imports nothing."""
+"""Reinforcement learning from rewards. Users' files import `environment` from here, in processes
+without torch, so this file imports nothing."""

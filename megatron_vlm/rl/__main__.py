@@ -1,4 +1,4 @@
-"""One rank of a run: `torchrun ... -m megatron_vlm.rl key=value ...`."""
+"""Entry point of a rank of a run: `torchrun ... -m megatron_vlm.rl key=value ...`."""
 
 import sys
 

@@ -1,6 +1,5 @@
-"""Numbers around the loss of sampled answers: their advantages, how much each of their tokens
-weighs, what the sum is divided by, and how far the sampler was from the trainer. docs/rl.md says
-which of them make which algorithm.
+"""Terms of the loss of sampled answers: advantages, token weights, the divisor of the sum, and
+importance weights between sampler and trainer. docs/rl.md lists the settings of each algorithm.
 """
 
 import math
@@ -13,16 +12,16 @@ Advantage = Literal["grpo", "rloo", "dr_grpo"]
 Aggregate = Literal["tokens", "sequences", "constant"]
 
 STD_FLOOR = 1e-4  # added to a group's standard deviation, as in TRL
-MOST_LOG = 700.0  # exp of more is no float64
+MOST_LOG = 700.0  # exp of a larger number may overflow float64
 
 
 def group_advantages(rewards: Sequence[float], kind: Advantage) -> list[float]:
-    """How much better each answer to one prompt is than the others: grpo subtracts the mean and
-    divides by the sample standard deviation, rloo subtracts the mean of the other answers, dr_grpo
-    the mean. Zeros where all rewards are equal."""
+    """Return the advantages of the answers to a prompt. grpo subtracts the mean and divides by the
+    sample standard deviation, rloo subtracts the mean of the other answers, and dr_grpo subtracts
+    the mean. All are zero where all rewards are equal."""
     assert rewards and all(map(math.isfinite, rewards)), rewards
     assert kind != "rloo" or len(rewards) > 1, "rloo compares an answer with others"
-    if min(rewards) == max(rewards):  # exactly: sums would leave a rounding error
+    if min(rewards) == max(rewards):  # exact zeros: the sums would leave a rounding error
         return [0.0] * len(rewards)
     count = len(rewards)
     mean = math.fsum(rewards) / count
@@ -38,17 +37,18 @@ def group_advantages(rewards: Sequence[float], kind: Advantage) -> list[float]:
 
 
 def token_weights(lengths: Sequence[int], aggregate: Aggregate) -> list[float]:
-    """Of each answer the weight of each of its tokens, by the number of its supervised tokens.
-    With "sequences" all answers weigh the same, otherwise all tokens."""
+    """Return the token weight of each answer, given its number of supervised tokens. With
+    "sequences" all answers have the same total weight, otherwise all tokens have the same
+    weight."""
     if aggregate == "sequences":
         return [1 / max(length, 1) for length in lengths]
     return [1.0] * len(lengths)
 
 
 def divisor_of(lengths: Sequence[int], aggregate: Aggregate, max_tokens: int) -> float | None:
-    """What the weighted sum over all answers of a step is divided by. None: by the sum of weights,
-    which is the number of tokens, or of answers that have any. "constant" is that of Dr. GRPO,
-    which does not depend on how long the answers were."""
+    """Return the divisor of the weighted sum over all answers of a step. None means the sum of the
+    weights, which is the number of tokens, or of answers that have tokens. "constant" is the
+    divisor of Dr. GRPO, which does not depend on the lengths of the answers."""
     if aggregate == "constant":
         return float(len(lengths) * max_tokens)
     return None
@@ -57,13 +57,14 @@ def divisor_of(lengths: Sequence[int], aggregate: Aggregate, max_tokens: int) ->
 def importance_weights(
     old_log_probs: Sequence[float], sampler_log_probs: Sequence[float], most: float | None
 ) -> list[float]:
-    """Truncated importance sampling: for each token the ratio of what the trainer's model and what
-    the sampler gave it, at most `most`; None: 1. Multiply the token's advantage by it: as a weight
-    of the loss it would be part of the divisor, too, and of the KL term."""
+    """Return the weight of each token for truncated importance sampling: the ratio of the trainer's
+    to the sampler's probability, at most `most`. If `most` is None, all weights are 1. Multiply the
+    token's advantage by its weight: a weight of the loss would enter the divisor and the KL term,
+    too."""
     assert len(old_log_probs) == len(sampler_log_probs)
     if most is None:
         return [1.0] * len(old_log_probs)
     assert most > 0, most
     log_ratio = np.subtract(old_log_probs, sampler_log_probs, dtype=np.float64)
-    found: list[float] = np.minimum(np.exp(np.minimum(log_ratio, MOST_LOG)), most).tolist()
-    return found
+    weights: list[float] = np.minimum(np.exp(np.minimum(log_ratio, MOST_LOG)), most).tolist()
+    return weights

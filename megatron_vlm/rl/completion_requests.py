@@ -1,4 +1,5 @@
-"""Who answers episodes: the trainer's own decoder, round by round, or an engine, each at once."""
+"""Queues for the completions of episodes. The trainer's own decoder serves requests in lockstep,
+and an engine serves each prompt at once."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,22 +12,22 @@ from megatron_vlm.training.completions import Completion, SamplingSettings
 
 
 class CompletionQueue(Protocol):
-    """Where episodes ask for answers."""
+    """Queue that episodes request completions from."""
 
     def enter(self, episodes: int) -> None:
-        """So many more episodes are under way."""
+        """Add this number of episodes to those in progress."""
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """Remove an episode that has ended."""
 
     async def ask(self, prompt: Row, seed: int, sharers: int) -> Completion:
-        """The answer that this seed draws. As many episodes as `sharers` ask with the same prompt,
-        the same object, and seeds that follow each other."""
+        """Return the completion that this seed draws. `sharers` is the number of episodes that send
+        the same prompt, as the same object, with consecutive seeds."""
 
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A prompt, and the seeds of its answers, which follow each other."""
+    """Prompt and the seeds of its completions, which are consecutive."""
 
     prompt: Row
     seeds: list[int]
@@ -34,8 +35,8 @@ class AskedPrompt:
 
 
 class LockstepQueue:
-    """Answers all at once, when every episode that is under way waits for an answer. So what is
-    asked together does not depend on how long rewards and environments take."""
+    """Queue that serves all requests together, once every episode in progress waits for a
+    completion. So the batches do not depend on how long rewards and environments take."""
 
     def __init__(self) -> None:
         self.playing = 0
@@ -61,30 +62,31 @@ class LockstepQueue:
             self.all_wait.set()
 
     def taken(self) -> list[AskedPrompt]:
-        """What is to be answered now, each prompt once, in the order of seeds."""
+        """Take the pending requests, one per prompt, in the order of seeds."""
         assert len(self.waiting) == self.playing
         self.all_wait.clear()
-        found: dict[int, AskedPrompt] = {}
+        by_prompt: dict[int, AskedPrompt] = {}
         for prompt, seed, answer in sorted(self.waiting, key=lambda each: each[1]):
-            asked = found.setdefault(id(prompt), AskedPrompt(prompt, [], []))
-            asked.seeds.append(seed)
-            asked.answers.append(answer)
+            request = by_prompt.setdefault(id(prompt), AskedPrompt(prompt, [], []))
+            request.seeds.append(seed)
+            request.answers.append(answer)
         self.waiting = []
-        return list(found.values())
+        return list(by_prompt.values())
 
 
 class EngineQueue:
-    """Passes each prompt on as soon as all who share it have asked."""
+    """Queue that passes a prompt to the engine as soon as all episodes that share it wait for
+    it."""
 
     def __init__(self, sampler: Sampler, settings: SamplingSettings):
         self.sampler, self.settings = sampler, settings
         self.waiting: dict[int, list[tuple[int, asyncio.Future[Completion]]]] = {}
 
     def enter(self, episodes: int) -> None:
-        """Nobody waits for the others."""
+        """Do nothing, because episodes do not wait for each other."""
 
     def leave(self) -> None:
-        """The same."""
+        """Do nothing, because episodes do not wait for each other."""
 
     async def ask(self, prompt: Row, seed: int, sharers: int) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -100,10 +102,10 @@ class EngineQueue:
     ) -> None:
         try:
             seeds = [seed for seed, _ in waiting]
-            found = await self.sampler.sample(prompt, self.settings, seeds)
+            completions = await self.sampler.sample(prompt, self.settings, seeds)
         except BaseException as error:
             for _, answer in waiting:
                 answer.set_exception(error)
             return
-        for (_, answer), completion in zip(waiting, found, strict=True):
+        for (_, answer), completion in zip(waiting, completions, strict=True):
             answer.set_result(completion)

@@ -1,4 +1,4 @@
-"""Episode: a prompt, the answers to it, and what an environment says between them.
+"""Episode: a prompt, the answers, and the environment's messages between them.
 
 Shapes: S tokens.
 """
@@ -17,26 +17,27 @@ from megatron_vlm.training.completions import Completion
 
 @dataclass
 class Episode:
-    """One of several to a prompt. What was shown are rows without labels, whose pictures episodes
-    share; tokens lie beside each other as the model has seen or drawn them."""
+    """Episode, of which a prompt has several. The prompt and the environment's messages are rows
+    without labels, in `shown`; episodes share their pictures. `ids` and `log_probs` hold all tokens
+    of the episode in order, shown or drawn."""
 
-    number: int  # among all of the run so far
-    group: int  # the number of its prompt in the step
-    place: int  # among the episodes to this prompt
+    number: int  # number among all episodes of the run so far
+    group: int  # number of its prompt in the step
+    place: int  # place among the episodes of this prompt
     where: str
     record: Mapping[str, Any]
     shown: list[Row] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     log_probs: list[float | None] = field(default_factory=list)  # None: the token was not drawn
-    versions: list[int] = field(default_factory=list)  # of the weights, for each answer
+    versions: list[int] = field(default_factory=list)  # version of the weights for each answer
     answers: list[str] = field(default_factory=list)
     reward: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
-    cut: bool = False  # an answer, or the episode, was ended by its length
+    cut: bool = False  # the last answer, or the episode, has reached its maximum length
 
     def hear(self, row: Row, end_id: int) -> None:
-        """The prompt, or what the environment says. An answer that its length ended is closed by
-        the token that should have, which was not drawn."""
+        """Add the prompt, or messages of the environment. An answer that was cut at its maximum
+        length is closed with the end token, which was not drawn."""
         if self.cut:
             self.ids.append(end_id)
             self.log_probs.append(None)
@@ -45,7 +46,7 @@ class Episode:
         self.log_probs += [None] * len(row.ids_S)
 
     def say(self, answer: Completion, text: str) -> None:
-        """An answer, and the text of it."""
+        """Add an answer and its text."""
         self.ids += answer.ids
         self.log_probs += answer.log_probs
         self.versions.append(answer.version)
@@ -53,18 +54,19 @@ class Episode:
         self.cut = answer.ended == "length"
 
     def take(self, step: EnvStep) -> None:
-        """What the environment makes of the answer."""
+        """Add the environment's response to the answer."""
         self.reward += step.reward
         for name, value in step.figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + value
 
     @property
     def trained(self) -> int:
-        """The tokens that were drawn."""
+        """Number of tokens that were drawn."""
         return sum(each is not None for each in self.log_probs)
 
     def prompt(self) -> Row:
-        """What the next answer continues. Episodes that begin alike have the same object."""
+        """Return the row that the next answer continues. Episodes with the same beginning return
+        the same object."""
         if not self.answers:
             return self.shown[0]
         ids_S = torch.tensor(self.ids)
@@ -73,9 +75,9 @@ class Episode:
 
 @dataclass
 class Group:
-    """A prompt and its episodes."""
+    """Prompt and its episodes."""
 
-    question: str  # its text
+    question: str  # text of the prompt
     episodes: list[Episode]
 
     @property
@@ -84,14 +86,15 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether some of its answers are better than others."""
+        """True if its rewards differ, so that there is something to learn."""
         return len(set(self.rewards)) > 1
 
 
 def pictures_of(shown: list[Row]) -> dict[str, Any]:
-    """The fields of a Row that has the pictures and videos of these, one after the other."""
-    found: dict[str, Any] = {}
+    """Return the visual fields of a Row that has the pictures and videos of these rows, in
+    order."""
+    visuals: dict[str, Any] = {}
     for name in VISUAL_FIELDS:
         parts = [part for row in shown if (part := getattr(row, name)) is not None]
-        found[name] = (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
-    return found
+        visuals[name] = (parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
+    return visuals

@@ -1,6 +1,6 @@
-"""Episodes played to their end: answers are asked for, and rewards and environments answer them.
+"""Runner of episodes on rank 0, which requests answers and passes them to rewards or environments.
 
-On rank 0 alone. Each episode is a coroutine; whoever gives it answers is a Desk.
+Each episode is a coroutine, and a CompletionQueue provides its answers.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from megatron_vlm.training.completions import SamplingSettings
 
 @dataclass
 class EpisodeRunner:
-    """What episodes are played with."""
+    """Runner of episodes: the prompts, the rewards, and the settings of sampling."""
 
     cfg: Config
     data: DataSet
     judges: RewardPool
-    skipped: list[DataError] = field(default_factory=list)  # of prompts that were left out
-    begun: int = 0  # episodes so far
+    skipped: list[DataError] = field(default_factory=list)  # errors of skipped prompts
+    begun: int = 0  # number of episodes so far
 
     @cached_property
     def dialogues(self) -> list[TurnEncoder]:
-        """Of each source, since each has its own folder of images."""
+        """Turn encoders of the sources. Each source has its own, because of its image folder."""
         return [TurnEncoder(reader) for reader in self.data.readers]
 
     @cached_property
@@ -44,44 +44,44 @@ class EpisodeRunner:
 
     @cached_property
     def settings(self) -> SamplingSettings:
-        """How answers are drawn."""
+        """Sampling settings of the answers."""
         rl, end_id = self.cfg.rl, self.dialogues[0].end_id
-        drawn = rl.temperature, rl.top_k, rl.top_p
-        return SamplingSettings(rl.max_new_tokens, *drawn, stop_ids=(end_id,))
+        distribution = rl.temperature, rl.top_k, rl.top_p
+        return SamplingSettings(rl.max_new_tokens, *distribution, stop_ids=(end_id,))
 
     def text(self, ids: Sequence[int]) -> str:
-        """What rewards and environments are told of an answer."""
-        said = self.settings.without_stop(ids)
-        return str(self.tokenizer.decode(said, skip_special_tokens=True))
+        """Return the text of an answer for rewards and environments."""
+        answer_ids = self.settings.without_stop(ids)
+        return str(self.tokenizer.decode(answer_ids, skip_special_tokens=True))
 
     def words(self, row: Row) -> str:
-        """The text of what was shown, for people."""
-        said = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=False)
-        # Each turn begins with its role, in a line of its own.
-        turns = [turn.partition("\n")[2] for turn in str(said).split(START)[1:]]
+        """Return the readable text of a row that was shown to the model."""
+        text = self.tokenizer.decode(row.ids_S.tolist(), skip_special_tokens=False)
+        # Each turn begins with a line that contains its role.
+        turns = [turn.partition("\n")[2] for turn in str(text).split(START)[1:]]
         shown = [self.data.readers[0].encoder.renderer.special.sub("", turn) for turn in turns]
         return "\n".join(turn.strip() for turn in shown if turn.strip())
 
     async def play(
         self, desk: CompletionQueue, handles: Sequence[Handle], step: int, first_group: int
     ) -> list[Group]:
-        """The episodes of each of these prompts. A prompt that cannot be read ends the run, or is
-        left out, as data.on_error says."""
+        """Run the episodes of these prompts, and return their groups. A prompt that cannot be read
+        raises an error or is skipped, depending on data.on_error."""
         reading = [asyncio.to_thread(self._read, handle) for handle in handles]
         rows = await asyncio.gather(*reading)
-        found = [
+        playing = [
             (self._group(handle, row, first_group + place), row, self.dialogues[handle[0]])
             for place, (handle, row) in enumerate(zip(handles, rows, strict=True))
             if row is not None
         ]
-        desk.enter(sum(len(group.episodes) for group, _, _ in found))
-        tasks = [asyncio.create_task(self._play_group(desk, *each, step)) for each in found]
+        desk.enter(sum(len(group.episodes) for group, _, _ in playing))
+        tasks = [asyncio.create_task(self._play_group(desk, *each, step)) for each in playing]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return [group for group, _, _ in found]
+        return [group for group, _, _ in playing]
 
     def _read(self, handle: Handle) -> Row | None:
         try:
@@ -89,7 +89,7 @@ class EpisodeRunner:
         except DataError as error:
             if self.cfg.data.on_error == "raise":
                 raise
-            self.skipped.append(DataError(**error.fields()))  # without what it was read from
+            self.skipped.append(DataError(**error.fields()))  # a copy that keeps no record alive
             return None
 
     def _group(self, handle: Handle, row: Row, number: int) -> Group:
@@ -111,8 +111,8 @@ class EpisodeRunner:
             where = f"{episode.where}: what rl.environment says first"
             opening = row if first is None else dialogue.opening(first, where)
             episode.hear(opening, dialogue.end_id)
-        alike = firsts.count(None)
-        sharers = [alike if first is None else 1 for first in firsts]
+        same_opening = firsts.count(None)
+        sharers = [same_opening if first is None else 1 for first in firsts]
         playing = [
             self._play_episode(desk, episode, dialogue, step, count)
             for episode, count in zip(episodes, sharers, strict=True)
@@ -127,18 +127,20 @@ class EpisodeRunner:
         step: int,
         sharers: int,
     ) -> None:
-        """Up to where the environment says no more, or a limit is reached."""
+        """Run an episode until the environment returns no messages, or a limit is reached."""
         rl = self.cfg.rl
         for turn in range(rl.turns):
             seed = seed_of(self.cfg.train.seed, step, episode, turn)
             answer = await desk.ask(episode.prompt(), seed, 1 if turn else sharers)
             episode.say(answer, self.text(answer.ids))
-            told = await asyncio.wrap_future(self.judges.step(episode.number, episode.answers[-1]))
-            episode.take(told)
-            if not told.messages:
+            response = await asyncio.wrap_future(
+                self.judges.step(episode.number, episode.answers[-1])
+            )
+            episode.take(response)
+            if not response.messages:
                 break
             where = f"{episode.where}: what rl.environment says after answer {turn + 1}"
-            reply = await asyncio.to_thread(dialogue.reply, told.messages, where)
+            reply = await asyncio.to_thread(dialogue.reply, response.messages, where)
             longest = len(episode.ids) + len(reply.ids_S) + 1 + rl.max_new_tokens
             if turn + 1 == rl.turns or longest > rl.max_tokens:
                 episode.cut = True
@@ -149,8 +151,9 @@ class EpisodeRunner:
 
 
 def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:
-    """Of an answer, below 2**62: that of an episode's neighbour is the next number."""
-    own = () if turn == 0 else (episode.place,)
-    text = " ".join(map(str, (seed, step, episode.group, turn, *own)))
+    """Return the seed of an answer, below 2**62. In the first turn, the next episode of the same
+    prompt has the next number."""
+    own_place = () if turn == 0 else (episode.place,)
+    text = " ".join(map(str, (seed, step, episode.group, turn, *own_place)))
     drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return (int.from_bytes(drawn, "little") >> 3) + (episode.place if turn == 0 else 0)
