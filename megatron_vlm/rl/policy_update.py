@@ -1,4 +1,4 @@
-"""One rank's part of learning from a lesson.
+"""Policy update on a rank, from the rows of a train batch.
 
 Shapes: S tokens of a row.
 """
@@ -19,43 +19,44 @@ from megatron_vlm.rl.train_batch import TrainBatch, TrainRow, Update
 from megatron_vlm.training.losses import Objective
 from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
-_DISTINCT = 2**20  # numbers of rows that a float holds exactly, and neighbours differ
+_DISTINCT = 2**20  # row numbers below this are exact as floats, so neighbouring rows differ
 
 
 @dataclass(frozen=True)
 class LogProbGap:
-    """How far the sampler's log-probs are from the trainer's, over all drawn tokens of a step."""
+    """Gap between the log-probs of sampler and trainer, over all drawn tokens of a step."""
 
     largest: float
     mean: float
-    weights_cut: float  # share of the tokens
+    weights_cut: float  # share of the tokens whose importance weight was truncated
 
 
 class PolicyUpdater:
-    """Scores the rows of a lesson, where that is needed, and makes their gradients."""
+    """Updater that scores the rows of a train batch, where needed, and computes their gradients."""
 
     def __init__(self, worker: MegatronWorker):
         self.worker, self.cfg = worker, worker.cfg
         rl = self.cfg.rl
-        given = {
+        options = {
             "clip_low": rl.clip_low,
             "clip_high": rl.clip_high,
             "kl_coef": rl.kl_coef,
             "entropy_coef": rl.entropy_coef,
         }
-        self.options = {name: value for name, value in given.items() if value is not None}
+        self.options = {name: value for name, value in options.items() if value is not None}
         self.names = Objective.create(rl.loss, self.options).value_names
 
     @cached_property
     def reference(self) -> MegatronWorker:
-        """The model that training began with, in the same processes, made where it is asked:
-        adapters begin at nothing, or where lora.path left them."""
+        """Reference model: the initial model, in the same processes, loaded at first use. With LoRA
+        its adapters are zero, or those of lora.path."""
         return MegatronWorker(self.cfg, training=False, watchdog=self.worker.watchdog)
 
     def gradients(
         self, update: Update, rows: Mapping[int, TrainRow], values: "Values"
     ) -> StepMetrics:
-        """Those of one update, in place of any before. A collective."""
+        """Compute the gradients of an update, in place of earlier gradients. This is a
+        collective."""
         placed = {n: self._row(n, rows[n], values) for n in self._mine(update)}
         batches = self._batches(update, placed, self.names)
         loss, divisor = self.cfg.rl.loss, update.divisor
@@ -76,14 +77,14 @@ class PolicyUpdater:
         return replace(each.row, values_S=values_S, loss_weights_S=weights_S)
 
     def values(self, lesson: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
-        """What the loss reads that is not in the lesson. A collective."""
+        """Compute the inputs of the loss that are not in the train batch. This is a collective."""
         rl = self.cfg.rl
         old: dict[int, Tensor] = {}
         weights: dict[int, Tensor] = {}
-        if rl.sampler != "own":  # whose log-probs are the trainer's own
+        if rl.sampler != "own":  # log-probs of the own decoder are the trainer's already
             old = self._scored(self.worker, lesson, rows)
-            for number, each in rows.items():
-                both = old[number].tolist(), each.sampler_log_probs_S.tolist()
+            for number, train_row in rows.items():
+                both = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
                 weights[number] = torch.tensor(importance_weights(*both, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
@@ -93,65 +94,67 @@ class PolicyUpdater:
     def _scored(
         self, worker: MegatronWorker, lesson: TrainBatch, rows: Mapping[int, TrainRow]
     ) -> dict[int, Tensor]:
-        """Log-probs of this replica's rows by a model."""
-        found: dict[int, Tensor] = {}
+        """Return the log-probs of this replica's rows under a model."""
+        log_probs: dict[int, Tensor] = {}
         plain = {number: each.row for number, each in rows.items()}
         for update in lesson.updates:
             numbers = sorted(self._mine(update))
             scored = worker.forward(self._batches(update, plain))
-            found |= zip(numbers, scored, strict=True)
-        return found
+            log_probs |= zip(numbers, scored, strict=True)
+        return log_probs
 
     def _batches(
         self, update: Update, rows: Mapping[int, Row], names: Sequence[str] = ()
     ) -> list[MicroBatch]:
-        """This replica's micro-batches of an update; one of nothing where it has none."""
+        """Return this replica's micro-batches of an update, or a single filler batch if it has
+        none."""
         tokens = self.worker.source.sizes.tokens
-        found = []
+        batches = []
         for share in update.plan[self.worker.grid.dp.rank]:
             placed = [place_row(rows[number], tokens, f"row {number}", names) for number in share]
-            found.append(collate(placed, share, names))
-        return found or [filler_batch()]
+            batches.append(collate(placed, share, names))
+        return batches or [filler_batch()]
 
     def _mine(self, update: Update) -> list[int]:
         return [number for share in update.plan[self.worker.grid.dp.rank] for number in share]
 
     def mine(self, lesson: TrainBatch) -> dict[int, TrainRow]:
-        """The rows of this replica, by their numbers in the lesson."""
+        """Return the rows of this replica, by their numbers in the train batch."""
         numbers = (number for update in lesson.updates for number in self._mine(update))
         return {number: lesson.rows[number] for number in numbers}
 
     def apart(self, rows: Mapping[int, TrainRow], values: "Values") -> LogProbGap | None:
-        """None where the sampler is the trainer. A collective."""
+        """Return the gap between the log-probs of sampler and trainer; None where the trainer's own
+        decoder has drawn the answers. This is a collective."""
         if self.cfg.rl.sampler == "own":
             return None
-        most = self.cfg.rl.max_weight
-        mine = [0.0, 0.0, 0.0, 0.0]  # largest, sum, cut, tokens
-        for number, each in rows.items() if self.worker.grid.leads else ():
-            drawn_S = each.row.labels_S != IGNORE
-            differ_N = (values.old[number] - each.sampler_log_probs_S)[drawn_S]
-            mine[0] = max(mine[0], float(differ_N.abs().max()))
-            mine[1] += float(differ_N.abs().sum())
-            mine[2] += int((differ_N.exp() > most).sum())
-            mine[3] += len(differ_N)
-        found = all_gather_json(mine, None, self.worker.platform.device)
-        largest, total, cut, tokens = zip(*found, strict=True)
+        max_weight = self.cfg.rl.max_weight
+        local_sums = [0.0, 0.0, 0.0, 0.0]  # largest, sum, cut, tokens
+        for number, train_row in rows.items() if self.worker.grid.leads else ():
+            drawn_S = train_row.row.labels_S != IGNORE
+            differ_N = (values.old[number] - train_row.sampler_log_probs_S)[drawn_S]
+            local_sums[0] = max(local_sums[0], float(differ_N.abs().max()))
+            local_sums[1] += float(differ_N.abs().sum())
+            local_sums[2] += int((differ_N.exp() > max_weight).sum())
+            local_sums[3] += len(differ_N)
+        sums = all_gather_json(local_sums, None, self.worker.platform.device)
+        largest, total, cut, tokens = zip(*sums, strict=True)
         count = sum(tokens)
         return LogProbGap(max(largest), sum(total) / count, sum(cut) / count)
 
 
 @dataclass(frozen=True)
 class Values:
-    """Of this replica's rows, by their numbers: what the loss reads of each token. Where there is
-    none, that of the sampler stands for `old`."""
+    """Inputs of the loss for each token of this replica's rows, by row number. Where `old` lacks a
+    row, the loss reads the sampler's log-probs instead."""
 
     old: Mapping[int, Tensor]  # log-probs before the step
-    weights: Mapping[int, Tensor]  # of the advantages
-    reference: Mapping[int, Tensor]
+    weights: Mapping[int, Tensor]  # weights of the advantages
+    reference: Mapping[int, Tensor]  # log-probs under the reference model
 
 
 def joined(parts: Sequence[StepMetrics]) -> StepMetrics:
-    """The figures of several updates as those of one step."""
+    """Combine the metrics of several updates into those of the step."""
     names = list(dict.fromkeys(name for each in parts for name in each.means))
     means = {
         name: fmean(each.means[name] for each in parts if name in each.means) for name in names

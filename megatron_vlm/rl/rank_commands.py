@@ -1,5 +1,5 @@
-"""What rank 0 has all ranks do between two optimizer steps: rank 0 alone has the prompts, the
-rewards and the environments, and all ranks draw and learn."""
+"""Commands from rank 0 to all ranks between two optimizer steps. Rank 0 alone has the prompts, the
+rewards and the environments; all ranks sample and train."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,8 +20,8 @@ from megatron_vlm.training.worker import MegatronWorker
 
 
 class RankCommands:
-    """On every rank. What rank 0 gives, the others take; Stopped on all of them once one was told
-    to stop."""
+    """Command channel on every rank. Rank 0 sends commands, and the other ranks run them. All ranks
+    raise Stopped once a rank has received a signal to stop."""
 
     def __init__(self, worker: MegatronWorker, signals: Signals):
         self.worker = worker
@@ -29,36 +29,38 @@ class RankCommands:
         self.rows = worker.cfg.rl.sampler_rows
 
     def wait(self) -> None:
-        """On rank 0, often: it waits for a reward or an engine, and is alive."""
+        """Keep the other ranks connected while rank 0 waits for a reward or an engine. Call it
+        often on rank 0."""
         if self.lead.is_silent:
             self._give({"do": "wait"})
 
     def draw(
         self, asked: Sequence[AskedPrompt], settings: SamplingSettings
     ) -> list[list[Completion]]:
-        """On rank 0: answers of our own decoder, drawn by all ranks."""
-        found: dict[int, list[Completion]] = {}
+        """Draw answers with the own decoder on all ranks. Call it on rank 0."""
+        by_place: dict[int, list[Completion]] = {}
         for n in sorted({len(each.seeds) for each in asked}):
             places = [place for place, each in enumerate(asked) if len(each.seeds) == n]
             seeds = [asked[place].seeds[0] for place in places]
             rows = [asked[place].prompt for place in places]
             order = {"do": "draw", "settings": asdict(settings), "n": n, "seeds": seeds}
             self._give(order, batch_of(rows).to_bytes())
-            found |= zip(places, self._draw(rows, settings, n, seeds), strict=True)
-        return [found[place] for place in range(len(asked))]
+            by_place |= zip(places, self._draw(rows, settings, n, seeds), strict=True)
+        return [by_place[place] for place in range(len(asked))]
 
     def tell(self, content: bytes, facts: dict[str, Any]) -> None:
-        """On rank 0: what all were waiting for is there."""
+        """Send the result that the other ranks wait for. Call it on rank 0."""
         self._give({"do": "go on", "facts": facts}, content)
 
     def fail(self, error: Exception) -> None:
-        """On rank 0, which then raises the error itself."""
+        """Raise the error on the other ranks. Call it on rank 0, and then raise the error there."""
         self._give(
             {"do": "fail", "fields": error_to_json(error), "data": isinstance(error, DataError)}
         )
 
     def follow(self) -> tuple[bytes, dict[str, Any]]:
-        """On the others: take orders until rank 0 tells what it has."""
+        """Run the commands of rank 0 until it sends its result, and return that. Call it on the
+        other ranks."""
         while True:
             self._meet()
             order, contents = self.lead.hear()
@@ -82,23 +84,25 @@ class RankCommands:
     def _draw(
         self, rows: Sequence[Row], settings: SamplingSettings, n: int, seeds: Sequence[int]
     ) -> list[list[Completion]]:
-        """A collective. Each replica draws for the prompts that are dealt to it."""
+        """Draw the answers, each replica those of its own prompts. This is a collective."""
         grid, dims = self.worker.grid, self.worker.dims
-        mine = range(grid.dp.rank, len(rows), grid.dp.size)
-        found = self.worker.sample(
-            [rows[place] for place in mine],
+        local_places = range(grid.dp.rank, len(rows), grid.dp.size)
+        completions = self.worker.sample(
+            [rows[place] for place in local_places],
             settings,
             n,
-            [seeds[place] for place in mine],
+            [seeds[place] for place in local_places],
             self.rows,
         )
-        said = [[each.plain() for each in answers] for answers in found] if grid.leads else []
-        of_ranks = all_gather_json(said, None, self.lead.device)
-        of_replicas = [of_ranks[dims.leader_of(replica)] for replica in range(grid.dp.size)]
+        local_completions = (
+            [[each.plain() for each in answers] for answers in completions] if grid.leads else []
+        )
+        by_rank = all_gather_json(local_completions, None, self.lead.device)
+        by_replica = [by_rank[dims.leader_of(replica)] for replica in range(grid.dp.size)]
         return [
             [
                 Completion.of(each)
-                for each in of_replicas[place % grid.dp.size][place // grid.dp.size]
+                for each in by_replica[place % grid.dp.size][place // grid.dp.size]
             ]
             for place in range(len(rows))
         ]

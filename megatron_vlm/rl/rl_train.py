@@ -1,5 +1,5 @@
-"""Learning from samples: `torchrun ... -m megatron_vlm.rl key=value ...` runs it on every rank.
-Answers are drawn, rewards say which are better, and those become likelier.
+"""Reinforcement learning: `torchrun ... -m megatron_vlm.rl key=value ...` runs it on every rank.
+Answers are sampled, rewards score them, and training makes the better ones more likely.
 """
 
 from collections.abc import Sequence
@@ -19,34 +19,35 @@ if TYPE_CHECKING:
 
 
 def learn(cfg: Config, signals: "Signals | None" = None) -> int:
-    """Learn to the last step; the exit status of this rank. `signals`: as for `train`."""
+    """Train to the last step, and return the exit status of this rank. `signals`: as for
+    `train`."""
     with Watchdog.over(rank_of_process(), cfg.launch.timeout_minutes) as watchdog:
         from megatron_vlm.rl.trainer import RlTrainer
         from megatron_vlm.run.run import Run
 
-        with Run.open(cfg, watchdog, signals, asks=True) as run, RlTrainer.open(run) as school:
-            return run.to_the_end(partial(learn_step, school))
+        with Run.open(cfg, watchdog, signals, asks=True) as run, RlTrainer.open(run) as trainer:
+            return run.to_the_end(partial(learn_step, trainer))
 
 
 def learn_step(school: "RlTrainer", step: int) -> None:
-    """Samples, gradients, weights, figures."""
+    """Run a step: sample, compute the gradients, update the weights, and record the metrics."""
     run, learner = school.run, school.learner
     run.profiler.at(step)
     run.at(step, "samples")
-    lesson, after = school.lesson(step)
-    rows = learner.mine(lesson)
+    batch, after = school.lesson(step)
+    rows = learner.mine(batch)
     run.at(step, "scoring")
-    values = learner.values(lesson, rows)
+    values = learner.values(batch, rows)
     metrics = []
-    for update in lesson.updates:
+    for update in batch.updates:
         run.at(step, "forward and backward")
         metrics.append(learner.gradients(update, rows, values))
         run.at(step, "optimizer")
         applied = run.worker.optim_step(lr_at(run.cfg.optim, step, run.total_steps))
     school.renew(step + 1)
-    school.record(step, lesson, after, metrics, applied, learner.apart(rows, values))
+    school.record(step, batch, after, metrics, applied, learner.apart(rows, values))
 
 
 def run_rl(arguments: Sequence[str], signals: "Signals | None" = None) -> int:
-    """Compose the configuration and learn, on one rank; its exit status."""
+    """Compose the configuration, train on this rank, and return its exit status."""
     return learn(composed("megatron_vlm.rl", arguments, check_rl), signals)

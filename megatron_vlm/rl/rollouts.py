@@ -1,4 +1,4 @@
-"""The samples of each step: which prompts are asked, how often, and who draws the answers."""
+"""Rollouts of each step: the choice of prompts, and the sampler that draws the answers."""
 
 import asyncio
 import time
@@ -20,20 +20,20 @@ from megatron_vlm.rl.rank_commands import RankCommands
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a step learns from, and where the next one's prompts begin."""
+    """Samples of a step, and the position of the next step's prompts."""
 
     groups: list[Group]
-    asked: int  # prompts
-    alike: int  # of these, those whose answers all got the same reward
+    asked: int  # number of prompts
+    alike: int  # number of these prompts whose answers all have the same reward
     after: Position
     seconds: float
 
 
 class Rollouts(Protocol):
-    """On rank 0."""
+    """Source of rollouts on rank 0."""
 
     def take(self, step: int, position: Position) -> Rollout:
-        """The samples of a step, whose prompts begin at this position."""
+        """Return the rollout of a step, whose prompts begin at this position."""
 
     def close(self) -> None: ...
 
@@ -41,37 +41,40 @@ class Rollouts(Protocol):
 async def collect_rollouts(
     table: EpisodeRunner, desk: CompletionQueue, step: int, position: Position
 ) -> Rollout:
-    """Ask as many prompts as a step has. With dynamic sampling, those whose answers all got the
-    same reward, from which nothing is learnt, are replaced by others."""
-    start, wanted = time.perf_counter(), table.cfg.train.global_batch_size
+    """Sample answers to the prompts of a step. With dynamic sampling, prompts whose answers all
+    have the same reward are replaced by others, because they give no gradient."""
+    start, num_prompts = time.perf_counter(), table.cfg.train.global_batch_size
     rl = table.cfg.rl
-    kept: list[Group] = []
+    with_signal: list[Group] = []
     alike: list[Group] = []
-    asked = 0
+    num_tried = 0
     for _ in range(rl.max_rounds if rl.dynamic_sampling else 1):
-        handles, position = next_prompts(table.data, position, wanted - len(kept))
-        found = await table.play(desk, handles, step, asked)
-        asked += len(handles)
-        kept += [group for group in found if group.has_signal]
-        alike += [group for group in found if not group.has_signal]
-        if len(kept) == wanted:
+        handles, position = next_prompts(table.data, position, num_prompts - len(with_signal))
+        played = await table.play(desk, handles, step, num_tried)
+        num_tried += len(handles)
+        with_signal += [group for group in played if group.has_signal]
+        alike += [group for group in played if not group.has_signal]
+        if len(with_signal) == num_prompts:
             break
-    groups = kept
-    if not rl.dynamic_sampling or not kept:
-        groups = sorted([*kept, *alike], key=lambda group: group.episodes[0].group)[:wanted]
+    groups = with_signal
+    if not rl.dynamic_sampling or not with_signal:
+        groups = sorted([*with_signal, *alike], key=lambda group: group.episodes[0].group)[
+            :num_prompts
+        ]
     if not groups:
-        place = f"step {step}: the last of {asked} prompts, of which none can be read"
+        place = f"step {step}: the last of {num_tried} prompts, of which none can be read"
         raise table.skipped[-1].within(place)
-    return Rollout(groups, asked, len(alike), position, time.perf_counter() - start)
+    return Rollout(groups, num_tried, len(alike), position, time.perf_counter() - start)
 
 
 def next_prompts(data: DataSet, position: Position, count: int) -> tuple[list[Handle], Position]:
-    """So many prompts from a position on, over the ends of epochs, and the position after them."""
-    found: list[Handle] = []
+    """Return this number of prompts from a position on, across epochs, and the position after
+    them."""
+    prompts: list[Handle] = []
     for handle, after in islice(_from(data, position), count):
-        found.append(handle)
+        prompts.append(handle)
         position = after
-    return found, position
+    return prompts, position
 
 
 def _from(data: DataSet, position: Position) -> Iterator[tuple[Handle, Position]]:
@@ -82,7 +85,7 @@ def _from(data: DataSet, position: Position) -> Iterator[tuple[Handle, Position]
 
 
 class OwnRollouts:
-    """Drawn by the trainer's own decoder, on all ranks, round by round."""
+    """Rollouts from the trainer's own decoder, drawn on all ranks in lockstep."""
 
     def __init__(self, table: EpisodeRunner, orders: RankCommands):
         self.table, self.orders = table, orders
@@ -109,9 +112,11 @@ class OwnRollouts:
         return await playing
 
     def _answer(self, desk: LockstepQueue) -> None:
-        asked = desk.taken()
-        for each, found in zip(asked, self.orders.draw(asked, self.table.settings), strict=True):
-            for answer, completion in zip(each.answers, found, strict=True):
+        requests = desk.taken()
+        for request, completions in zip(
+            requests, self.orders.draw(requests, self.table.settings), strict=True
+        ):
+            for answer, completion in zip(request.answers, completions, strict=True):
                 answer.set_result(completion)
 
     def close(self) -> None:
@@ -119,7 +124,8 @@ class OwnRollouts:
 
 
 class EngineRollouts:
-    """Drawn by engines; with rl.off_policy_steps=1 those of the next step during this one."""
+    """Rollouts from engines. With rl.off_policy_steps=1, those of the next step are drawn during
+    this step."""
 
     def __init__(
         self, table: EpisodeRunner, orders: RankCommands, engines: Engines, last_step: int
@@ -129,11 +135,11 @@ class EngineRollouts:
         self.begun: Future[Rollout] | None = None
 
     def take(self, step: int, position: Position) -> Rollout:
-        begun, self.begun = self.begun or self._begin(step, position), None
-        found: Rollout = result_of(begun, self.orders.wait)
+        future, self.begun = self.begun or self._begin(step, position), None
+        rollout: Rollout = result_of(future, self.orders.wait)
         if self.ahead and step < self.last_step:
-            self.begun = self._begin(step + 1, found.after)
-        return found
+            self.begun = self._begin(step + 1, rollout.after)
+        return rollout
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
         desk = EngineQueue(self.engines.sampler, self.table.settings)

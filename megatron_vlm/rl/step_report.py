@@ -1,4 +1,4 @@
-"""The figures of a step of learning from samples."""
+"""Metrics and sample lines of a reinforcement learning step."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from megatron_vlm.training.worker import StepMetrics
 
 
 def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None) -> RlLine:
-    """What people see of a step. Engines call the weights before a step by its number."""
+    """Return the metrics line of a step. The version of an engine's weights is the number of the
+    step that they are the weights before."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
     lengths = [each.trained for each in episodes]
@@ -51,19 +52,19 @@ def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | 
 
 
 def _means(found: list[dict[str, float]]) -> dict[str, float]:
-    """Of each name, over the episodes that have it."""
+    """Return the mean of each metric over the episodes that have it."""
     names = dict.fromkeys(name for each in found for name in each)
     return {name: fmean(each[name] for each in found if name in each) for name in names}
 
 
-# Samples that people can look at: RUN/samples.jsonl, which the report shows.
+# The next part writes readable samples to RUN/samples.jsonl, which the report shows.
 
-_MOST = 32  # episodes of a prompt
+_MOST = 32  # maximum episodes of a prompt
 
 
 def write_sample_lines(run: Path, step: int, groups: Sequence[Group], table: EpisodeRunner) -> None:
-    """Append a line for each of the first prompts of a step: what was asked with its pictures, and
-    every episode with its reward."""
+    """Append a line for each of the first prompts of a step: the prompt with its pictures, and its
+    episodes with their rewards."""
     file = JsonLines(run / SAMPLES)
     try:
         for group in groups[: table.cfg.rl.shown]:
@@ -96,6 +97,6 @@ def _episode(episode: Episode, table: EpisodeRunner) -> dict[str, Any]:
 
 
 def _images(row: Row, table: EpisodeRunner) -> list[str]:
-    """The pictures of a row as the model sees them."""
+    """Return the pictures of a row as the model sees them."""
     pictures = seen_by_trainer(row, table.data.readers[0].encoder.images)
     return [data_uri(each) for each in pictures]

@@ -1,6 +1,6 @@
-"""Lesson: the episodes of a step as rows to train on, and which ranks take which of them.
+"""Train batch: the episodes of a step as rows, and their assignment to updates and replicas.
 
-Rank 0 makes it and every rank gets it, as bytes. Pictures that episodes share are sent once.
+Rank 0 makes it and sends it to every rank as bytes. Pictures that episodes share are sent once.
 
 Shapes: S tokens.
 """
@@ -25,41 +25,41 @@ from megatron_vlm.rl.episode import Episode, Group, pictures_of
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step of a lesson."""
+    """Optimizer step of a train batch."""
 
-    plan: Plan  # [replica][micro-batch][row of the lesson]
-    divisor: float | None  # of the summed loss; None: the sum of the weights of its tokens
+    plan: Plan  # [replica][micro-batch][row of the train batch]
+    divisor: float | None  # divisor of the summed loss; None: the sum of its token weights
     figures: BatchFigures
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """An episode to train on, of which every drawn token is supervised."""
+    """Episode to train on, in which every drawn token is supervised."""
 
     row: Row
-    sampler_log_probs_S: Tensor  # of the drawn tokens; 0 for the others
+    sampler_log_probs_S: Tensor  # log-probs of the drawn tokens; 0 for the other tokens
     advantage: float
-    weight: float  # of each token's loss
+    weight: float  # weight of each token's loss
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """All rows of a step, the same on every rank."""
+    """Rows of a step and its updates, the same on every rank."""
 
     rows: list[TrainRow]
     updates: list[Update]
 
 
 def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: int) -> TrainBatch:
-    """What is learnt from these groups: their prompts are divided among the updates."""
+    """Build the train batch of these groups. The prompts are divided among the updates."""
     rows: list[TrainRow] = []
     updates = []
     for turn in range(cfg.rl.updates):
-        if not (mine := groups[turn :: cfg.rl.updates]):
-            continue  # dynamic sampling has found fewer prompts than there are updates
+        if not (update_groups := groups[turn :: cfg.rl.updates]):
+            continue  # dynamic sampling has left fewer prompts than there are updates
         first = len(rows)
-        rows += _rows(mine, cfg)
-        lengths = [each.trained for group in mine for each in group.episodes]
+        rows += _rows(update_groups, cfg)
+        lengths = [each.trained for group in update_groups for each in group.episodes]
         sizes = [_size(each.row, work) for each in rows[first:]]
         plan = plan_batch(sizes, replicas, Limits.of(cfg.train))
         figures = BatchFigures.of(sizes, plan)
@@ -72,12 +72,12 @@ def lesson_of(groups: Sequence[Group], cfg: Config, work: WorkModel, replicas: i
 def _rows(groups: Sequence[Group], cfg: Config) -> list[TrainRow]:
     episodes = [each for group in groups for each in group.episodes]
     weights = token_weights([each.trained for each in episodes], cfg.rl.aggregate)
-    better = [
+    advantages = [
         each for group in groups for each in group_advantages(group.rewards, cfg.rl.advantage)
     ]
     return [
         TrainRow(_row(episode), _drawn(episode), advantage, weight)
-        for episode, advantage, weight in zip(episodes, better, weights, strict=True)
+        for episode, advantage, weight in zip(episodes, advantages, weights, strict=True)
     ]
 
 
@@ -102,19 +102,18 @@ def _size(row: Row, work: WorkModel) -> RowSize:
 
 
 def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
-    """For `result_from_bytes` on other ranks."""
+    """Serialize a train batch for `train_batch_from_bytes` on the other ranks."""
     columns: dict[str, list[Tensor]] = {"ids": [], "labels": [], "log_probs": []}
     columns |= {name: [] for name in VISUAL_FIELDS}
-    places: dict[str, list[int]] = {
-        name: [] for name in VISUAL_FIELDS
-    }  # of each row, in its column
+    # {field: the place of each row's tensor in the field's column, or -1}
+    places: dict[str, list[int]] = {name: [] for name in VISUAL_FIELDS}
     known: dict[tuple[str, int], int] = {}
-    for each in lesson.rows:
-        columns["ids"].append(each.row.ids_S)
-        columns["labels"].append(each.row.labels_S)
-        columns["log_probs"].append(each.sampler_log_probs_S)
+    for train_row in lesson.rows:
+        columns["ids"].append(train_row.row.ids_S)
+        columns["labels"].append(train_row.row.labels_S)
+        columns["log_probs"].append(train_row.sampler_log_probs_S)
         for name in VISUAL_FIELDS:
-            tensor = getattr(each.row, name)
+            tensor = getattr(train_row.row, name)
             place = -1
             if tensor is not None:
                 place = known.setdefault((name, id(tensor)), len(columns[name]))
@@ -127,7 +126,7 @@ def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
 
 
 def train_batch_from_bytes(data: bytes) -> TrainBatch:
-    """What `result_to_bytes` was given."""
+    """Deserialize the result of `train_batch_to_bytes`."""
     fields, meta = unpack(data)
     columns = {name: rows for name, (_, rows) in fields.items()}
     texts = zip(columns["ids"], columns["labels"], columns["log_probs"], strict=True)

@@ -1,4 +1,4 @@
-"""All that learning from samples holds on one rank, beside the run."""
+"""Trainer for reinforcement learning: its state on a rank, in addition to the run's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,11 +32,11 @@ from megatron_vlm.training.worker import StepMetrics
 
 
 class RlTrainer:
-    """Open it with `with School.open(run) as school`. Rank 0 leads: it has the table at which
-    episodes are played, and who draws their answers; the others follow its orders."""
+    """Trainer, opened by `with RlTrainer.open(run) as trainer`. Rank 0 runs the episodes and the
+    sampler that draws their answers. The other ranks run the commands of rank 0."""
 
     def __init__(self, run: Run, opened: ExitStack):
-        """`opened` closes what is started."""
+        """`opened` closes the rewards and engines that are started."""
         self.run, self.opened = run, opened
         self.cfg, self.leads = run.cfg, run.worker.grid.rank == 0
         self.learner = PolicyUpdater(run.worker)
@@ -58,7 +58,7 @@ class RlTrainer:
     @staticmethod
     @contextmanager
     def open(run: Run) -> Iterator["RlTrainer"]:
-        """One that is closed again whatever happens."""
+        """Yield a trainer, and close it afterwards, also after an error."""
         with ExitStack() as opened:
             yield RlTrainer(run, opened)
 
@@ -73,7 +73,7 @@ class RlTrainer:
         self.table = EpisodeRunner(self.cfg, data, judges)
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
-        """On rank 0: whoever draws."""
+        """Start the sampler on rank 0."""
         if self.cfg.rl.sampler == "own":
             self.rollouts = OwnRollouts(self.table, self.orders)
         else:
@@ -87,7 +87,8 @@ class RlTrainer:
         return b"", {}
 
     def lesson(self, step: int) -> tuple[TrainBatch, Position]:
-        """What the step learns, and where the next one's prompts begin. A collective."""
+        """Return the train batch of a step, and the position of the next step's prompts. This is a
+        collective."""
 
         def sampled() -> tuple[bytes, dict[str, Any]]:
             assert self.rollouts is not None
@@ -100,7 +101,8 @@ class RlTrainer:
         return train_batch_from_bytes(content), Position(**facts["after"])
 
     def _lead(self, work: Callable[[], tuple[bytes, dict[str, Any]]]) -> tuple[bytes, Any]:
-        """What rank 0 works out, on every rank; its error is an error on all."""
+        """Run `work` on rank 0, and return its result on every rank. An error on rank 0 is raised
+        on all ranks."""
         if not self.leads:
             return self.orders.follow()
         try:
@@ -112,7 +114,7 @@ class RlTrainer:
         return content, facts
 
     def renew(self, step: int) -> None:
-        """Give the engines, if there are any, the weights of now. A collective."""
+        """Send the current weights to the engines, if there are any. This is a collective."""
         if self.cfg.rl.sampler == "vllm" and step < self.run.total_steps:
             self.run.at(step, "weights of the engines")
             self._renew(step)
@@ -129,7 +131,8 @@ class RlTrainer:
         applied: tuple[float, float],
         apart: LogProbGap | None,
     ) -> None:
-        """Log what a finished step took and gave. `applied`: gradient norm and learning rate."""
+        """Log the data and the metrics of a finished step. `applied`: gradient norm and learning
+        rate."""
         figures = [astuple(update.figures) for update in lesson.updates]
         total = BatchFigures(*(sum(column) for column in zip(*figures, strict=True)))
         whole = joined(metrics)

@@ -1,4 +1,4 @@
-"""What an environment says, as the tokens that follow an answer."""
+"""Encoder for the messages of an environment, as the tokens that follow an answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,29 +8,31 @@ from megatron_vlm.data.tokens.reader import Reader
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.errors import DataError
 
-# Any question and answer: a template shows the turns after them in the same way whatever they say.
+# Stand-ins for the question and the answer: a template renders the later turns in the same way
+# after any text.
 _BEFORE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
 class TurnEncoder:
-    """Renders messages with the chat template and the image rules of one source of records."""
+    """Encoder of messages with the chat template and the image rules of a source of records."""
 
     def __init__(self, reader: Reader):
-        # What a program says at run time has its images as parts, and no mistyped columns.
+        # A program's messages have their images as parts, so placeholders in them are plain text.
+        # They have no columns with misspelled names.
         cfg = replace(reader.encoder.cfg, unknown_keys="refuse", lone_marks="text")
         self.reader = replace(reader, asks=False, encoder=replace(reader.encoder, cfg=cfg))
         self.end_id = reader.encoder.renderer.end_id
         before = self._row(_BEFORE, "the chat template").ids_S.tolist()
-        # What opens another answer comes after the end of this one.
+        # The tokens after the end of the answer are left out: they would open another answer.
         self.before = before[: _last(before, self.end_id) + 1]
 
     def opening(self, messages: Sequence[Mapping[str, Any]], where: str) -> Row:
-        """The messages as the beginning of an episode, up to where the answer begins."""
+        """Encode the messages as the beginning of an episode, up to the start of the answer."""
         return self._row(messages, where)
 
     def reply(self, messages: Sequence[Mapping[str, Any]], where: str) -> Row:
-        """The messages as they follow the token that ends an answer, up to where the next answer
-        begins. The answer itself stays as it was drawn: it is not rendered again."""
+        """Encode the messages as they follow the token that ends an answer, up to the start of the
+        next answer. The answer itself stays as it was drawn: it is not rendered again."""
         row = self._row([*_BEFORE, *messages], where)
         count = len(self.before)
         if row.ids_S[:count].tolist() != self.before:

@@ -1,4 +1,4 @@
-"""vLLM beside the trainer: how it is started, and weights for it from all ranks."""
+"""vLLM engines of the trainer: their settings, and the weights that all ranks send to them."""
 
 import shutil
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from megatron_vlm.training.worker import MegatronWorker
 
 
 def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
-    """The settings of every engine."""
+    """Return the settings that all engines share."""
     cfg, rl = worker.cfg, worker.cfg.rl
-    most = max(int(index.images.max()) for index in data.indexes)
-    more = 0 if rl.environment is None else rl.turns
+    max_images = max(int(index.images.max()) for index in data.indexes)
+    more_images = 0 if rl.environment is None else rl.turns
     length = cfg.data.max_tokens + rl.max_new_tokens
     if rl.environment is not None:
         length = max(length, rl.max_tokens)
@@ -25,7 +25,7 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
         folder=str(folder_of(cfg.model.path)),
         dtype=str(worker.chunks[0].config.params_dtype).removeprefix("torch."),
         max_len=rl.engine_max_len or length,
-        pictures=rl.engine_pictures or max(1, most + more),
+        pictures=rl.engine_pictures or max(1, max_images + more_images),
         videos=rl.engine_videos,
         lora_rank=cfg.lora.rank,
         lora_vision=in_tower(worker.adapted),
@@ -34,16 +34,16 @@ def settings_of(worker: MegatronWorker, data: DataSet) -> EngineSettings:
 
 
 def in_tower(weights: Sequence[TensorSpec]) -> bool:
-    """Whether some are in the vision tower or its mergers: vLLM serves adapters there only where it
-    was told so when it began."""
+    """Return whether some weights are in the vision tower or its mergers. vLLM serves adapters
+    there only if it was started with that setting."""
     return any(weight.part in (Part.vision, Part.merger) for weight in weights)
 
 
 def sync_engine_weights(
     worker: MegatronWorker, engines: Engines | None, version: int, folder: Path
 ) -> None:
-    """Give the engines the weights of now, tensor by tensor, or the adapter in `folder`. A
-    collective; rank 0 has the engines."""
+    """Send the current weights to the engines: tensor by tensor, or as an adapter in `folder`. This
+    is a collective; rank 0 has the engines."""
     if not worker.cfg.lora.rank:
         named = worker.named_weights()
         if engines is None:
