@@ -1,9 +1,9 @@
-"""Users' reward functions and environments, in processes of their own.
+"""Pool of processes that run users' reward functions and environments.
 
-What goes between the processes is JSON and bytes, never pickles. A process that dies or hangs is
-started again. Then a reward function is asked again; an environment has lost its state, and is made
-anew and given the same record and the same answers, whose results are ignored: this is right for
-whatever depends on these alone.
+Messages between the processes are JSON and bytes, never pickles. A process that dies or hangs is
+restarted. The call of a reward function is then repeated. An environment has lost its state: a new
+one receives the same record and the same answers, and its results for them are ignored. This is
+correct for environments that depend on the record and the answers alone.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ from megatron_vlm.rl.rewards.reward_process import (
 )
 from megatron_vlm.rl.rewards.serialize import PackingError
 
-_MOST_DEATHS = 3  # of processes, by one call
-_MOST_LOST = 10  # processes in a row that a call was given to, whoever was to blame
+_MOST_DEATHS = 3  # maximum deaths of processes while they run a call
+_MOST_LOST = 10  # maximum attempts of a call whose processes die, whichever call is at fault
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """What judges answers, and within which bounds."""
+    """Settings of the rewards. Exactly one of `reward` and `environment` is set."""
 
-    reward: str | None  # FILE.py:NAME or MODULE:NAME of a function; exactly one of both is given
-    environment: str | None  # the same, of a class
+    reward: str | None  # FILE.py:NAME or MODULE:NAME of a function
+    environment: str | None  # FILE.py:NAME or MODULE:NAME of a class
     processes: int
-    timeout_s: float  # of one call
-    failed_reward: float | None  # where a call fails or takes too long; None: that is an error
+    timeout_s: float  # seconds per call
+    failed_reward: float | None  # reward of a call that fails or times out; None: raise an error
 
 
 @dataclass(eq=False)
@@ -47,17 +47,18 @@ class _Episode:
     where: str
     judge: RewardWorker
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call at a time
-    life: RewardProcess | None = None  # of the process that has its environment
-    answers: list[str] = field(default_factory=list)  # which that has taken
+    life: RewardProcess | None = None  # process that has its environment
+    answers: list[str] = field(default_factory=list)  # answers that the environment has received
     failed: bool = False
 
 
 class RewardPool:
-    """The processes; its methods may be called from any thread. Futures end in a DataError that
-    names the record where the user's code is wrong, and cannot be cancelled."""
+    """Pool of reward processes. Its methods may be called from any thread. Where the user's code is
+    wrong, a future raises a DataError that names the record. Futures cannot be cancelled."""
 
     def __init__(self, settings: JudgeSettings):
-        """Start them. ConfigError where the function cannot be imported, found or called."""
+        """Start the processes. Raise ConfigError if the function cannot be imported, found or
+        called."""
         if (settings.reward is None) == (settings.environment is None):
             raise ConfigError(
                 f"and rl.environment={show_value(settings.environment)} do not go together",
@@ -84,13 +85,13 @@ class RewardPool:
     def begin(
         self, episode: int, record: Mapping[str, Any], where: str
     ) -> "Future[Sequence[Message] | None]":
-        """The first messages of an episode, which gets this number; None for those of the record.
-        `where`: the record's name, for messages."""
+        """Begin an episode with this number, and return its first messages, or None for those of
+        the record. `where`: the record's name in error messages."""
         return self._do(self._begin(episode, record, where))
 
     def step(self, episode: int, answer: str) -> "Future[EnvStep]":
-        """What comes of an answer. After a failure that rl.failed_reward stands for, the episode
-        is over."""
+        """Return the response to an answer. After a failure that rl.failed_reward replaces, the
+        episode is over."""
         return self._do(self._step(episode, answer))
 
     def end(self, episode: int) -> None:
@@ -98,7 +99,7 @@ class RewardPool:
         self._do(self._end(episode))
 
     def close(self) -> None:
-        """End the processes; futures that wait for them are cancelled."""
+        """End the processes. Pending futures raise CancelledError."""
         if not self._loop.is_closed():
             self._do(self._close()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -106,7 +107,7 @@ class RewardPool:
             self._loop.close()
 
     def _do(self, steps: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run it on the loop. The calls of one thread begin in their order."""
+        """Run a coroutine on the loop. The calls of a thread start in their order."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         if self._loop.is_closed():
@@ -136,9 +137,9 @@ class RewardPool:
             RewardWorker(kind, target, timeout_s) for _ in range(self.settings.processes)
         ]
         starting = (judge.alive() for judge in self._judges)
-        for found in await asyncio.gather(*starting, return_exceptions=True):
-            if isinstance(found, BaseException):
-                raise found
+        for result in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def _close(self) -> None:
         own = asyncio.current_task()
@@ -163,17 +164,17 @@ class RewardPool:
     async def _step(self, number: int, answer: str) -> EnvStep:
         episode = self._episodes[number]
         async with episode.lock:
-            told: dict[str, Any] = {}
+            response: dict[str, Any] = {}
             if not episode.failed:
                 request = {"do": "step", "episode": number, "answer": answer}
                 if self.kind == "reward":
                     request |= {"do": "reward", "record": episode.record}
-                told = await self._answered(episode, request, "step")
+                response = await self._answered(episode, request, "step")
             if episode.failed:
                 assert self.settings.failed_reward is not None
                 return EnvStep(self.settings.failed_reward, (), {"failed": 1.0})
             episode.answers.append(answer)
-            return EnvStep(**told)
+            return EnvStep(**response)
 
     async def _end(self, number: int) -> None:
         if (episode := self._episodes.pop(number, None)) is None:
@@ -184,18 +185,18 @@ class RewardPool:
                 episode.life.tell({"do": "end", "episode": number})
 
     async def _answered(self, episode: _Episode, request: Mapping[str, Any], method: str) -> Any:
-        """The answer. Where there is none, an error that names the record, or None where that is
-        counted as failed."""
+        """Return the response to a request. If there is none, return None where rl.failed_reward is
+        set, and otherwise raise an error that names the record."""
         try:
             return await self._asked(episode, request)
         except (RewardCallError, PackingError) as error:
             if self.settings.failed_reward is not None:
                 episode.failed = True
                 return None
-            of_method = f": {method}" if self.kind == "environment" else ""
+            method_prefix = f": {method}" if self.kind == "environment" else ""
             wrong = error if isinstance(error, RewardCallError) else f"cannot be given it: {error}"
             raise DataError(
-                f"{of_method} {wrong}".lstrip(),
+                f"{method_prefix} {wrong}".lstrip(),
                 place=episode.where,
                 key=f"rl.{self.kind}",
                 found=self.target,
@@ -203,7 +204,7 @@ class RewardPool:
             ) from None
 
     async def _asked(self, episode: _Episode, request: Mapping[str, Any]) -> Any:
-        """The answer, from as many processes as it takes."""
+        """Return the response to a request, and repeat it on a new process where one dies."""
         lost, deaths, suspected = 0, 0, False
         while True:
             try:
@@ -225,7 +226,7 @@ class RewardPool:
                     ) from None
 
     async def _restore(self, episode: _Episode, life: RewardProcess) -> None:
-        """In a new process, an environment that has taken the same answers."""
+        """Rebuild the environment in a new process, with the same record and answers."""
         if episode.life is not life:
             await life.ask(_beginning(episode))
             for answer in episode.answers:

@@ -1,9 +1,9 @@
-"""A process in which a user's reward function, or the environments of a user's class, run.
+"""Process that runs a user's reward function, or the environments of a user's class.
 
     python -P -m megatron_vlm.rl.rewards.reward_child SOCKET PARENT KIND TARGET TIMEOUT
 
-It is asked over a socket. Whatever is coroutines runs at the same time, all else in the order in
-which it came. It knows nothing of torch or Megatron, and ends with the trainer.
+Requests arrive over a socket. Coroutines run concurrently, and plain functions run in the order of
+their requests. The process imports neither torch nor Megatron, and ends with the trainer.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ Request = dict[str, Any]
 _MOST_SHOWN = 200  # characters of a wrong result
 _MOST_TRACED = 4000  # characters of either end of a traceback
 _LONGEST_NAME = 100  # characters of a figure's name
-# Either way. Of a step's rewards the squares are added up and of its figures the means, which
-# overflow far beyond these.
+# Maximum absolute values. The trainer sums the squares of a step's rewards and averages its
+# figures, which would overflow far beyond these bounds.
 _MOST_REWARD, _MOST_FIGURE = 1e6, 1e100
 
 
 class _WrongError(Exception):
-    """What a function has done wrong, as the end of a sentence that begins with its name."""
+    """Error of a user's function. The text is the end of a sentence that begins with its name."""
 
 
 class _Link:
-    """The socket's end in this process: it is read by one thread and written by another."""
+    """End of the socket in this process. One thread reads it, and another writes it."""
 
     def __init__(self, file: int):
-        os.set_inheritable(file, False)  # what a user's code starts does not hold it open
+        os.set_inheritable(file, False)  # processes of the user's code must not hold it open
         self.socket = socket.socket(fileno=file)
         self.reading: BinaryIO = self.socket.makefile("rb")
 
@@ -62,19 +62,19 @@ class _Link:
             while header := self.reading.read(HEADER.size):
                 text, body = HEADER.unpack(header)
                 take(deserialize(self.reading.read(text), self.reading.read(body)))
-        os._exit(0)  # nobody is left to answer
+        os._exit(0)  # the trainer is gone
 
 
 class _Bench:
-    """The function or class, and the episodes that are under way here."""
+    """User's function or class, and the episodes in progress in this process."""
 
     def __init__(self, found: Callable[..., Any], home: Path, timeout_s: float):
         self.found, self.home, self.timeout_s = found, home, timeout_s
         self.episodes: dict[int, Environment] = {}
-        self.shown: set[str] = set()  # places whose errors were printed
+        self.shown: set[str] = set()  # places in the code whose errors were printed
 
     async def answer(self, request: Request) -> Any:
-        """What a request is answered with; _WrongError where the user's code is wrong."""
+        """Return the answer to a request. Raise _WrongError if the user's code is wrong."""
         episode = request["episode"]
         if request["do"] == "reward":
             record, answer = request["record"], request["answer"]
@@ -90,14 +90,14 @@ class _Bench:
         return _of_step(await self._within(lambda: environment.step(request["answer"])))
 
     async def _within(self, call: Callable[[], Any]) -> Any:
-        """What a call returns, if it does so in time."""
+        """Return the result of a call, if it returns in time."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 result = call()
                 if inspect.isawaitable(result):
                     result = await result
-        except BaseException as error:  # whatever users raise: SystemExit, too
+        except BaseException as error:  # users' code may also raise SystemExit
             if not limit.expired():
                 raise _WrongError(f"raised {said(error)}{self._place(error)}") from None
         # A plain function cannot be cancelled, and a coroutine may refuse to be.
@@ -106,7 +106,7 @@ class _Bench:
         return result
 
     def _place(self, error: BaseException) -> str:
-        """Where it was raised; the first time there, it is printed as Python does."""
+        """Return where an error was raised. Print its traceback the first time at that place."""
         place = place_of_function(error, self.home)
         if place not in self.shown:
             self.shown.add(place)
@@ -115,8 +115,8 @@ class _Bench:
 
 
 def _traceback(error: BaseException) -> str:
-    """As Python shows it, but as text that steers no terminal, and within bounds: where it was
-    raised, and the beginning and the end of what it says."""
+    """Return the traceback as Python prints it, but without control characters and in bounded
+    length: a long one is cut in the middle."""
     text = visible("".join(traceback.format_exception(error)).rstrip("\n"))
     if len(text) <= 2 * _MOST_TRACED:
         return text
@@ -124,7 +124,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _of_reward(result: Any) -> Request:
-    """What a reward function has returned, as the step that ends an episode."""
+    """Convert the result of a reward function into the step that ends an episode."""
     if not isinstance(result, Mapping):
         return _step(_number(result, "returned", _MOST_REWARD), {}, [])
     if "reward" not in result:
@@ -163,7 +163,8 @@ def _step(reward: Any, figures: Any, messages: Any) -> Request:
 
 
 def _number(value: Any, doing: str, most: float) -> float:
-    """Of Python's numbers, numpy's, or a tensor without dimensions."""
+    """Return a finite float from a number of Python or numpy, or from a tensor without dimensions.
+    Raise _WrongError for other values."""
     number = math.nan
     if hasattr(value, "__float__") and getattr(value, "shape", ()) == ():
         with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -176,7 +177,7 @@ def _number(value: Any, doing: str, most: float) -> float:
 
 
 def _messages(value: Any) -> Any:
-    """The messages as they arrive in the trainer, if it can read them."""
+    """Return the messages as they arrive in the trainer, if it can read them."""
     if not isinstance(value, list | tuple):
         raise _WrongError(f"gave as messages {_shown(value)}, not a list of messages")
     try:
@@ -186,7 +187,7 @@ def _messages(value: Any) -> Any:
         raise _WrongError(f"gave messages that cannot be sent: {error}") from None
     except DataError as error:
         raise _WrongError(f"gave messages that cannot be read: {error}") from None
-    except Exception as error:  # of theirs, or of what is nested too deeply
+    except Exception as error:  # from users' objects, or from too deep nesting
         raise _WrongError(f"gave messages that cannot be sent: {said(error)}") from None
     return arriving
 
@@ -201,18 +202,18 @@ def _shown(value: Any) -> str:
 
 
 async def _serve(link: _Link, bench: _Bench) -> None:
-    """Answer requests until there is nobody to ask."""
+    """Answer requests until the trainer is gone."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
 
     async def carry_out(request: Request) -> None:
         number = request["id"]
-        link.send({"id": number, "begun": True})  # its time counts from now
+        link.send({"id": number, "begun": True})  # the timeout of the call starts now
         try:
             link.send({"id": number, "answer": await bench.answer(request)})
         except _WrongError as error:
             link.send({"id": number, "wrong": str(error)})
-        except Exception as error:  # of a value of theirs that cannot be looked at
+        except Exception as error:  # a user's value may fail when it is inspected
             link.send({"id": number, "wrong": f"returned what cannot be read: {said(error)}"})
 
     def take(request: Request) -> None:
@@ -231,19 +232,19 @@ async def _serve(link: _Link, bench: _Bench) -> None:
 
 
 def run_reward_child(socket_file: str, parent: str, kind: str, target: str, timeout_s: str) -> None:
-    """Say whether the function is there, then serve it."""
+    """Report whether the function can be loaded, and then serve it."""
     signal_when_parent_dies(signal.SIGKILL)
-    if os.getppid() != int(parent):  # it was gone before we asked
+    if os.getppid() != int(parent):  # the parent ended before the signal was set up
         os._exit(1)
-    faulthandler.enable()  # a crash in C says where it was
+    faulthandler.enable()  # prints the traceback of a crash in C
     link = _Link(int(socket_file))
     try:
-        found, home = load_user_code(kind, target)
+        function, home = load_user_code(kind, target)
     except MegatronVLMError as error:
         link.send({"id": 0, "wrong": str(error), "fields": error_to_json(error)})
         return
     link.send({"id": 0, "answer": None})
-    asyncio.run(_serve(link, _Bench(found, home, float(timeout_s))))
+    asyncio.run(_serve(link, _Bench(function, home, float(timeout_s))))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One process of rewards and environments, seen from the trainer: it is asked, timed, ended where
-it hangs, and started again where it is gone. All of this runs on the event loop of RewardPool.
+"""Reward process, seen from the trainer, which sends calls to it, kills it if it hangs, and
+restarts it if it has ended. All of this runs on the event loop of RewardPool.
 
-Calls that share a process may hang or kill it together. Those that were begun by then are asked
-again, each alone, so that the one that is to blame is known.
+Several calls may run in a process when it hangs or dies. The calls that had started are repeated,
+each alone, so that the one at fault is known.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from megatron_vlm.distributed.process import without_job
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.rl.rewards.serialize import HEADER, deserialize, serialize
 
-_GRACE_S = 3.0  # after its time, for a coroutine to be cancelled; at most as long as its time
-_START_S = 600.0  # for a user's file to be imported
-_LAST_S = 2.0  # for the last answers of a process that has ended
+_GRACE_S = 3.0  # seconds after a timeout to cancel the coroutine; at most the timeout itself
+_START_S = 600.0  # seconds to import a user's file
+_LAST_S = 2.0  # seconds to read the last answers of a process that has ended
 
 
 class RewardCallError(Exception):
-    """A user's code is wrong: the end of a sentence that begins with its name. Where the process
-    has an error of the whole sentence, its fields."""
+    """Error in a user's code. The text is the end of a sentence that begins with the code's name.
+    `fields` are those of the process's own error, if it has sent one."""
 
     def __init__(self, text: str, fields: dict[str, Any] | None = None):
         super().__init__(text)
@@ -38,11 +38,13 @@ class RewardCallError(Exception):
 
 
 class RewardProcessDiedError(Exception):
-    """The process is gone without an answer; says how it ended."""
+    """Death of the process before it has answered. The text tells how it ended."""
 
     def __init__(self, ending: str, suspects: int):
         super().__init__(ending)
-        self.suspects = suspects  # calls that it was busy with, this one among them; 0: not this
+        # Number of calls that the process was busy with, including this call. It is 0 if this call
+        # had not started.
+        self.suspects = suspects
 
 
 @dataclass(eq=False)
@@ -53,36 +55,36 @@ class _Call:
 
 @dataclass(eq=False)
 class RewardProcess:
-    """A process from its start to its end."""
+    """Process from its start to its end."""
 
     process: asyncio.subprocess.Process
     reader: StreamReader
     writer: StreamWriter
     timeout_s: float
-    calls: dict[int, _Call] = field(default_factory=dict)  # that are not answered yet
+    calls: dict[int, _Call] = field(default_factory=dict)  # pending calls by number
     numbers: Any = field(default_factory=lambda: count(1))
     following: "asyncio.Task[None] | None" = None
     ended: bool = False
 
     @staticmethod
     async def start(kind: str, target: str, timeout_s: float) -> "RewardProcess":
-        """A new process that has found the function; ConfigError where it has not."""
-        ours, theirs = socket.socketpair()
-        words = [str(theirs.fileno()), str(os.getpid()), kind, target, repr(timeout_s)]
-        # -P: its own imports are not those of the working folder; -u: what users print appears.
+        """Return a new process that has loaded the function. Raise ConfigError if it cannot."""
+        our_socket, child_socket = socket.socketpair()
+        arguments = [str(child_socket.fileno()), str(os.getpid()), kind, target, repr(timeout_s)]
+        # -P keeps its own imports from the working folder. -u shows users' prints at once.
         module = ["-u", "-P", "-m", "megatron_vlm.rl.rewards.reward_child"]
-        with theirs:
+        with child_socket:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *module,
-                *words,
-                pass_fds=(theirs.fileno(),),
+                *arguments,
+                pass_fds=(child_socket.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # standard output is the trainer's alone
+                stdout=2,  # the trainer's standard output stays free of users' prints
                 env=without_job(),
-                start_new_session=True,  # Ctrl-C is ours, and what it starts is ended with it
+                start_new_session=True,  # no Ctrl-C for it, and its children end with it
             )
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        reader, writer = await asyncio.open_unix_connection(sock=our_socket)
         life = RewardProcess(process, reader, writer, timeout_s)
         loaded = life.calls[0] = _Call(asyncio.get_running_loop().create_future())
         life.following = asyncio.create_task(life._follow())
@@ -90,24 +92,25 @@ class RewardProcess:
             await asyncio.wait_for(loaded.answered, _START_S)
         except BaseException as error:
             await life.end()
-            if (known := _of_start(error, f"rl.{kind}", target)) is None:
+            if (config_error := _of_start(error, f"rl.{kind}", target)) is None:
                 raise
-            raise known from None
+            raise config_error from None
         return life
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer. RewardCallError where the user's code is wrong, or known to take too long;
-        RewardProcessDiedError where the process is gone."""
+        """Return the answer to a request. Raise RewardCallError if the user's code is wrong or is
+        known to take too long, and RewardProcessDiedError if the process is gone."""
         number = next(self.numbers)
         call = _Call(asyncio.get_running_loop().create_future())
         if self.ended:
             raise RewardProcessDiedError("is gone", 0)
         frame = serialize({"id": number, **request})
         self.calls[number] = call
-        self.writer.write(frame)  # its thread reads at once, so nothing needs to wait for it
+        self.writer.write(frame)  # a thread of the process reads at once, so this needs no drain
         try:
             await call.begun.wait()
-            # Twice: where this process was held up, its clock is ahead of answers that have come.
+            # The second wait has a reason: if the trainer was held up, the first timeout may be
+            # over before answers that have arrived are read.
             for seconds in (self.timeout_s, min(self.timeout_s, _GRACE_S)):
                 await asyncio.wait((call.answered,), timeout=seconds)
             if not call.answered.done():
@@ -116,23 +119,23 @@ class RewardProcess:
                 if alone and isinstance(call.answered.exception(), RewardProcessDiedError):
                     raise RewardCallError(f"took longer than rl.timeout={self.timeout_s:g} seconds")
             return await call.answered
-        finally:  # it may be cancelled
+        finally:  # also after a cancellation
             self.calls.pop(number, None)
             call.answered.cancel()
 
     def tell(self, request: Mapping[str, Any]) -> None:
-        """What needs no answer."""
+        """Send a request that needs no answer."""
         if not self.ended:
             self.writer.write(serialize(request))
 
     async def end(self) -> None:
-        """Kill it, with whatever it has started."""
+        """Kill the process and all processes that it has started."""
         self._kill()
         assert self.following is not None
         await asyncio.shield(self.following)
 
     def _busy(self) -> int:
-        """Calls that it has begun and not answered."""
+        """Return the number of calls that have started and are not answered."""
         calls = self.calls.values()
         return sum(call.begun.is_set() and not call.answered.done() for call in calls)
 
@@ -141,7 +144,7 @@ class RewardProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _follow(self) -> None:
-        """Hand out answers until the process is gone, then say so to all who wait."""
+        """Pass on answers until the process is gone, and then fail all pending calls."""
         listening = asyncio.create_task(self._listen())
         status = await self.process.wait()
         self._kill()
@@ -179,19 +182,19 @@ class RewardProcess:
 
 
 class RewardWorker:
-    """A process that is there whenever it is asked, and whose turn it is to ask it."""
+    """Process that is restarted when needed, and the turns of the calls that use it."""
 
     def __init__(self, kind: str, target: str, timeout_s: float):
         self.kind, self.target, self.timeout_s = kind, target, timeout_s
         self.life: RewardProcess | None = None
-        self.episodes = 0  # under way
+        self.episodes = 0  # number of episodes in progress
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self._inside = 0  # who ask it now
-        self._alone = 0  # who ask it, or wait to ask it, with nobody beside them
+        self._inside = 0  # number of calls that use the process now
+        self._alone = 0  # number of calls that use it alone, or wait to do so
 
     async def alive(self) -> RewardProcess:
-        """Its process, which is started where there is none."""
+        """Return the live process, and start one if there is none."""
         async with self._starting:
             if self.life is None or self.life.ended:
                 self.life = await RewardProcess.start(self.kind, self.target, self.timeout_s)
@@ -199,7 +202,7 @@ class RewardWorker:
 
     @asynccontextmanager
     async def turn(self, alone: bool) -> AsyncIterator[None]:
-        """Around whoever asks it; `alone`: while nobody else does."""
+        """Hold a turn on the process for a call. With `alone`, no other call has a turn."""
         async with self._changed:
             self._alone += alone
             await self._changed.wait_for(lambda: not (self._inside if alone else self._alone))
@@ -213,14 +216,14 @@ class RewardWorker:
                 self._changed.notify_all()
 
     async def close(self) -> None:
-        """End its process."""
+        """End the process."""
         async with self._starting:
             if self.life is not None:
                 await self.life.end()
 
 
 def _of_start(error: BaseException, key: str, target: str) -> ConfigError | None:
-    """What keeps a process from starting, as a sentence."""
+    """Return the ConfigError for a process that did not start; None for any other error."""
     if isinstance(error, RewardCallError):
         return ConfigError(**error_from_json(error.fields))
     if isinstance(error, RewardProcessDiedError):

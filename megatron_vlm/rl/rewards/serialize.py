@@ -1,8 +1,8 @@
-"""Values on their way between the trainer and the processes of rewards and environments.
+"""Serialization of messages between the trainer and the reward processes.
 
-A frame is a header with two sizes, JSON, and raw bytes: what JSON has no form for stands in it as
-an object with a mark. Tuples arrive as lists, paths as text, and arrays of numpy as lists of
-numbers. Imported at both ends, so it imports neither torch nor Megatron.
+A frame is a header with two sizes, JSON, and raw bytes. A value that JSON has no form for is an
+object with a mark. Tuples arrive as lists, paths as text, and arrays of numpy as lists of numbers.
+Both ends import this file, so it imports neither torch nor Megatron.
 """
 
 import datetime
@@ -15,9 +15,10 @@ from typing import Any
 
 import PIL.Image
 
-HEADER = struct.Struct("!QQ")  # bytes of the JSON, bytes of what follows it
+HEADER = struct.Struct("!QQ")  # sizes of the JSON and of the raw bytes
 _MARK = "\0"
-# What tables hold beside JSON, as text. A datetime is a date, too: it comes first.
+# Values from tables that JSON has no form for are sent as text. `datetime` comes before `date`,
+# because it is a subclass of it.
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),
     "date": (datetime.date, str, datetime.date.fromisoformat),
@@ -25,27 +26,27 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "decimal": (Decimal, str, Decimal),
     "path": (PurePath, str, str),
 }
-_KEPT = ("exif", "icc_profile", "transparency")  # of what a picture's file said beside its pixels
+_KEPT = ("exif", "icc_profile", "transparency")  # metadata of a picture that is sent
 
 
 class PackingError(TypeError):
-    """A value that cannot be sent; says which."""
+    """Error for a value that cannot be sent. It names the value."""
 
 
 def serialize(value: Any) -> bytes:
-    """A frame; PackingError where there is none."""
+    """Return the frame of a value. Raise PackingError if it cannot be sent."""
     body: list[bytes] = []
     text = json.dumps(_packed(value, body, ""), separators=(",", ":")).encode()
     return b"".join((HEADER.pack(len(text), sum(map(len, body))), text, *body))
 
 
 def deserialize(text: bytes, body: bytes) -> Any:
-    """The value of a frame's two parts."""
+    """Return the value from the two parts of a frame."""
     return _unpacked(json.loads(text), memoryview(body))
 
 
 def repacked(value: Any) -> Any:
-    """The value as it arrives at the other end."""
+    """Return the value as it arrives at the other end."""
     frame = serialize(value)
     middle = HEADER.size + HEADER.unpack_from(frame)[0]
     return deserialize(frame[HEADER.size : middle], frame[middle:])
@@ -85,17 +86,17 @@ def _packed_mapping(value: Mapping[Any, Any], body: list[bytes], place: str) -> 
 def _packed_picture(image: PIL.Image.Image, body: list[bytes], place: str) -> dict[str, Any]:
     try:
         image.load()
-    except Exception as error:  # of a picture that was opened and is damaged
+    except Exception as error:  # an opened picture may have damaged data
         raise PackingError(f"{place.lstrip('.')} cannot be decoded: {error}") from error
     palette = None if image.palette is None else image.palette.mode
-    said = {name: image.info[name] for name in _KEPT if name in image.info}
+    metadata = {name: image.info[name] for name in _KEPT if name in image.info}
     return {
         _MARK: "picture",
         "mode": image.mode,
         "size": image.size,
         "palette": palette,
         "colours": None if palette is None else image.getpalette(palette),
-        "said": _packed(said, body, "info"),
+        "said": _packed(metadata, body, "info"),
         "at": _append(body, image.tobytes()),
     }
 

@@ -1,5 +1,5 @@
-"""The function or class that a user names, found in a file or a module of theirs. In the process
-that will call it."""
+"""Loader of the function or class that a user names in a file or a module. It runs in the process
+that calls them."""
 
 import difflib
 import importlib
@@ -16,9 +16,9 @@ from typing import Any
 from megatron_vlm.errors import ConfigError
 from megatron_vlm.io.untrusted import home_path, real_path
 
-_LONGEST = 300  # characters of what an exception says
+_LONGEST = 300  # maximum characters of an exception's text
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-# The methods of each, "" for itself, with arguments such as theirs, and these in words.
+# {kind: (method, or "" for the object itself; sample arguments; the arguments in words)}
 _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
     "reward": [("", ({}, ""), "(record, answer)")],
     "environment": [
@@ -30,30 +30,30 @@ _CALLS: dict[str, list[tuple[str, tuple[Any, ...], str]]] = {
 
 
 def load_user_code(kind: str, target: str) -> tuple[Callable[..., Any], Path]:
-    """The reward function, or the class of environments, and the folder that it is in: `kind` is
-    the key of `rl` that names it. ConfigError, with the reason, where there is none."""
+    """Return the reward function, or the class of environments, and its folder. `kind` is the key
+    of `rl` that names it. Raise ConfigError, with the reason, if it cannot be loaded."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise ConfigError("is neither FILE.py:NAME nor MODULE:NAME", key=f"rl.{kind}", found=target)
     module, home = _module(kind, target, place)
-    found = getattr(module, name, None)
-    if found is None:
+    target_object = getattr(module, name, None)
+    if target_object is None:
         none, remedy = _near(module, name)
         raise ConfigError(
             f": {place} has no {name!r}{none}", key=f"rl.{kind}", found=target, remedy=remedy
         )
-    _check(kind, target, found)
-    return found, home
+    _check(kind, target, target_object)
+    return target_object, home
 
 
 def said(error: BaseException) -> str:
-    """An exception's type and text, in one line."""
+    """Return the type and the text of an exception in a single line."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def place_of_function(error: BaseException, home: Path) -> str:
-    """Where a user's code was when this was raised: the innermost line in their own folder."""
+    """Return where in the user's code this error was raised: the innermost line in their folder."""
     frames = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -67,7 +67,8 @@ def place_of_function(error: BaseException, home: Path) -> str:
 
 
 def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
-    """Its folder comes first in sys.path, as for a program; for a module, the working folder."""
+    """Import the file or module. The file's folder comes first in sys.path, as for a program; for a
+    module, the working folder does."""
     is_file = place.endswith(".py")
     path = real_path(home_path(place))
     if is_file and not path.is_file():
@@ -80,7 +81,7 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
     sys.path.insert(0, str(home))
     try:
         module = _of_file(path) if is_file else importlib.import_module(place)
-    except BaseException as error:  # SystemExit, too
+    except BaseException as error:  # SystemExit as well
         where = place_of_function(error, home)
         raise ConfigError(
             f"cannot be imported: {said(error)}{where}", key=f"rl.{kind}", found=target
@@ -90,7 +91,8 @@ def _module(kind: str, target: str, place: str) -> tuple[ModuleType, Path]:
 
 
 def _of_file(path: Path) -> ModuleType:
-    # Under its own name, so that its neighbours and its classes find it, unless that is taken.
+    # The module has the name of its file, unless that is taken, so that its neighbours can import
+    # it and its classes can refer to it.
     name = path.stem if path.stem not in sys.modules else f"_of_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -100,7 +102,7 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def _near(module: ModuleType, name: str) -> tuple[str, str]:
-    """The end of the problem, and the remedy."""
+    """Return the end of the problem's text, and the remedy."""
     own = [
         each
         for each, value in vars(module).items()
