@@ -17,7 +17,7 @@ from megatron_vlm.training.completions import Completion
 
 @dataclass
 class Episode:
-    """Episode, of which a prompt has several. The prompt and the environment's messages are rows
+    """Episode of a prompt, which has several. The prompt and the environment's messages are rows
     without labels, in `shown`; episodes share their pictures. `ids` and `log_probs` hold all tokens
     of the episode in order, shown or drawn."""
 
@@ -65,8 +65,8 @@ class Episode:
         return sum(each is not None for each in self.log_probs)
 
     def prompt(self) -> Row:
-        """Return the row that the next answer continues. Episodes with the same beginning return
-        the same object."""
+        """Return the row that the next answer continues. For the first answer, episodes that share
+        their opening row return the same object."""
         if not self.answers:
             return self.shown[0]
         ids_S = torch.tensor(self.ids)

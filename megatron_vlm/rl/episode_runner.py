@@ -155,5 +155,5 @@ def seed_of(seed: int, step: int, episode: Episode, turn: int) -> int:
     prompt has the next number."""
     own_place = () if turn == 0 else (episode.place,)
     text = " ".join(map(str, (seed, step, episode.group, turn, *own_place)))
-    drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return (int.from_bytes(drawn, "little") >> 3) + (episode.place if turn == 0 else 0)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 3) + (episode.place if turn == 0 else 0)

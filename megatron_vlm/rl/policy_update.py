@@ -66,14 +66,14 @@ class PolicyUpdater:
 
     def _row(self, number: int, each: TrainRow, values: "Values") -> Row:
         like_S = each.sampler_log_probs_S
-        known = {
+        inputs = {
             "advantages": each.advantage * values.weights.get(number, torch.ones_like(like_S)),
             "old_log_probs": values.old.get(number, like_S),
             "sequences": torch.full_like(like_S, number % _DISTINCT),
             "ref_log_probs": values.reference.get(number, like_S),
         }
         weights_S = None if each.weight == 1 else torch.full_like(like_S, each.weight)
-        values_S = {name: known[name] for name in self.names}
+        values_S = {name: inputs[name] for name in self.names}
         return replace(each.row, values_S=values_S, loss_weights_S=weights_S)
 
     def values(self, lesson: TrainBatch, rows: Mapping[int, TrainRow]) -> "Values":
@@ -84,8 +84,8 @@ class PolicyUpdater:
         if rl.sampler != "own":  # log-probs of the own decoder are the trainer's already
             old = self._scored(self.worker, lesson, rows)
             for number, train_row in rows.items():
-                both = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
-                weights[number] = torch.tensor(importance_weights(*both, rl.max_weight))
+                log_probs = old[number].tolist(), train_row.sampler_log_probs_S.tolist()
+                weights[number] = torch.tensor(importance_weights(*log_probs, rl.max_weight))
         reference = {}
         if rl.kl_coef is not None:
             reference = self._scored(self.reference, lesson, rows)

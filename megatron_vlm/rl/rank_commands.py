@@ -37,7 +37,7 @@ class RankCommands:
     def draw(
         self, asked: Sequence[AskedPrompt], settings: SamplingSettings
     ) -> list[list[Completion]]:
-        """Draw answers with the own decoder on all ranks. Call it on rank 0."""
+        """Draw answers with the trainer's own decoder on all ranks. Call it on rank 0."""
         by_place: dict[int, list[Completion]] = {}
         for n in sorted({len(each.seeds) for each in asked}):
             places = [place for place, each in enumerate(asked) if len(each.seeds) == n]
@@ -59,8 +59,8 @@ class RankCommands:
         )
 
     def follow(self) -> tuple[bytes, dict[str, Any]]:
-        """Run the commands of rank 0 until it sends its result, and return that. Call it on the
-        other ranks."""
+        """Run the commands of rank 0 until its result arrives, and return the result. Call it on
+        the other ranks."""
         while True:
             self._meet()
             order, contents = self.lead.hear()

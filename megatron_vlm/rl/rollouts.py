@@ -46,25 +46,25 @@ async def collect_rollouts(
     start, num_prompts = time.perf_counter(), table.cfg.train.global_batch_size
     rl = table.cfg.rl
     with_signal: list[Group] = []
-    alike: list[Group] = []
+    without_signal: list[Group] = []
     num_tried = 0
     for _ in range(rl.max_rounds if rl.dynamic_sampling else 1):
         handles, position = next_prompts(table.data, position, num_prompts - len(with_signal))
-        played = await table.play(desk, handles, step, num_tried)
+        new_groups = await table.play(desk, handles, step, num_tried)
         num_tried += len(handles)
-        with_signal += [group for group in played if group.has_signal]
-        alike += [group for group in played if not group.has_signal]
+        with_signal += [group for group in new_groups if group.has_signal]
+        without_signal += [group for group in new_groups if not group.has_signal]
         if len(with_signal) == num_prompts:
             break
     groups = with_signal
     if not rl.dynamic_sampling or not with_signal:
-        groups = sorted([*with_signal, *alike], key=lambda group: group.episodes[0].group)[
+        groups = sorted([*with_signal, *without_signal], key=lambda group: group.episodes[0].group)[
             :num_prompts
         ]
     if not groups:
         place = f"step {step}: the last of {num_tried} prompts, of which none can be read"
         raise table.skipped[-1].within(place)
-    return Rollout(groups, num_tried, len(alike), position, time.perf_counter() - start)
+    return Rollout(groups, num_tried, len(without_signal), position, time.perf_counter() - start)
 
 
 def next_prompts(data: DataSet, position: Position, count: int) -> tuple[list[Handle], Position]:
@@ -95,21 +95,21 @@ class OwnRollouts:
         return self.runner.run(self._take(step, position))
 
     async def _take(self, step: int, position: Position) -> Rollout:
-        desk = LockstepQueue()
-        playing = asyncio.create_task(collect_rollouts(self.table, desk, step, position))
+        queue = LockstepQueue()
+        collecting = asyncio.create_task(collect_rollouts(self.table, queue, step, position))
         try:
-            while not playing.done():
-                if desk.waiting and desk.all_wait.is_set():
-                    self._answer(desk)
-                waiting = asyncio.create_task(desk.all_wait.wait())
+            while not collecting.done():
+                if queue.waiting and queue.all_wait.is_set():
+                    self._answer(queue)
+                waiting = asyncio.create_task(queue.all_wait.wait())
                 await asyncio.wait(
-                    [playing, waiting], timeout=EVERY_S, return_when=asyncio.FIRST_COMPLETED
+                    [collecting, waiting], timeout=EVERY_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 waiting.cancel()
                 self.orders.wait()
         finally:
-            playing.cancel()
-        return await playing
+            collecting.cancel()
+        return await collecting
 
     def _answer(self, desk: LockstepQueue) -> None:
         requests = desk.taken()
@@ -142,8 +142,8 @@ class EngineRollouts:
         return rollout
 
     def _begin(self, step: int, position: Position) -> "Future[Rollout]":
-        desk = EngineQueue(self.engines.sampler, self.table.settings)
-        return self.engines.submit(collect_rollouts(self.table, desk, step, position))
+        queue = EngineQueue(self.engines.sampler, self.table.settings)
+        return self.engines.submit(collect_rollouts(self.table, queue, step, position))
 
     def close(self) -> None:
         if self.begun is not None:

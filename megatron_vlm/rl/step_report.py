@@ -20,7 +20,7 @@ from megatron_vlm.training.worker import StepMetrics
 
 def rl_line(step: int, done: Rollout, metrics: StepMetrics, apart: LogProbGap | None) -> RlLine:
     """Return the metrics line of a step. The version of an engine's weights is the number of the
-    step that they are the weights before."""
+    step that follows them."""
     episodes = [each for group in done.groups for each in group.episodes]
     rewards = [each.reward for each in episodes]
     lengths = [each.trained for each in episodes]
@@ -88,7 +88,7 @@ def _episode(episode: Episode, table: EpisodeRunner) -> dict[str, Any]:
     heard = [{"text": table.words(row), "images": _images(row, table)} for row in episode.shown[1:]]
     return {
         "answers": episode.answers,
-        "heard": heard,  # after each answer but the last
+        "heard": heard,  # messages after each answer but the last
         "reward": episode.reward,
         "figures": episode.figures,
         "tokens": episode.trained,

@@ -107,7 +107,7 @@ def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
     columns |= {name: [] for name in VISUAL_FIELDS}
     # {field: the place of each row's tensor in the field's column, or -1}
     places: dict[str, list[int]] = {name: [] for name in VISUAL_FIELDS}
-    known: dict[tuple[str, int], int] = {}
+    column_places: dict[tuple[str, int], int] = {}
     for train_row in lesson.rows:
         columns["ids"].append(train_row.row.ids_S)
         columns["labels"].append(train_row.row.labels_S)
@@ -116,7 +116,7 @@ def train_batch_to_bytes(lesson: TrainBatch) -> bytes:
             tensor = getattr(train_row.row, name)
             place = -1
             if tensor is not None:
-                place = known.setdefault((name, id(tensor)), len(columns[name]))
+                place = column_places.setdefault((name, id(tensor)), len(columns[name]))
                 columns[name] += [tensor] * (place == len(columns[name]))
             places[name].append(place)
     numbers = [[each.advantage, each.weight] for each in lesson.rows]

@@ -46,7 +46,7 @@ class RlTrainer:
         self.orders = RankCommands(run.worker, run.signals)
         self.engines: Engines | None = None
         self.rollouts: Rollouts | None = None
-        self.last: Rollout | None = None  # on rank 0
+        self.last: Rollout | None = None  # set on rank 0 only
         run.at(run.progress.step, "starting rewards and engines", files=True)
         with fail_together(run.worker.platform.device, ConfigError):
             if self.leads:
@@ -68,9 +68,9 @@ class RlTrainer:
         settings = JudgeSettings(
             rl.reward, rl.environment, rl.processes, rl.timeout, rl.failed_reward
         )
-        judges = RewardPool(settings)
-        self.opened.callback(judges.close)
-        self.table = EpisodeRunner(self.cfg, data, judges)
+        pool = RewardPool(settings)
+        self.opened.callback(pool.close)
+        self.table = EpisodeRunner(self.cfg, data, pool)
 
     def _start(self) -> tuple[bytes, dict[str, Any]]:
         """Start the sampler on rank 0."""
@@ -94,8 +94,8 @@ class RlTrainer:
             assert self.rollouts is not None
             self.last = self.rollouts.take(step, self.run.progress.position)
             replicas = self.run.worker.grid.dp.size
-            lesson = lesson_of(self.last.groups, self.cfg, self.table.data.work, replicas)
-            return train_batch_to_bytes(lesson), {"after": asdict(self.last.after)}
+            batch = lesson_of(self.last.groups, self.cfg, self.table.data.work, replicas)
+            return train_batch_to_bytes(batch), {"after": asdict(self.last.after)}
 
         content, facts = self._lead(sampled)
         return train_batch_from_bytes(content), Position(**facts["after"])

@@ -12,7 +12,7 @@ from megatron_vlm.serve.request_prefetch import RequestPrefetcher
 from megatron_vlm.serve.requests_as_rows import Batch
 
 GATHER_S = 0.02  # seconds without a new sample before the pending samples are drawn
-TOGETHER = 256  # maximum of samples at the start of a turn; a single request may have more
+TOGETHER = 256  # maximum samples at the start of a turn; a single request may have more
 # Micro-batches per stage in a pass that several models share. With this number the stages are idle
 # for less than a fifth of the time; with more, the first model's answer comes much later.
 FULL = 4
@@ -43,23 +43,23 @@ class CallBatcher:
         if call.kind != SAMPLE or call.attempts:
             return False
         tenant = self.tenant_of(call)
-        came = [each.accepted for each in ready if self.tenant_of(each) == tenant]
+        accepted_at = [each.accepted for each in ready if self.tenant_of(each) == tenant]
         now = time.time()
-        return now - max(came) < GATHER_S and now - min(came) < 10 * GATHER_S
+        return now - max(accepted_at) < GATHER_S and now - min(accepted_at) < 10 * GATHER_S
 
     def of(self, call: Call, ready: Sequence[Call]) -> list[Call]:
         """Return the call whose turn it is, and the calls that are best batched with it."""
         if call.attempts:  # the process has died during this call before: it runs alone
             return [call]
-        others = [
+        candidates = [
             each
             for each in ready
             if each is not call and each.kind == call.kind and not each.attempts
         ]
         if call.kind == SAMPLE:
-            return self._samples(call, others)
+            return self._samples(call, candidates)
         if call.kind == "forward_backward":
-            return self._filling(call, others)
+            return self._filling(call, candidates)
         return [call]
 
     def sizes(self, together: Sequence[Call]) -> dict[str, float]:
@@ -88,12 +88,12 @@ class CallBatcher:
     def _filling(self, call: Call, others: Sequence[Call]) -> list[Call]:
         """Return the gradient calls of as many models as fill the pipeline. A large call fills it
         alone."""
-        batch, left = [call], self.micro_batches - self._micro_batches(call)
-        for other in others if left > 0 else ():
+        batch, room = [call], self.micro_batches - self._micro_batches(call)
+        for other in others if room > 0 else ():
             count = self._micro_batches(other)
-            if count <= left:
+            if count <= room:
                 batch.append(other)
-                left -= count
+                room -= count
         return batch
 
     def _micro_batches(self, call: Call) -> float:

@@ -12,8 +12,8 @@ MANY = 1000  # names that are kept before old ones are forgotten
 
 
 class FairQueue:
-    """Counter of the seconds that each key and each of its tenants has used. The one with the
-    fewest seconds comes next.
+    """Queue that counts the seconds that each key and each of its tenants has used. The one with
+    the fewest seconds comes next.
 
     A key or tenant that was idle continues from the count of the one that was served last, where
     that count is higher. So it comes next at once, but it cannot save up turns while it is idle or
@@ -25,7 +25,8 @@ class FairQueue:
         self.clock = clock
         self.had: dict[str, float] = {}
         self.seen: dict[str, float] = {}
-        self.floor: dict[str, float] = {}  # lowest count of all keys (""), or of a key's tenants
+        # Lowest count of the pending keys (under ""), or of the pending tenants of a key.
+        self.floor: dict[str, float] = {}
 
     def next(
         self,
@@ -56,7 +57,7 @@ class FairQueue:
     def _least(self, group: str, delays: Mapping[str, float]) -> str:
         now, floor = self.clock(), self.floor.get(group, 0.0)
         for name in delays:
-            # A tenant that always has calls pending has at least the count of the last served one.
+            # A name whose calls have been pending all the time is at the floor or above it already.
             self.had[name] = max(self.had.get(name, 0.0), floor)
             self.seen[name] = now
         chosen = min(delays, key=lambda name: self.had[name] + delays[name])

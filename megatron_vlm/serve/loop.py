@@ -40,7 +40,7 @@ from megatron_vlm.serve.training_calls import ModelCalls
 from megatron_vlm.serve.vllm_samples import EngineSampling
 
 TIDY_S = 15.0
-AHEAD = 4  # calls of a model that are read while other calls run
+AHEAD = 4  # calls per model that are read while other calls run
 
 
 class Service:
@@ -72,7 +72,7 @@ class Service:
         self.tidy_at = 0.0
 
     def run(self) -> None:
-        """Run until a signal, which raises Stopped."""
+        """Run until a signal raises Stopped."""
         while True:
             self.orders.wait()
             try:
@@ -289,8 +289,8 @@ class Service:
         """Return the samples that may join those in progress."""
         calls = self.journal.next_calls(AHEAD)
         self.readings.begin(calls)
-        fresh = [call for call in calls if call.kind == SAMPLE and not call.attempts]
-        return [call for call in fresh if self._tenant(call) == tenant]
+        samples = [call for call in calls if call.kind == SAMPLE and not call.attempts]
+        return [call for call in samples if self._tenant(call) == tenant]
 
     def _complete(self, weights: str, calls: Sequence[Call]) -> None:
         """Complete samples that an engine has drawn."""
@@ -328,8 +328,8 @@ class Service:
     def _delay(self, call: Call) -> float:
         """Return the delay of a call in seconds. Models in memory have none, so that most of the
         time is not spent on swapping."""
-        there = call.kind not in (SAMPLE, *TRAINING) or self.residents.has(self._tenant(call))
-        return 0.0 if there else PER_SWAP * self.residents.swap_s
+        in_memory = call.kind not in (SAMPLE, *TRAINING) or self.residents.has(self._tenant(call))
+        return 0.0 if in_memory else PER_SWAP * self.residents.swap_s
 
     def _is_first(self, call: Call, calls: Sequence[Call]) -> bool:
         """Return whether no earlier call of the same model is pending; `calls` are in order."""

@@ -1,5 +1,5 @@
 """Loss names of the client protocol, and the losses of this package that compute them: the inputs
-of each loss, and its options with the defaults of the public service. Each is a sum over the
+of each loss, and its options with the defaults of the public service. Each loss is a sum over the
 targets."""
 
 import math
@@ -17,7 +17,8 @@ _SAMPLED = {"logprobs": "old_log_probs", "advantages": "advantages"}
 
 @dataclass(frozen=True)
 class LossForm:
-    """Loss of the client protocol. `clips` are the default thresholds of the ratio."""
+    """Loss of the client protocol. `clips`: default thresholds of the ratio; None where the loss
+    does not clip."""
 
     ours: str
     inputs: Mapping[str, str]
@@ -58,27 +59,27 @@ def form_of(name: str) -> LossForm:
 def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
     """Return the options of this package's loss for the options that the client has set."""
     form = form_of(name)
-    known = dict(form.options)
+    options = dict(form.options)
     if form.clips is not None:
-        known |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
+        options |= {_LOW: form.clips[0], _HIGH: form.clips[1]}
     for key, value in given.items():
         key_name = entry(_CONFIG, key)
-        if key not in known:
+        if key not in options:
             raise RequestError(
-                f"is not an option of {name}" + ("" if known else ", which has none"),
+                f"is not an option of {name}" + ("" if options else ", which has none"),
                 key=key_name,
-                allowed=tuple(known) or None,
-                remedy="" if known else "leave it out",
+                allowed=tuple(options) or None,
+                remedy="" if options else "leave it out",
             )
         if isinstance(value, str):
             raise RequestError("is text", key=key_name, found=value, allowed="a number")
         if not math.isfinite(value) and key != _HIGH:
             raise RequestError(key=key_name, found=value, allowed="a finite number")
-        known[key] = value
+        options[key] = value
     if form.clips is None:
-        return known
+        return options
     # No ratio exceeds the largest fp32 number, so this bound clips nothing.
-    low, high = known.pop(_LOW), min(known.pop(_HIGH), _LARGEST)
+    low, high = options.pop(_LOW), min(options.pop(_HIGH), _LARGEST)
     for key, value, fits, allowed in (
         (_LOW, low, 0 <= low < 1, "a number from 0 to below 1"),
         (_HIGH, high, high > 1, "a number above 1"),
@@ -90,4 +91,4 @@ def options_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]:
                 found=value,
                 allowed=allowed,
             )
-    return known | {"clip_low": 1 - low, "clip_high": high - 1}
+    return options | {"clip_low": 1 - low, "clip_high": high - 1}

@@ -37,13 +37,13 @@ def serve_on_rank(cfg: Config, signals: "Signals | None" = None) -> int:
             opened.callback(signals.restore)
             if rank_of_process() == 0:  # before the slow steps
                 opened.enter_context(held_folder(cfg))
-            orders = ModelCommands(Models(cfg, watchdog), signals)
+            commands = ModelCommands(Models(cfg, watchdog), signals)
             signals.can_save = True
             try:
                 if rank_of_process() == 0:
-                    _lead(cfg, orders, opened)
+                    _lead(cfg, commands, opened)
                 else:
-                    orders.follow()
+                    commands.follow()
             except BrokenError as error:  # not an error of the user: a restart helps
                 say(f"rank {rank_of_process()}: {error}")
                 return FAILED

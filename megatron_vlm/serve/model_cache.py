@@ -153,7 +153,7 @@ class ModelCache:
     def forget(self, id: str) -> None:
         """Free the memory of the model without saving it."""
         if self.models.pop(id, None) is not None:
-            self.fresh = {f: which for f, which in self.fresh.items() if which[0] != id}
+            self.fresh = {f: entry for f, entry in self.fresh.items() if entry[0] != id}
             self.orders.drop(id)
             gc.collect()  # hooks and modules refer to each other
 
@@ -168,8 +168,8 @@ class ModelCache:
             except (BrokenError, Stopped):
                 raise
             except Exception:  # its disk space is needed
-                for left in (folder, partial_of(folder)):
-                    shutil.rmtree(left, ignore_errors=True)
+                for leftover in (folder, partial_of(folder)):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 raise
             resident.saved = resident.applied
         resident.unsaved_s = 0.0
@@ -219,15 +219,15 @@ class ModelCache:
         return folder
 
     def delete_orphan_folders(self) -> None:
-        """Delete the folders that no row of the journal names. They are left where a call has
-        failed or a process has died before it wrote the row. All that this process has written is
-        in the journal by now, since calls run one after the other."""
+        """Delete the folders that no row of the journal names. Such a folder remains if a
+        call has failed, or a process has died, before the row was written. All folders of this
+        process are in the journal by now, since calls run one after the other."""
         folders = [
             path for kind in ("states", "weights") for path in (self.journal.run / kind).glob("*")
         ]
-        known = self.journal.folders()
+        in_journal = self.journal.folders()
         for folder in folders:
-            if folder not in known:
+            if folder not in in_journal:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -238,6 +238,6 @@ def _beginning(model: Model) -> tuple[Path | None, bool]:
 
 
 def _oldest(forms: Mapping[str, ModelForm], new: ModelForm, most: int) -> list[str]:
-    """Return the names to evict before a new model of this kind fits, the oldest first."""
+    """Return the names to evict to make room for a new model of this kind, the oldest first."""
     same_kind = [name for name, form in forms.items() if bool(form.rank) == bool(new.rank)]
     return same_kind[: max(0, len(same_kind) - most + 1)]

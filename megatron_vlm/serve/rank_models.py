@@ -32,11 +32,11 @@ class ModelForm:
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> "ModelForm":
-        """Create it from the result of `plain`."""
+        """Create the settings from the result of `plain`."""
         return ModelForm(said["rank"], said["seed"], tuple(said["targets"]))
 
     def plain(self) -> dict[str, Any]:
-        """Return it as a dictionary for JSON."""
+        """Return the settings as a dictionary for JSON."""
         return asdict(self)
 
     def config(self, cfg: Config) -> Config:

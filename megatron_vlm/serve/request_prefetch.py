@@ -66,7 +66,7 @@ class RequestPrefetcher:
         return None if future.exception() else future.result()
 
     def is_ready(self, call: Call) -> bool:
-        """Return whether the request has been read."""
+        """Return whether the reading has ended, so that `take` does not wait for other requests."""
         future = self.futures.get(call.request_id)
         return future is not None and future.done()
 

@@ -50,8 +50,8 @@ class RowReader:
         self.room: Callable[[int], None] | None = None
 
     def within(self, room: Callable[[int], None]) -> "RowReader":
-        """Return a copy for a single request, which calls `room` with the pixels of the request.
-        `room` may raise an error."""
+        """Return a copy of the reader for a single request. It calls `room` with the pixels of the
+        request, and `room` may raise an error."""
         reader = copy(self)
         reader.room = room
         return reader
@@ -243,14 +243,16 @@ def figures_of(done: StepMetrics) -> dict[str, float]:
 def metrics_of(batch: Batch, log_probs: Sequence[Tensor]) -> dict[str, float]:
     """Compute the metrics of a forward pass from its log-probs, as a backward pass reports them."""
     objective = Objective.create(batch.loss, batch.options)
-    taken = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
-    chosen = [log_probs_SJ[mask] for log_probs_SJ, mask in zip(log_probs, taken, strict=True)]
+    masks = [row.targets != IGNORE for row in batch.rows if row.targets is not None]
+    target_log_probs = [
+        log_probs_SJ[mask] for log_probs_SJ, mask in zip(log_probs, masks, strict=True)
+    ]
     values = {
         name: torch.cat(
-            [row.values_S[name][mask] for row, mask in zip(batch.rows, taken, strict=True)]
+            [row.values_S[name][mask] for row, mask in zip(batch.rows, masks, strict=True)]
         )
         for name in objective.value_names
     }
-    loss_M, report = objective.of_tokens(torch.cat(chosen), None, values)
+    loss_M, report = objective.of_tokens(torch.cat(target_log_probs), None, values)
     means = {f"{name}:mean": float(each.double().mean()) for name, each in report.items()}
     return {"loss:sum": float(loss_M.double().sum()), **means}

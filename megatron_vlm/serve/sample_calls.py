@@ -63,7 +63,7 @@ class SampleAsk:
 
 @dataclass(frozen=True)
 class StopWords:
-    """Stop tokens: those that apply where the client sets none, and the ids of special tokens."""
+    """Stop tokens: the defaults for requests that set none, and the ids of special tokens."""
 
     ends: tuple[int, ...]  # ids of the default stop tokens
     special: Callable[[str], int | None]  # returns the id of a special token
@@ -87,7 +87,7 @@ class SampleBounds:
 
     most_tokens: int  # default of max_tokens
     longest: int  # maximum tokens of a prompt and its answer together
-    whose: str = "the model"  # owner of the bounds in error messages
+    whose: str = "the model"  # subject of the error messages
     least_temperature: float = 0.0  # lowest temperature above 0; 0 is always allowed
 
 

@@ -175,8 +175,8 @@ class SampleTurns:
 
     def _may_wait(self, batch: SampleBatch) -> bool:
         """Return whether a turn may end before all samples are drawn."""
-        others = sum(bool(each.inside) for each in self.batches.values() if each is not batch)
-        return others < SUSPENDED and not batch.ids() & self.again
+        suspended = sum(bool(each.inside) for each in self.batches.values() if each is not batch)
+        return suspended < SUSPENDED and not batch.ids() & self.again
 
     def _is_alone(self, call: Call) -> bool:
         return bool(call.attempts) or call.request_id in self.alone

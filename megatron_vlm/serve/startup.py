@@ -56,37 +56,37 @@ def open_service(cfg: Config, orders: ModelCommands, opened: ExitStack) -> Opene
     opened.callback(journal.close)
     reader = RowReader(cfg, str(base.source.path), base.source.sizes, limits.pixels)
     samples = _bounds(cfg, limits, reader.longest)
-    readings = RequestPrefetcher(
+    prefetcher = RequestPrefetcher(
         journal, reader, _stop_words(cfg), samples, base.dims.dp, limits.waiting_pixels
     )
-    drawer = None
+    engine_sampling = None
     if cfg.serve.sampler == "vllm":  # before the HTTP server: engines load for minutes
         settings = engine_settings(cfg, orders, limits, samples)
         engines = Engines()
         opened.callback(engines.close)
         engines.start(settings, cfg.serve.engine_gpus, orders.wait)
-        drawer = EngineSampling(engines, journal, readings, settings.most_adapters)
-        drawer.start()
-    service = Service(cfg, orders, journal, readings, drawer)
+        engine_sampling = EngineSampling(engines, journal, prefetcher, settings.most_adapters)
+        engine_sampling.start()
+    service = Service(cfg, orders, journal, prefetcher, engine_sampling)
     service.residents.delete_orphan_folders()
     facts = facts_of(cfg, base.source, base.dims)
     app = make_app(journal, limits, keys, facts, service.gauges)
-    front = FrontServer(app, cfg.serve.host, cfg.serve.port)
-    port = front.start()
+    server = FrontServer(app, cfg.serve.host, cfg.serve.port)
+    port = server.start()
     host = f"[{cfg.serve.host}]" if ":" in cfg.serve.host else cfg.serve.host
-    return Opened(service, front, cfg.serve.url or f"http://{host}:{port}")
+    return Opened(service, server, cfg.serve.url or f"http://{host}:{port}")
 
 
 def limits_of(given: Mapping[str, Any]) -> RequestLimits:
     """Return the default limits with the changes of serve.limits."""
-    usual = RequestLimits()
-    known = {each.name: type(getattr(usual, each.name)) for each in fields(usual)}
+    defaults = RequestLimits()
+    types = {each.name: type(getattr(defaults, each.name)) for each in fields(defaults)}
     for name, value in given.items():
-        if name not in known:
-            raise ConfigError("is not a limit", key=f"serve.limits.{name}", allowed=tuple(known))
+        if name not in types:
+            raise ConfigError("is not a limit", key=f"serve.limits.{name}", allowed=tuple(types))
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(key=f"serve.limits.{name}", found=value, allowed="a number above 0")
-    return replace(usual, **{name: known[name](value) for name, value in given.items()})
+    return replace(defaults, **{name: types[name](value) for name, value in given.items()})
 
 
 def _bounds(cfg: Config, limits: RequestLimits, longest: int) -> SampleBounds:

@@ -229,7 +229,7 @@ class ModelCalls:
         return norm
 
     def redo(self, resident: LoadedModel, call: Call, batch: Batch | None, body: bytes) -> None:
-        """Run a call again that was done before the model was offloaded or the service died."""
+        """Repeat a call that was done before the model was offloaded or the service died."""
         if call.kind == "forward_backward":
             assert batch is not None
             self._gradients([resident], [batch])

@@ -100,14 +100,14 @@ class Admission:
 
     def leave(self, call: Call) -> None:
         """Remove a call from the calls in progress."""
-        one = self.inside[call.request_id]
-        self._charge(one, self.clock())
+        flight = self.inside[call.request_id]
+        self._charge(flight, self.clock())
         del self.inside[call.request_id]
         self.size -= call.size
-        if one.wanted.adapter is not None:
-            self.active[one.wanted.adapter] -= 1
-            if not self.active[one.wanted.adapter]:
-                del self.active[one.wanted.adapter]
+        if flight.wanted.adapter is not None:
+            self.active[flight.wanted.adapter] -= 1
+            if not self.active[flight.wanted.adapter]:
+                del self.active[flight.wanted.adapter]
 
     def _fits(self, call: Call, wanted: SampleWeights, whole: Path | None) -> bool:
         if not self.inside:
@@ -122,8 +122,8 @@ class Admission:
     def count(self) -> None:
         """Charge the engine's time until now to the calls in progress."""
         now = self.clock()
-        for one in self.inside.values():
-            self._charge(one, now)
+        for flight in self.inside.values():
+            self._charge(flight, now)
 
     def _charge(self, one: InFlight, now: float) -> None:
         """Charge a call its share of the time since the last charge. All calls in progress have

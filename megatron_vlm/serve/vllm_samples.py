@@ -40,8 +40,8 @@ from megatron_vlm.serve.sample_calls import SampleAsk, written
 from megatron_vlm.serve.vllm_admission import Admission
 from megatron_vlm.serve.vllm_weights import EngineWeights, SampleWeights
 
-LEAST_TEMPERATURE = 0.01  # above 0: with less, vLLM draws as with this
-SESSIONS = 10_000  # maximum sessions whose weights are remembered
+LEAST_TEMPERATURE = 0.01  # lowest temperature above 0; vLLM raises lower ones to this
+SESSIONS = 10_000  # maximum number of sessions whose weights are remembered
 
 
 class EngineSampling:
@@ -55,7 +55,7 @@ class EngineSampling:
         self.engines, self.journal, self.readings = engines, journal, readings
         self.weights = EngineWeights(engines, journal.run)
         self.admission = Admission(adapters, len(engines.sampler.replicas))
-        self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # with answers
+        self.drawn: dict[str, tuple[Call, SampleAsk]] = {}  # calls with answers
         self.samples = 0  # number of samples in calls that were finished here
         self.read = 0  # the number of the last call that was read from the journal
         self.tasks: dict[str, asyncio.Task[None]] = {}  # tasks of the calls in the engine
@@ -196,10 +196,10 @@ class EngineSampling:
         self.journal.ring()
 
     def _failure(self, error: Exception) -> Failure:
-        """Return the failure for an error, and print a new one. The failure is always the server's:
-        the request of the client was checked before."""
-        known = isinstance(error, MegatronVLMError)
-        failure = Failure(str(error) if known else f"{type(error).__name__}: {error}", "server")
+        """Return the failure of an error, and print it unless it repeats the last one. It counts as
+        the server's, because the client's request was checked before."""
+        expected = isinstance(error, MegatronVLMError)
+        failure = Failure(str(error) if expected else f"{type(error).__name__}: {error}", "server")
         if failure != self.said:  # all samples fail alike once the engine has failed for good
             say(f"samples have failed: {failure.text}")
             self.said = failure

@@ -136,18 +136,18 @@ class RewardPool:
         self._judges = [
             RewardWorker(kind, target, timeout_s) for _ in range(self.settings.processes)
         ]
-        starting = (judge.alive() for judge in self._judges)
+        starting = (worker.alive() for worker in self._judges)
         for result in await asyncio.gather(*starting, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
     async def _close(self) -> None:
-        own = asyncio.current_task()
-        if tasks := [task for task in self._tasks if task is not own]:
+        current = asyncio.current_task()
+        if tasks := [task for task in self._tasks if task is not current]:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        await asyncio.gather(*(judge.close() for judge in self._judges))
+        await asyncio.gather(*(worker.close() for worker in self._judges))
 
     async def _begin(
         self, number: int, record: Mapping[str, Any], where: str
@@ -209,11 +209,11 @@ class RewardPool:
         while True:
             try:
                 async with episode.judge.turn(alone=suspected):
-                    life = await episode.judge.alive()
+                    process = await episode.judge.alive()
                     if request["do"] == "step":
-                        await self._restore(episode, life)
-                    answer = await life.ask(request)
-                    episode.life = life
+                        await self._restore(episode, process)
+                    answer = await process.ask(request)
+                    episode.life = process
                     return answer
             except RewardProcessDiedError as error:
                 lost += 1

@@ -33,9 +33,9 @@ from megatron_vlm.rl.rewards.serialize import HEADER, PackingError, deserialize,
 from megatron_vlm.rl.rewards.user_code import load_user_code, place_of_function, said
 
 Request = dict[str, Any]
-_MOST_SHOWN = 200  # characters of a wrong result
-_MOST_TRACED = 4000  # characters of either end of a traceback
-_LONGEST_NAME = 100  # characters of a figure's name
+_MOST_SHOWN = 200  # maximum characters of a wrong result
+_MOST_TRACED = 4000  # maximum characters of either end of a traceback
+_LONGEST_NAME = 100  # maximum characters of a figure's name
 # Maximum absolute values. The trainer sums the squares of a step's rewards and averages its
 # figures, which would overflow far beyond these bounds.
 _MOST_REWARD, _MOST_FIGURE = 1e6, 1e100
@@ -106,7 +106,7 @@ class _Bench:
         return result
 
     def _place(self, error: BaseException) -> str:
-        """Return where an error was raised. Print its traceback the first time at that place."""
+        """Return the place where an error was raised, and print its traceback the first time."""
         place = place_of_function(error, self.home)
         if place not in self.shown:
             self.shown.add(place)

@@ -38,7 +38,7 @@ class RewardCallError(Exception):
 
 
 class RewardProcessDiedError(Exception):
-    """Death of the process before it has answered. The text tells how it ended."""
+    """Death of the process before it has answered. The text describes how it ended."""
 
     def __init__(self, ending: str, suspects: int):
         super().__init__(ending)
@@ -85,17 +85,17 @@ class RewardProcess:
                 start_new_session=True,  # no Ctrl-C for it, and its children end with it
             )
         reader, writer = await asyncio.open_unix_connection(sock=our_socket)
-        life = RewardProcess(process, reader, writer, timeout_s)
-        loaded = life.calls[0] = _Call(asyncio.get_running_loop().create_future())
-        life.following = asyncio.create_task(life._follow())
+        reward_process = RewardProcess(process, reader, writer, timeout_s)
+        loaded = reward_process.calls[0] = _Call(asyncio.get_running_loop().create_future())
+        reward_process.following = asyncio.create_task(reward_process._follow())
         try:
             await asyncio.wait_for(loaded.answered, _START_S)
         except BaseException as error:
-            await life.end()
+            await reward_process.end()
             if (config_error := _of_start(error, f"rl.{kind}", target)) is None:
                 raise
             raise config_error from None
-        return life
+        return reward_process
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
         """Return the answer to a request. Raise RewardCallError if the user's code is wrong or is
@@ -109,8 +109,8 @@ class RewardProcess:
         self.writer.write(frame)  # a thread of the process reads at once, so this needs no drain
         try:
             await call.begun.wait()
-            # The second wait has a reason: if the trainer was held up, the first timeout may be
-            # over before answers that have arrived are read.
+            # The second wait also helps where this process was held up: the first one may then time
+            # out before an answer that has arrived is read.
             for seconds in (self.timeout_s, min(self.timeout_s, _GRACE_S)):
                 await asyncio.wait((call.answered,), timeout=seconds)
             if not call.answered.done():

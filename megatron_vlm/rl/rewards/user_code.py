@@ -1,5 +1,5 @@
 """Loader of the function or class that a user names in a file or a module. It runs in the process
-that calls them."""
+that calls the user's code."""
 
 import difflib
 import importlib
@@ -53,7 +53,8 @@ def said(error: BaseException) -> str:
 
 
 def place_of_function(error: BaseException, home: Path) -> str:
-    """Return where in the user's code this error was raised: the innermost line in their folder."""
+    """Return the place in the user's code where an error was raised: the innermost line of the
+    traceback that is in the user's folder."""
     frames = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -103,14 +104,14 @@ def _of_file(path: Path) -> ModuleType:
 
 def _near(module: ModuleType, name: str) -> tuple[str, str]:
     """Return the end of the problem's text, and the remedy."""
-    own = [
+    names = [
         each
         for each, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    if near := difflib.get_close_matches(name, own, n=1):
+    if near := difflib.get_close_matches(name, names, n=1):
         return "", f"did you mean {near[0]!r}?"
-    return ("", f"give one of {', '.join(own)}") if own else (", nor any function or class", "")
+    return ("", f"give one of {', '.join(names)}") if names else (", nor any function or class", "")
 
 
 def _check(kind: str, target: str, found: Any) -> None:
