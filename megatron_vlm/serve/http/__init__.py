@@ -1,1 +1,2 @@
-"""What clients of a service meet: HTTP in front of its journal. Knows no model and no torch."""
+"""HTTP interface of a service in front of its journal. It knows no model and does not import
+torch."""

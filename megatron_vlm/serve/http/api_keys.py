@@ -1,4 +1,5 @@
-"""API keys. A file has a line for each, `NAME SHA256`; the keys themselves are written nowhere."""
+"""API keys of a service. The key file has one line per key, `NAME SHA256`; the keys themselves are
+not stored."""
 
 import base64
 import binascii
@@ -17,13 +18,13 @@ from megatron_vlm.errors import ConfigError
 from megatron_vlm.serve.http.responses import HttpError
 
 _log = logging.getLogger(__name__)
-LOCAL = "local"  # who everybody is where no keys are asked for
+LOCAL = "local"  # the name of every client if the service has no keys
 _MAKE = "make it with megatron-vlm serve-key NAME FILE"
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64}) +([0-9a-f]{64})")
 
 
 class ApiKeys:
-    """The keys of a file, read again when it changes."""
+    """The keys of a file. The file is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +34,7 @@ class ApiKeys:
         self.names()
 
     def names(self) -> dict[str, bytes]:
-        """The digest of each name's key."""
+        """Return the digest of each name's key."""
         with self._lock:
             try:
                 status = self._path.stat()
@@ -51,17 +52,18 @@ class ApiKeys:
             return self._names
 
     def name_of(self, key: str) -> str | None:
-        """Whose key it is. Compared with all, each in constant time, so that the time says nothing
-        of how much was right."""
-        digest, found = hashlib.sha256(key.encode()).digest(), None
+        """Return the name that the key belongs to, or None. The key is compared with every digest,
+        each in constant time, so that the duration does not reveal how much of it was right."""
+        digest, owner = hashlib.sha256(key.encode()).digest(), None
         for name, known in self.names().items():
             if hmac.compare_digest(digest, known):
-                found = name
-        return found
+                owner = name
+        return owner
 
 
 def add_key(name: str, path: Path) -> str:
-    """Make a key for `name`, whose former one ends. Returned once and written only as a digest."""
+    """Make a key for `name` and return it. A former key of this name becomes invalid. Only the
+    digest is written, so the key cannot be read again later."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) or name == LOCAL:
         raise ConfigError(
             key="NAME",
@@ -91,12 +93,13 @@ def add_key(name: str, path: Path) -> str:
 
 
 def key_of(request: Request, keys: ApiKeys | None) -> str:
-    """Whose request it is, by X-API-Key or the password of basic authentication."""
+    """Return the name of the request's key. The key is in X-API-Key, a bearer token or the password
+    of basic authentication."""
     if keys is None:
         return LOCAL
-    given = request.headers.get("x-api-key") or _authorization(request)
+    key = request.headers.get("x-api-key") or _authorization(request)
     try:
-        name = None if given is None else keys.name_of(given)
+        name = None if key is None else keys.name_of(key)
     except ConfigError as error:
         _log.error("%s", error)
         raise HttpError(503, "the server's file of keys cannot be read at the moment") from error
@@ -122,16 +125,16 @@ def _authorization(request: Request) -> str | None:
 
 
 def _read(text: str, path: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    digests: dict[str, bytes] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
-        if match is None or match[1] in found or match[1] == LOCAL:
+        if match is None or match[1] in digests or match[1] == LOCAL:
             raise ConfigError(
                 f"must be NAME SHA256, with each name once and none of them {LOCAL}",
                 place=f"{path} line {number}",
                 remedy=_MAKE,
             )
-        found[match[1]] = bytes.fromhex(match[2])
-    return found
+        digests[match[1]] = bytes.fromhex(match[2])
+    return digests

@@ -1,4 +1,4 @@
-"""The application: routes, what guards them, and what is done every few seconds."""
+"""The FastAPI application: its routes, its access checks and its periodic clean-up."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from megatron_vlm.serve.journal.journal import Journal
 SWEEP_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 _pages = APIRouter()
-_pages.add_api_route("/healthz", session_routes.healthz)  # beside /api/v1/healthz
+_pages.add_api_route("/healthz", session_routes.healthz)  # in addition to /api/v1/healthz
 
 
 def make_app(
@@ -36,8 +36,9 @@ def make_app(
     facts: ServerFacts,
     gauges: Mapping[str, float] | None = None,
 ) -> FastAPI:
-    """The service's HTTP. `gauges` is a dict of the engine's, read whenever figures are asked for.
-    Without keys everybody who reaches it may do everything: FrontServer then stays on loopback."""
+    """Build the HTTP application of the service. `gauges` is a dict that the engine updates; it is
+    read whenever a client requests the metrics. Without keys, everybody who reaches the server may
+    do everything; FrontServer then accepts only loopback addresses."""
     metrics = Metrics()
     journal.listen(metrics.kept)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
@@ -57,8 +58,9 @@ def make_app(
 
 
 class LoopbackOnly:
-    """Without keys, a page that a browser on this machine shows could ask for anything: requests
-    that come by another name than loopback's, or from a page of another, are refused."""
+    """Middleware that refuses foreign requests to a service without keys. Otherwise a web page in a
+    browser on this machine could send any request. A request is refused if its Host is not a
+    loopback name, or if its Origin is a page of another host."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -84,7 +86,8 @@ def _name(host: str) -> str:
 
 @_pages.get("/metrics")
 async def figures(desk: Context, key: Key) -> PlainTextResponse:
-    """For Prometheus, which gives the key as the password of basic authentication."""
+    """Return the metrics for Prometheus, which sends the key as the password of basic
+    authentication."""
     now = time.time()
     waiting = desk.journal.waiting()
     gauges = {
@@ -106,7 +109,7 @@ async def figures(desk: Context, key: Key) -> PlainTextResponse:
 
 @_pages.get("/")
 async def page(desk: Context, key: Key) -> HTMLResponse:
-    """Runs, checkpoints and what waits, of this key."""
+    """Return an HTML page with the runs, checkpoints and waiting calls of this key."""
     return HTMLResponse(service_page(desk.journal, desk.facts, key))
 
 

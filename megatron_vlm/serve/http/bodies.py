@@ -1,4 +1,4 @@
-"""The body of a request, within its limits."""
+"""Request bodies, read within their limits."""
 
 import asyncio
 
@@ -11,12 +11,12 @@ from megatron_vlm.serve.protocol.compression import MOST_WINDOW, decompress
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 _HEAD = 4096
-BACKGROUND = 2**18  # bytes from which a body is unpacked and read beside the loop
+BACKGROUND = 2**18  # bytes; larger bodies are decompressed and parsed in a thread
 
 
 class Unreadable(Exception):  # noqa: N818
-    """The body is above a limit, or not what its headers say. Its first bytes may tell which call
-    it would have been."""
+    """An error for a body that exceeds a limit or cannot be decoded. `head` holds its first bytes,
+    which may identify the call."""
 
     def __init__(self, status: int, text: str, head: bytes) -> None:
         super().__init__(text)
@@ -24,7 +24,8 @@ class Unreadable(Exception):  # noqa: N818
 
 
 class Bodies:
-    """Receives bodies, and knows how many bytes of them there are at the moment."""
+    """A reader of bodies. `held` counts the bytes that are being received, `received` all bytes so
+    far."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
@@ -32,8 +33,8 @@ class Bodies:
         self.received = 0
 
     async def read(self, request: Request, limit: str) -> bytes:
-        """The body as it was before it was packed; `limit` is the one of its bytes."""
-        most = getattr(self._limits, limit)
+        """Read the body and decompress it. `limit` is the name of the limit on its bytes."""
+        max_bytes = getattr(self._limits, limit)
         packed = request.headers.get("content-encoding", "identity").strip().lower()
         if packed not in ("identity", "zstd"):
             raise HttpError(
@@ -42,7 +43,7 @@ class Bodies:
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                whole = await self._receive(request, body, most)
+                is_complete = await self._receive(request, body, max_bytes)
         except TimeoutError as error:
             seconds = self._limits.body_seconds
             raise HttpError(
@@ -52,35 +53,36 @@ class Bodies:
             raise HttpError(400, "the connection ended within the body") from error
         finally:
             self.held -= len(body)
-        if not whole:
+        if not is_complete:
             raise Unreadable(
                 413,
-                f"the body has more than {most} bytes, which is limit {limit}; send less in a "
+                f"the body has more than {max_bytes} bytes, which is limit {limit}; send less in a "
                 "request",
                 _head(body) if packed == "zstd" else bytes(body[:_HEAD]),
             )
         if packed == "identity":
             return bytes(body)
-        # Packed or not, of most requests as much is read; data of a batch packs well.
+        # Most requests have one limit, compressed or not. A batch compresses well, so its
+        # decompressed body has a limit of its own.
         return await self._unpacked(
-            bytes(body), self._limits.unpacked_bytes if limit == "body_bytes" else most
+            bytes(body), self._limits.unpacked_bytes if limit == "body_bytes" else max_bytes
         )
 
     async def _receive(self, request: Request, body: bytearray, most: int) -> bool:
-        """Up to the limit, and whether that was all. As much again is read and forgotten: a client
-        that is answered in the middle of its body takes it for a lost connection, and sends it
-        again."""
-        forgotten = 0
+        """Receive the body up to the limit and return whether that was all of it. As many bytes
+        again are read and discarded: a client that gets its response in the middle of its body
+        takes that for a lost connection and sends the body again."""
+        discarded = 0
         announced = request.headers.get("content-length", "0")
-        hopeless = not announced.isascii() or len(announced) > 15 or int(announced) > 2 * most
+        is_too_long = not announced.isascii() or len(announced) > 15 or int(announced) > 2 * most
         async for chunk in request.stream():
             self.received += len(chunk)
             if len(body) <= most:
                 self._hold(len(chunk))
                 body += chunk
             else:
-                forgotten += len(chunk)
-            if forgotten > most or (hopeless and len(body) >= min(_HEAD, most)):
+                discarded += len(chunk)
+            if discarded > most or (is_too_long and len(body) >= min(_HEAD, most)):
                 return False
         return len(body) <= most
 
@@ -103,7 +105,8 @@ class Bodies:
 
 
 def _head(body: bytes | bytearray) -> bytes:
-    """The first bytes of what is packed; none where they cannot be read."""
+    """Return the first bytes of a compressed body, decompressed, or no bytes if they cannot be
+    read."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
     try:
         return decompressor.stream_reader(body).read(_HEAD)
@@ -112,8 +115,9 @@ def _head(body: bytes | bytearray) -> bytes:
 
 
 def place_of(head: bytes) -> tuple[str, int] | None:
-    """The model_id and seq_id at the beginning of a ForwardBackwardRequest, which may be cut off
-    or wrong after them: its calls would wait for ever for a number that never comes."""
+    """Return the model_id and seq_id at the beginning of a ForwardBackwardRequest, or None. The
+    request may be cut off or wrong after them. Without them, the model's later calls would wait for
+    ever for a number that never comes."""
     if head[:1] != b"\x0a":
         return None
     size, at = _varint(head, 1)
@@ -128,7 +132,7 @@ def place_of(head: bytes) -> tuple[str, int] | None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number and the place after it; (0, 0) where there is none."""
+    """Return a varint and the position after it, or (0, 0) if there is none."""
     value = 0
     for i, byte in enumerate(data[at : at + 5]):
         value |= (byte & 127) << 7 * i

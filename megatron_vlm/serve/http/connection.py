@@ -1,4 +1,4 @@
-"""A connection of a client, which must not hold its place for ever."""
+"""Client connection that cannot hold its place for ever."""
 
 import asyncio
 from typing import Any
@@ -9,8 +9,8 @@ from megatron_vlm.serve.http.request_limits import RequestLimits
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with an end to what it would wait for without one: the headers of a request that
-    has begun, and a client that does not read its answer."""
+    """The HTTP protocol of uvicorn with two more timeouts: one for the headers of a request, and
+    one for a client that does not read its response."""
 
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -47,7 +47,7 @@ class Connection(H11Protocol):
         return app.state.desk.limits
 
     def _watch(self) -> None:
-        """Give a request that has begun until then, and one that is here all the time."""
+        """Start the timeout for the headers of a request, or cancel it once they have arrived."""
         if not (self.cycle is None or self.cycle.response_complete):
             _cancel(self._late)
             self._late = None

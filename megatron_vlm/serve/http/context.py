@@ -1,4 +1,4 @@
-"""What all routes share."""
+"""Objects and helpers that all routes share."""
 
 import asyncio
 import json
@@ -34,22 +34,23 @@ AForm = TypeVar("AForm", bound=JsonForm)
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What clients are told of this server. The first of `base_models` is its name; the others are
-    taken for it as well."""
+    """Facts about this server for its clients. The first of `base_models` is the name of its model;
+    the others are accepted as aliases."""
 
     base_models: tuple[str, ...]
     max_context_length: int | None = None
     tokenizer_id: str | None = None
     arch: str | None = None
     version: str = ""
-    public_url: str | None = None  # where clients reach it, if its own address is not that
+    public_url: str | None = None  # the address that clients use, if it is another
     layout: str = ""
-    vocabulary: int | None = None  # tokens that there are
+    vocabulary: int | None = None  # number of tokens
 
 
 @dataclass(frozen=True)
 class AppContext:
-    """The journal, who may ask for how much, and who waits."""
+    """State that all routes share: the journal, the keys and limits of clients, and the waiting
+    requests."""
 
     journal: Journal
     limits: RequestLimits
@@ -59,45 +60,47 @@ class AppContext:
     metrics: Metrics
     acceptor: "GroupCommit"
     waiters: "ResultWaiters"
-    gauges: Mapping[str, float] = field(default_factory=dict)  # of the engine
+    gauges: Mapping[str, float] = field(default_factory=dict)  # written by the engine
 
     async def form(self, request: Request, of: type[AForm]) -> AForm:
-        """The body as this form; 422 names the field that is not as it should be."""
+        """Read the body as this form. A 422 names the field that is wrong."""
         return self.read(await self.body(request), of)
 
     async def body(self, request: Request, limit: str = "form_bytes") -> bytes:
-        """The body; 413 where it is above a limit."""
+        """Read the body. A body above its limit raises HttpError 413."""
         try:
             return await self.bodies.read(request, limit)
         except Unreadable as error:
             raise HttpError(error.status, error.text) from error
 
     def read(self, body: bytes, of: type[AForm]) -> AForm:
-        """A body as a form."""
+        """Parse a body as this form."""
         try:
             return of.model_validate_json(body or b"{}")
         except ValidationError as error:
             raise HttpError(422, complaints(error)) from error
 
     async def write(self, function: Callable[..., T], *values: Any) -> T:
-        """Have the journal write beside the loop, which would wait for the disk."""
+        """Run a function of the journal in a thread, so that the event loop does not wait for the
+        disk."""
         return await asyncio.to_thread(function, *values)
 
     async def promise(self, new: NewCall) -> str:
-        """The id of the promise, which is on the disk; 429, which a client sends again without a
-        word, where there is no room for the moment."""
-        given = await self.acceptor.accept(new)
-        if isinstance(given, Conflict):
-            raise HttpError(422, given.text)  # a 409 would be sent again
-        if isinstance(given, QuotaExceeded):
-            raise HttpError(429 if given.passing else 422, given.text)
-        if given.new:
+        """Write the call to the journal on the disk and return its request id. If there is no room
+        at the moment, raise 429, after which a client retries silently."""
+        promise = await self.acceptor.accept(new)
+        if isinstance(promise, Conflict):
+            raise HttpError(422, promise.text)  # A client would retry a 409.
+        if isinstance(promise, QuotaExceeded):
+            raise HttpError(429 if promise.passing else 422, promise.text)
+        if promise.new:
             self.metrics.accepted(new.kind)
-        return given.request_id
+        return promise.request_id
 
 
 class GroupCommit:
-    """Accepts calls that arrive together in one transaction: the disk is waited for once."""
+    """A queue that accepts calls that arrive together in one transaction. They wait for the disk
+    only once."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -105,7 +108,7 @@ class GroupCommit:
         self._running: asyncio.Task[None] | None = None
 
     async def accept(self, new: NewCall) -> Promise:
-        """What the journal says, once it is on the disk."""
+        """Queue a call and return the journal's reply once it is on the disk."""
         promise = asyncio.get_running_loop().create_future()
         self._waiting.append((new, promise))
         if self._running is None or self._running.done():
@@ -116,19 +119,21 @@ class GroupCommit:
         while self._waiting:
             batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
             try:
-                given = await asyncio.to_thread(self._journal.accept_all, [new for new, _ in batch])
+                replies = await asyncio.to_thread(
+                    self._journal.accept_all, [new for new, _ in batch]
+                )
             except (sqlite3.Error, OSError) as error:
                 for _, promise in batch:
                     if not promise.done():
                         promise.set_exception(error)
                 continue
-            for (_, promise), one in zip(batch, given, strict=True):
+            for (_, promise), reply in zip(batch, replies, strict=True):
                 if not promise.done():
-                    promise.set_result(one)
+                    promise.set_result(reply)
 
 
 class ResultWaiters:
-    """Polls that wait for a promise; woken from the engine's thread."""
+    """Requests that wait for a result and are woken from the engine's thread."""
 
     def __init__(self, journal: Journal) -> None:
         self._lock = threading.Lock()
@@ -139,16 +144,16 @@ class ResultWaiters:
     async def until(
         self, request_id: str, there: Callable[[], T | None], seconds: float
     ) -> T | None:
-        """What `there` returns, as soon as that is not None; None after so many seconds."""
+        """Return the value of `there` as soon as it is not None, or None after `seconds`."""
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._of[request_id].add(woken)
         try:
-            found = there()
-            if found is None and not self._closed:
+            value = there()
+            if value is None and not self._closed:
                 await asyncio.wait([woken], timeout=seconds)
-                found = there()
-            return found
+                value = there()
+            return value
         finally:
             with self._lock:
                 self._of[request_id].discard(woken)
@@ -156,7 +161,7 @@ class ResultWaiters:
                     del self._of[request_id]
 
     def close(self) -> None:
-        """The server stops: nobody waits any longer."""
+        """Wake all waiting requests because the server stops."""
         self._closed = True
         with self._lock:
             woken = [future for futures in self._of.values() for future in futures]
@@ -164,7 +169,7 @@ class ResultWaiters:
 
     def _kept(self, promises: Sequence[CompletedCall]) -> None:
         with self._lock:
-            woken = [f for kept in promises for f in self._of.get(kept.request_id, ())]
+            woken = [f for call in promises for f in self._of.get(call.request_id, ())]
         self._wake(woken)
 
     def _wake(self, woken: list[asyncio.Future[None]]) -> None:
@@ -180,19 +185,19 @@ def _settle(future: asyncio.Future[None]) -> None:
 
 
 def complaints(error: ValidationError) -> str:
-    """The fields that are wrong, and how."""
-    found = []
+    """Describe the fields that are wrong."""
+    descriptions = []
     for one in error.errors(include_url=False, include_context=False)[:5]:
         where = ".".join(str(part) for part in one["loc"]) or "the body"
         what = one["msg"].removeprefix("Value error, ")
-        # One of our errors names the field and its value itself.
-        is_ours = what.startswith(f"{where}=")
-        found.append(what if is_ours else f"{where}: {what}{_given(one['input'])}")
-    return "; ".join(found)
+        # The package's own errors name the field and its value themselves.
+        has_field = what.startswith(f"{where}=")
+        descriptions.append(what if has_field else f"{where}: {what}{_given(one['input'])}")
+    return "; ".join(descriptions)
 
 
 def parsed_object(body: bytes) -> dict[str, Any]:
-    """A JSON object, or nothing where it is none."""
+    """Parse a JSON object, and return an empty one for anything else."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

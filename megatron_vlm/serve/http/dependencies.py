@@ -1,4 +1,4 @@
-"""What the files of routes begin with: whose request it is, and what is theirs."""
+"""Dependencies of the routes: the key of a request, and access to the objects of that key."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -30,59 +30,59 @@ Answer = dict[str, Any]
 
 
 def own_session(desk: AppContext, key: str, session: str) -> Session:
-    """The session; 404 where it is another's, as where there is none."""
-    found = desk.journal.session(session)
-    if found is None or found.key != key:
+    """Return the session. A session of another key raises 404, as a missing one does."""
+    record = desk.journal.session(session)
+    if record is None or record.key != key:
         raise HttpError(404, f"session_id: there is no session {session!r}; make a new client")
-    return found
+    return record
 
 
 def open_session(desk: AppContext, key: str, session: str) -> Session:
-    """A session that was not finished."""
-    found = own_session(desk, key, session)
-    if found.finished is not None:
+    """Return a session that is not finished."""
+    record = own_session(desk, key, session)
+    if record.finished is not None:
         raise HttpError(410, f"session_id: session {session} was finished; make a new client")
-    return found
+    return record
 
 
 def own_model(desk: AppContext, key: str, model: str, usable: bool = False) -> Model:
-    """The model; 404 where it is another's, as where there is none."""
-    found = desk.journal.model(model)
-    if found is None or found.key != key:
+    """Return the model. A model of another key raises 404, as a missing one does."""
+    record = desk.journal.model(model)
+    if record is None or record.key != key:
         raise HttpError(404, f"there is no model {model!r}")
-    if usable and found.state in ("failed", "unloaded"):
-        what = "could not be made" if found.state == "failed" else "was unloaded"
+    if usable and record.state in ("failed", "unloaded"):
+        what = "could not be made" if record.state == "failed" else "was unloaded"
         raise HttpError(
             404, f"model {model} {what}; make another, from a checkpoint of it if need be"
         )
-    return found
+    return record
 
 
 def own_sampler(desk: AppContext, key: str, sampler: str) -> SamplingSession:
-    """The sampling session; 404 where it is another's, as where there is none."""
-    found = desk.journal.sampler(sampler)
-    if found is None or found.key != key:
+    """Return the sampling session. One of another key raises 404, as a missing one does."""
+    record = desk.journal.sampler(sampler)
+    if record is None or record.key != key:
         raise HttpError(
             404,
             f"there is no sampling session {sampler!r}, its session has ended, or its model has "
             "had newer snapshots for longer than limit snapshot_seconds; make it again",
         )
-    return found
+    return record
 
 
 def own_checkpoint(desk: AppContext, key: str, path: str) -> NamedCheckpoint:
-    """The checkpoint; 404 where it is another's, as where there is none."""
-    found = desk.journal.checkpoint(path)
-    if found is None or found.key != key:
+    """Return the checkpoint. A checkpoint of another key raises 404, as a missing one does."""
+    record = desk.journal.checkpoint(path)
+    if record is None or record.key != key:
         raise HttpError(404, f"there is no checkpoint {path!r}, or it has expired")
-    return found
+    return record
 
 
 def moment(seconds: float) -> str:
-    """A time as clients read it."""
+    """Format a time for clients."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def texts(metadata: Any) -> dict[str, str]:
-    """Metadata as clients read it: they refuse anything but text."""
+    """Convert the values of metadata to text, since clients refuse anything else."""
     return {str(name): v if isinstance(v, str) else str(v) for name, v in metadata.items()}

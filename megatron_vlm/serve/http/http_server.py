@@ -1,4 +1,4 @@
-"""uvicorn in a thread of its own: signals stay with the main thread."""
+"""HTTP server that runs uvicorn in its own thread. The main thread keeps the signals."""
 
 import asyncio
 import ipaddress
@@ -14,11 +14,11 @@ from megatron_vlm.serve.http.connection import Connection
 from megatron_vlm.serve.http.context import AppContext
 
 _STOP_SECONDS = 5
-_OTHER_FILES = 256  # left to checkpoints and to whatever else the process opens
+_OTHER_FILES = 256  # left for checkpoints and other files of the process
 
 
 class FrontServer:
-    """The application on a port."""
+    """A server of the application on one port."""
 
     def __init__(self, app: FastAPI, host: str = "127.0.0.1", port: int = 0) -> None:
         self._desk: AppContext = app.state.desk
@@ -52,7 +52,7 @@ class FrontServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """The port that it is on."""
+        """Start the server and return its port."""
         assert self._thread is None, "a server is started once"
         self._socket = _bound(self._host, self._port)
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
@@ -67,7 +67,7 @@ class FrontServer:
         return self._socket.getsockname()[1]
 
     def stop(self) -> None:
-        """Answer who waits, and end. What was promised stays in the journal."""
+        """Answer the waiting requests and stop. Accepted calls stay in the journal."""
         if self._thread is not None:
             self._desk.waiters.close()
             self._server.should_exit = True
@@ -76,26 +76,27 @@ class FrontServer:
             self._socket.close()
 
     def _run(self) -> None:
-        # Without `serve`, which would take over the signals of the main thread where it could.
+        # `serve` would take over the signals of the main thread where it could.
         asyncio.run(self._server._serve([self._socket] if self._socket else None))
 
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Of a socket that says TCP, asyncio sends small answers at once; otherwise each takes 40 ms.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # If the protocol of the socket is TCP, asyncio sends small responses at once. Otherwise each
+    # takes 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise ConfigError(
             f"cannot be used with serve.host={host} ({error.strerror})",
             key="serve.port",
             found=port,
             allowed="another, or 0 for a port that is free",
         ) from error
-    return made
+    return listener
 
 
 def _is_loopback(host: str) -> bool:
@@ -108,7 +109,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _connections(wanted: int) -> int:
-    """As many as there may be, or as the process may open files for."""
+    """Return how many connections are allowed: `wanted`, or fewer if the process may not open
+    enough files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

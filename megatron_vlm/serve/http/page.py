@@ -1,4 +1,4 @@
-"""The page of a service: its runs, their checkpoints, and what waits."""
+"""HTML page of a service: its runs, their checkpoints and the waiting calls."""
 
 import time
 from collections import Counter
@@ -10,12 +10,12 @@ from megatron_vlm.serve.http.context import ServerFacts
 from megatron_vlm.serve.journal.journal import Journal
 from megatron_vlm.serve.journal.journal_records import Call, Model, NamedCheckpoint
 
-_MOST = 200  # rows of a table
+_MOST = 200  # maximum rows of a table
 _FIGURES = 4
 
 
 def service_page(journal: Journal, facts: ServerFacts, key: str) -> str:
-    """What belongs to this key."""
+    """Render the page of the objects that belong to this key."""
     return document(f"{facts.base_models[0]} - service", "", _body(journal, facts, key))
 
 

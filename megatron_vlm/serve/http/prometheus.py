@@ -1,4 +1,4 @@
-"""Figures for Prometheus, in its text format."""
+"""Metrics in the text format of Prometheus."""
 
 import re
 import threading
@@ -12,7 +12,7 @@ _NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Metrics:
-    """Counts since the server started."""
+    """Counters since the server started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,21 +22,21 @@ class Metrics:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def accepted(self, kind: str) -> None:
-        """A call was promised."""
+        """Count a call that was accepted."""
         with self._lock:
             self._accepted[kind] += 1
 
     def kept(self, promises: Sequence[CompletedCall]) -> None:
-        """Promises were kept."""
+        """Count calls that were completed."""
         with self._lock:
-            for kept in promises:
-                self._done[kept.kind, "succeeded" if kept.succeeded else "failed"] += 1
-                self._seconds[kept.kind] += kept.seconds
+            for call in promises:
+                self._done[call.kind, "succeeded" if call.succeeded else "failed"] += 1
+                self._seconds[call.kind] += call.seconds
                 for i, bound in enumerate(BUCKETS):
-                    self._buckets[kept.kind][i] += kept.seconds <= bound
+                    self._buckets[call.kind][i] += call.seconds <= bound
 
     def text(self, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
-        """All figures, with gauges and counters that others keep."""
+        """Return all metrics as text, with gauges and counters that other objects hold."""
         with self._lock:
             lines = [*self._calls(), *self._latencies()]
         for kind, figures in (("gauge", gauges), ("counter", counters)):

@@ -1,4 +1,4 @@
-"""What is not done, said as the client reads it: a status and a JSON body, never an empty one."""
+"""Error responses for clients: a status and a JSON body, which is never empty."""
 
 import logging
 import sqlite3
@@ -13,7 +13,8 @@ _log = logging.getLogger(__name__)
 
 
 class HttpError(Exception):
-    """An answer with this status. 408, 409, 429 and 5xx the client sends again by itself."""
+    """An error that becomes a response with this status. A client retries 408, 409, 429 and 5xx by
+    itself."""
 
     def __init__(self, status: int, text: str, **headers: str) -> None:
         super().__init__(text)
@@ -21,14 +22,15 @@ class HttpError(Exception):
 
 
 def refusal(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """`error` is what kind it is, `detail` what happened and what to do."""
+    """Return an error response. `error` and `detail` hold what happened and what to do; `category`
+    is "server" from status 500 on, otherwise "user"."""
     kind = "server" if status >= 500 else "user"
     body = {"error": visible(text), "detail": visible(text), "category": kind}
     return JSONResponse(body, status, headers)
 
 
 def not_supported(path: str) -> str:
-    """Of a path that no route has."""
+    """Return the message for a path that no route has."""
     return (
         f"{path[:200]} is not supported by this service; docs/serve.md lists what is, and a newer "
         "client may ask for what came after it"
@@ -36,7 +38,7 @@ def not_supported(path: str) -> str:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Every way in which a request can go wrong ends in a JSON body."""
+    """Register handlers so that every failed request gets a JSON body."""
 
     @app.exception_handler(HttpError)
     async def refused(_: Request, error: HttpError) -> JSONResponse:
@@ -56,6 +58,6 @@ def add_handlers(app: FastAPI) -> None:
         return refusal(503, f"the journal cannot be written: {error}")
 
     @app.exception_handler(Exception)
-    async def ours(request: Request, error: Exception) -> JSONResponse:
-        # The traceback is logged by the server; a client need not see our files.
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        # The server logs the traceback; a client need not see the server's files.
         return refusal(500, f"{request.url.path}: {type(error).__name__} in the server")

@@ -1,4 +1,4 @@
-"""Training runs, their checkpoints, and downloads."""
+"""Routes of training runs, their checkpoints and downloads."""
 
 import secrets
 import threading
@@ -32,7 +32,7 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
 @router.get("/training_runs")
 async def training_runs(desk: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
-    """Models, newest first."""
+    """List the training runs, newest first."""
     limit, offset = bounded_page(limit, offset)
     models = desk.journal.models(key)
     return {
@@ -43,31 +43,31 @@ async def training_runs(desk: Context, key: Key, limit: int = 20, offset: int = 
 
 @router.get(_RUN)
 async def training_run(run: str, desk: Context, key: Key) -> Answer:
-    """One of them."""
+    """Return one training run."""
     return _run(desk, own_model(desk, key, run))
 
 
 @router.get(_RUN + "/checkpoints")
 async def checkpoints_of(run: str, desk: Context, key: Key) -> Answer:
-    """All of its checkpoints."""
+    """List the checkpoints of one training run."""
     own_model(desk, key, run)
     return {"checkpoints": [_shown(c) for c in desk.journal.checkpoints(key, run)]}
 
 
 @router.get("/checkpoints")
 async def checkpoints(desk: Context, key: Key, limit: int = 100, offset: int = 0) -> Answer:
-    """Those of all runs."""
+    """List the checkpoints of all training runs."""
     limit, offset = bounded_page(limit, offset)
-    found = desk.journal.checkpoints(key)
+    records = desk.journal.checkpoints(key)
     return {
-        "checkpoints": [_shown(c) for c in found[offset : offset + limit]],
-        "cursor": {"offset": offset, "limit": limit, "total_count": len(found)},
+        "checkpoints": [_shown(c) for c in records[offset : offset + limit]],
+        "cursor": {"offset": offset, "limit": limit, "total_count": len(records)},
     }
 
 
 @router.post("/weights_info")
 async def weights_info(request: Request, desk: Context, key: Key) -> Answer:
-    """What must be known to load a checkpoint."""
+    """Return the facts that a client needs to load a checkpoint."""
     form = await desk.form(request, schemas.PathForm)
     checkpoint = own_checkpoint(desk, key, form.tinker_path)
     model = own_model(desk, key, checkpoint.model)
@@ -83,7 +83,7 @@ async def weights_info(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.delete(_CHECKPOINT)
 async def delete(run: str, kind: str, name: str, desk: Context, key: Key) -> Answer:
-    """Its folder goes when no model and no sampling session needs it."""
+    """Delete a checkpoint. Its folder is removed when no model and no sampling session needs it."""
     checkpoint = _checkpoint(desk, key, run, kind, name)
     await desk.write(desk.journal.delete_checkpoint, checkpoint.path)
     return {"status": "deleted"}
@@ -91,7 +91,7 @@ async def delete(run: str, kind: str, name: str, desk: Context, key: Key) -> Ans
 
 @router.put(_CHECKPOINT + "/ttl")
 async def ttl(run: str, kind: str, name: str, request: Request, desk: Context, key: Key) -> Answer:
-    """When it goes by itself."""
+    """Set when a checkpoint expires."""
     form = await desk.form(request, schemas.Ttl)
     checkpoint = _checkpoint(desk, key, run, kind, name)
     expires = None if form.ttl_seconds is None else time.time() + form.ttl_seconds
@@ -102,13 +102,13 @@ async def ttl(run: str, kind: str, name: str, request: Request, desk: Context, k
 @router.post(_CHECKPOINT + "/publish")
 @router.delete(_CHECKPOINT + "/publish")
 async def publish(run: str, kind: str, name: str, desk: Context, key: Key) -> Answer:
-    """There is no public to publish to."""
+    """Refuse to publish a checkpoint, since this service has no public access."""
     raise HttpError(422, "publish: checkpoints of this service belong to the key that made them")
 
 
 @router.get(_CHECKPOINT + "/external_weights_urls")
 async def urls(run: str, kind: str, name: str, request: Request, desk: Context, key: Key) -> Answer:
-    """An address for each file, for everybody who knows it, for a while."""
+    """Return an address for each file. Everybody who knows it may use it until it expires."""
     checkpoint = _checkpoint(desk, key, run, kind, name)
     if checkpoint.kind != "external":
         raise HttpError(
@@ -132,7 +132,7 @@ async def urls(run: str, kind: str, name: str, request: Request, desk: Context, 
 
 @downloads.get("/download/{ticket}/{file:path}")
 async def download(ticket: str, file: str, request: Request) -> FileResponse:
-    """A file of an exported folder."""
+    """Return a file of an exported folder."""
     tickets: Tickets = request.app.state.tickets
     path = tickets.path(ticket, file)
     if path is None or not path.is_file():
@@ -141,14 +141,14 @@ async def download(ticket: str, file: str, request: Request) -> FileResponse:
 
 
 class Tickets:
-    """Addresses that nobody can guess and that end. A restart ends them all."""
+    """Download addresses that nobody can guess and that expire. A restart ends them all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Path, frozenset[str], float]] = {}
 
     def give(self, folder: Path, files: tuple[str, ...], seconds: float) -> tuple[str, float]:
-        """A ticket for these files, and when it ends."""
+        """Issue a ticket for these files, and return it with the time at which it expires."""
         now, ticket = time.time(), secrets.token_urlsafe(24)
         with self._lock:
             self._known = {name: t for name, t in self._known.items() if t[2] > now}
@@ -156,7 +156,7 @@ class Tickets:
         return ticket, now + seconds
 
     def path(self, ticket: str, file: str) -> Path | None:
-        """The file; None unless it was listed when the ticket was given."""
+        """Return the path of a file, or None unless a valid ticket lists the file."""
         with self._lock:
             known = self._known.get(ticket)
         if known is None or known[2] <= time.time() or file not in known[1]:
@@ -169,8 +169,8 @@ def _checkpoint(desk: AppContext, key: str, run: str, kind: str, name: str) -> N
 
 
 def _run(desk: AppContext, model: Model) -> Answer:
-    found = desk.journal.checkpoints(model.key, model.id)
-    last = {kind: next((_shown(c) for c in found if c.kind == kind), None) for kind in _KINDS}
+    records = desk.journal.checkpoints(model.key, model.id)
+    last = {kind: next((_shown(c) for c in records if c.kind == kind), None) for kind in _KINDS}
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,

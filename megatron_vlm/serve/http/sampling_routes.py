@@ -1,4 +1,4 @@
-"""Sampling sessions, samples, and the promises of all calls."""
+"""Routes of sampling sessions, samples and the results of all calls."""
 
 import asyncio
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _PROTOBUF = "application/x-protobuf"
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request, desk: Context, key: Key) -> Answer:
-    """Sampling from a checkpoint, or from the base model."""
+    """Create a sampling session on a checkpoint or on the base model."""
     form = await desk.form(request, schemas.CreateSamplingSession)
     session = open_session(desk, key, form.session_id)
     sampler = sampler_id(session.id, form.sampling_session_seq_id)
@@ -62,23 +62,24 @@ async def create_sampling_session(request: Request, desk: Context, key: Key) -> 
 
 @router.get("/samplers/{sampler}")
 async def sampler(sampler: str, desk: Context, key: Key) -> Answer:
-    """What it samples from."""
-    found = own_sampler(desk, key, sampler)
-    return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.path}
+    """Return the model that a sampling session samples from."""
+    record = own_sampler(desk, key, sampler)
+    return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.path}
 
 
 @router.post("/join_sampling_session")
 async def join(request: Request, desk: Context, key: Key) -> Answer:
-    """A number for another client of a session, from which its seq_ids begin."""
+    """Return a number for another client of a sampling session. Its seq_ids begin from this
+    number."""
     form = await desk.form(request, schemas.SamplerIdForm)
-    found = own_sampler(desk, key, form.sampling_session_id)
-    number = await desk.write(desk.journal.join_sampler, found.id)
+    record = own_sampler(desk, key, form.sampling_session_id)
+    number = await desk.write(desk.journal.join_sampler, record.id)
     return {"type": "join_sampling_session", "client_counter": number}
 
 
 @router.post("/asample")
 async def asample(request: Request, desk: Context, key: Key) -> Answer:
-    """Samples of one prompt, in any order with others."""
+    """Queue samples of one prompt. They have no fixed order with other samples."""
     body = await desk.body(request, "sample_bytes")
     if len(body) > BACKGROUND:
         form = await asyncio.to_thread(desk.read, body, schemas.SampleForm)
@@ -99,14 +100,14 @@ async def asample(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/cancel_future")
 async def cancel(request: Request, desk: Context, key: Key) -> Answer:
-    """A sample that nobody waits for. One that was begun is finished all the same."""
+    """Cancel a sample. A sample that has started is finished all the same."""
     form = await desk.form(request, schemas.RequestIdForm)
     return {"cancelled": await desk.write(desk.journal.cancel, form.request_id, key)}
 
 
 @router.post("/retrieve_future")
 async def retrieve(request: Request, desk: Context, key: Key) -> Response:
-    """The result, as soon as it is there. 408 asks to ask again."""
+    """Return the result as soon as it exists. After a 408 the client asks again."""
     form = await desk.form(request, schemas.RequestIdForm)
     name = form.request_id
     result = desk.journal.result(name)
@@ -141,8 +142,9 @@ def _answer(desk: AppContext, request: Request, result: Result) -> Response:
 
 
 def _unknown(name: str) -> Response:
-    """410 has a client send its sample again. Of anything else it says that the promise is lost:
-    sent again by itself it might be done twice."""
+    """Return the error for an unknown request id. After a 410 a client sends its sample again. Any
+    other call gets a 404, which reports it as lost: if the client sent it again by itself, it might
+    be done twice."""
     if name.startswith(f"{SAMPLE}-"):
         return refusal(410, f"request_id: the result of {name[:100]} is no longer kept")
     return refusal(
@@ -153,14 +155,14 @@ def _unknown(name: str) -> Response:
 def _check(form: schemas.SampleForm, limits: RequestLimits) -> None:
     params = form.sampling_params
     stop = params.stop if isinstance(params.stop, list) else [params.stop]
-    for name, found, most, limit in (
+    for name, count, maximum, limit in (
         ("num_samples", form.num_samples, limits.num_samples, "num_samples"),
         ("sampling_params.max_tokens", params.max_tokens or 0, limits.max_tokens, "max_tokens"),
         ("topk_prompt_logprobs", form.topk_prompt_logprobs, limits.top_k, "top_k"),
         ("topk_sample_logprobs", form.topk_sample_logprobs, limits.top_k, "top_k"),
     ):
-        if found > most:
-            raise RequestError(f": limit {limit} is {most}", key=name, found=found)
+        if count > maximum:
+            raise RequestError(f": limit {limit} is {maximum}", key=name, found=count)
     if len(stop) > limits.stop:
         raise RequestError(
             f"has {len(stop)} entries, and limit stop is {limits.stop}", key="sampling_params.stop"

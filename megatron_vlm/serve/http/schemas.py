@@ -1,8 +1,9 @@
-"""What requests hold, beside the protobuf of forward_backward.
+"""Forms of request bodies, except the protobuf of forward_backward.
 
-A field that is not here is ignored, since clients gain fields. Those that would change the result
-and that we do not do are here to be refused: another optimizer than AdamW, `optimizer_params`,
-`age_encryption_recipients`, `prompt_alt_tokens_k`, a model_path or base_model in asample.
+Fields that are not listed here are ignored, since clients gain fields over time. Fields that would
+change the result but are not supported are listed in order to refuse them: an optimizer other than
+AdamW, `optimizer_params`, `age_encryption_recipients`, `prompt_alt_tokens_k`, and a model_path or
+base_model in asample.
 """
 
 import math
@@ -25,13 +26,13 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class JsonForm(BaseModel):
-    """The body of a request."""
+    """The JSON body of a request."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True)
 
 
 class CreateSession(JsonForm):
-    """create_session"""
+    """Body of create_session."""
 
     tags: Annotated[list[Text], Field(max_length=256)] = []
     user_metadata: Metadata | None = None
@@ -39,50 +40,50 @@ class CreateSession(JsonForm):
 
 
 class SessionIdForm(JsonForm):
-    """session_heartbeat"""
+    """Body of session_heartbeat."""
 
     session_id: Id
 
 
 class ModelIdForm(JsonForm):
-    """get_info, unload_model"""
+    """Body of get_info and unload_model."""
 
     model_id: Id
 
 
 class PathForm(JsonForm):
-    """weights_info"""
+    """Body of weights_info."""
 
     tinker_path: Text
 
 
 class RequestIdForm(JsonForm):
-    """retrieve_future, cancel_future"""
+    """Body of retrieve_future and cancel_future."""
 
     request_id: Id
 
 
 class SamplerIdForm(JsonForm):
-    """join_sampling_session"""
+    """Body of join_sampling_session."""
 
     sampling_session_id: Id
 
 
 class Ttl(JsonForm):
-    """checkpoints/{id}/ttl"""
+    """Body of checkpoints/{id}/ttl."""
 
     ttl_seconds: Seconds | None = None
 
 
 class Finish(JsonForm):
-    """sessions/{id}/finish"""
+    """Body of sessions/{id}/finish."""
 
     reason: dict[str, Any] = {}
     detail: Text | None = None
 
 
 class LoraForm(JsonForm):
-    """Rank 0 trains all weights."""
+    """Settings of LoRA. Rank 0 trains all weights."""
 
     rank: Annotated[int, Field(ge=0, le=4096)]
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -92,13 +93,13 @@ class LoraForm(JsonForm):
 
 
 class OptimizerConfig(JsonForm):
-    """Which optimizer a model has."""
+    """The optimizer of a model."""
 
     type: Literal["adamw"] = "adamw"
 
 
 class CreateModel(JsonForm):
-    """create_model"""
+    """Body of create_model."""
 
     session_id: Id
     model_seq_id: FromZero
@@ -109,7 +110,7 @@ class CreateModel(JsonForm):
 
 
 class LoadModel(JsonForm):
-    """load_weights that makes a model"""
+    """Body of a load_weights that makes a model."""
 
     session_id: Id
     model_seq_id: FromZero
@@ -121,14 +122,14 @@ class LoadModel(JsonForm):
 
 
 class OrderedForm(JsonForm):
-    """A call that takes its turn among those of a model."""
+    """Body of a call that takes its turn among the calls of a model."""
 
     model_id: Id
     seq_id: Seq
 
 
 class LoadWeights(OrderedForm):
-    """load_weights into a model that is there"""
+    """Body of a load_weights into an existing model."""
 
     path: Text
     optimizer: bool
@@ -136,7 +137,7 @@ class LoadWeights(OrderedForm):
 
 
 class AdamParams(JsonForm):
-    """AdamW in this step. A clip of 0 is none."""
+    """Parameters of AdamW in this step. A clip of 0 disables clipping."""
 
     learning_rate: Positive = 1e-4
     beta1: Beta = 0.9
@@ -154,14 +155,14 @@ class AdamParams(JsonForm):
 
 
 class OptimStep(OrderedForm):
-    """optim_step"""
+    """Body of optim_step."""
 
     adam_params: AdamParams = AdamParams()
-    optimizer_params: None = None  # of other optimizers
+    optimizer_params: None = None  # belongs to other optimizers
 
 
 class Named(OrderedForm):
-    """A checkpoint with a name and an end."""
+    """A checkpoint with a name and an expiry."""
 
     path: str
     ttl_seconds: Seconds | None = None
@@ -174,13 +175,13 @@ class Named(OrderedForm):
 
 
 class SaveWeights(Named):
-    """save_weights"""
+    """Body of save_weights."""
 
     overwrite: bool = False
 
 
 class SaveWeightsExternal(Named):
-    """save_weights_external"""
+    """Body of save_weights_external."""
 
     age_encryption_recipients: Annotated[list[Text], Field(max_length=256)] | None = None
 
@@ -196,10 +197,10 @@ class SaveWeightsExternal(Named):
 
 
 class SaveWeightsForSampler(OrderedForm):
-    """save_weights_for_sampler: kept as `path`, or for one sampling session.
+    """Body of save_weights_for_sampler. The weights are kept as `path` or for one sampling session.
 
-    `kind` inflight would let sessions that are there follow the newest weights; a snapshot keeps
-    what it promises, that weights are those of its creation or newer.
+    `kind` inflight would let existing sessions follow the newest weights. It promises only weights
+    of its creation or newer, and a snapshot fulfils that promise.
     """
 
     path: str | None = None
@@ -215,7 +216,7 @@ class SaveWeightsForSampler(OrderedForm):
 
 
 class CreateSamplingSession(JsonForm):
-    """create_sampling_session"""
+    """Body of create_sampling_session."""
 
     session_id: Id
     sampling_session_seq_id: FromZero
@@ -224,7 +225,8 @@ class CreateSamplingSession(JsonForm):
 
 
 class SamplingParams(JsonForm):
-    """How to sample. `stop` None is the end of the answer, [] is nothing."""
+    """Parameters of sampling. A `stop` of None means the end of the answer, and [] means no
+    stop."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -236,11 +238,13 @@ class SamplingParams(JsonForm):
     @field_validator("stop", mode="plain")
     @classmethod
     def _stop(cls, value: Any) -> Any:
-        # As a union it would be named by each of its types in turn.
-        each = value if isinstance(value, list) else [value]
-        texts = all(isinstance(one, str) and len(one) <= _LONGEST_TEXT for one in each)
-        ids = isinstance(value, list) and all(type(one) is int and 0 <= one < 2**62 for one in each)
-        if value is not None and (len(each) > _LONGEST_LIST or not (texts or ids)):
+        # An error of a union would name each of its types in turn.
+        entries = value if isinstance(value, list) else [value]
+        texts = all(isinstance(one, str) and len(one) <= _LONGEST_TEXT for one in entries)
+        ids = isinstance(value, list) and all(
+            type(one) is int and 0 <= one < 2**62 for one in entries
+        )
+        if value is not None and (len(entries) > _LONGEST_LIST or not (texts or ids)):
             raise ValueError(
                 f"give a text, a list of texts, or a list of tokens; at most {_LONGEST_LIST} of "
                 f"them, and at most {_LONGEST_TEXT} characters in each text"
@@ -249,13 +253,14 @@ class SamplingParams(JsonForm):
 
 
 class PromptForm(JsonForm):
-    """Chunks as JSON; what is in them, wire.requests.read_prompt says."""
+    """Chunks of a prompt as JSON. `read_prompt` of serve.protocol.requests defines their
+    content."""
 
     chunks: Annotated[list[dict[str, Any]], FailFast()]
 
 
 class SampleForm(JsonForm):
-    """asample"""
+    """Body of asample."""
 
     sampling_session_id: Id
     seq_id: FromZero
@@ -275,7 +280,7 @@ class SampleForm(JsonForm):
     @field_validator("record_stability_info")
     @classmethod
     def _no_record(cls, value: bool | None) -> bool | None:
-        """Before anything is drawn for a loss that will be refused."""
+        """Refuse the field before anything is sampled for a loss that will be refused."""
         if value:
             raise ValueError(
                 "the loss stable_reinforce, which asks for it, is not supported; use another one, "
@@ -285,7 +290,7 @@ class SampleForm(JsonForm):
 
 
 def check_top_k(form: SampleForm, tokens: int) -> None:
-    """Refuse to list more of the likeliest tokens than the model has."""
+    """Refuse to list more of the most likely tokens than the model has."""
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if (count := getattr(form, name)) > tokens:
             raise RequestError(

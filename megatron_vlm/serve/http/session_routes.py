@@ -1,4 +1,4 @@
-"""The server itself: its flags, its health, what it can do; and sessions."""
+"""Routes of the server itself (its flags, health and capabilities) and of sessions."""
 
 from fastapi import APIRouter, Request
 
@@ -15,12 +15,12 @@ from megatron_vlm.serve.http.responses import HttpError
 from megatron_vlm.serve.http.schemas import CreateSession, Finish, SessionIdForm
 
 router = APIRouter(prefix="/api/v1")
-_ACTIVE = 600.0  # seconds since a session was heard of; clients are heard of every 10
+_ACTIVE = 600.0  # seconds since the last heartbeat; clients send one every 10
 
 
 @router.post("/client/config")
 async def client_config(request: Request, desk: Context, key: Key) -> Answer:
-    """Every flag of the client, so that none follows a default that changes."""
+    """Return every flag of the client, so that none follows a default that changes."""
     await desk.body(request)
     return {
         "pjwt_auth_enabled": False,
@@ -41,20 +41,20 @@ async def client_config(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(request: Request, desk: Context, key: Key) -> Answer:
-    """Flags that clients ask for again and again."""
+    """Return the flags that clients request periodically."""
     await desk.body(request)
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 @router.get("/healthz")
 async def healthz() -> Answer:
-    """Whether the server answers. Needs no key."""
+    """Report that the server responds. This route needs no key."""
     return {"status": "ok"}
 
 
 @router.get("/get_server_capabilities")
 async def capabilities(desk: Context, key: Key) -> Answer:
-    """The model of this server, by the names that it is known by."""
+    """Return the model of this server under each of its names."""
     facts = desk.facts
     return {
         "supported_models": [
@@ -71,14 +71,14 @@ async def capabilities(desk: Context, key: Key) -> Answer:
 
 @router.post("/telemetry")
 async def telemetry(request: Request, desk: Context, key: Key) -> Answer:
-    """Read and forgotten."""
+    """Accept telemetry and discard it."""
     await desk.body(request)
     return {"status": "accepted"}
 
 
 @router.post("/create_session")
 async def create_session(request: Request, desk: Context, key: Key) -> Answer:
-    """A client announces itself."""
+    """Create a session for a client."""
     form = await desk.form(request, CreateSession)
     active = desk.journal.active_sessions(key, _ACTIVE)
     if active >= desk.limits.sessions:
@@ -95,7 +95,7 @@ async def create_session(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/session_heartbeat")
 async def heartbeat(request: Request, desk: Context, key: Key) -> Answer:
-    """It is still there. 410 ends its heartbeats."""
+    """Record that a client is still active. A 410 ends its heartbeats."""
     form = await desk.form(request, SessionIdForm)
     desk.journal.heard(open_session(desk, key, form.session_id).id)
     return {"type": "session_heartbeat"}
@@ -103,7 +103,7 @@ async def heartbeat(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/sessions/{session_id}/finish")
 async def finish(session_id: str, request: Request, desk: Context, key: Key) -> Answer:
-    """It goes. What it made for itself alone is let go of some minutes later."""
+    """Finish a session. Objects that only this session uses are released some minutes later."""
     body = await desk.body(request)
     form = desk.read(body, Finish)
     session = own_session(desk, key, session_id)
@@ -114,28 +114,29 @@ async def finish(session_id: str, request: Request, desk: Context, key: Key) -> 
 
 @router.get("/sessions")
 async def sessions(desk: Context, key: Key, limit: int = 20, offset: int = 0) -> Answer:
-    """Ids, newest first."""
+    """List session ids, newest first."""
     limit, offset = bounded_page(limit, offset)
-    found = desk.journal.sessions(key)
-    return {"sessions": [session.id for session in found[offset : offset + limit]]}
+    records = desk.journal.sessions(key)
+    return {"sessions": [session.id for session in records[offset : offset + limit]]}
 
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, desk: Context, key: Key) -> Answer:
-    """What it made."""
-    found = own_session(desk, key, session_id)
-    models = [m.id for m in desk.journal.models(key) if m.session == found.id]
-    samplers = [s.id for s in desk.journal.samplers(key) if s.session == found.id]
+    """Return the training runs and sampling sessions that a session created."""
+    record = own_session(desk, key, session_id)
+    models = [m.id for m in desk.journal.models(key) if m.session == record.id]
+    samplers = [s.id for s in desk.journal.samplers(key) if s.session == record.id]
     return {
         "training_run_ids": models,
         "sampler_ids": samplers,
-        "user_metadata": texts(found.user_metadata),
-        "display_name": found.display_name,
+        "user_metadata": texts(record.user_metadata),
+        "display_name": record.display_name,
     }
 
 
 def bounded_page(limit: int, offset: int) -> tuple[int, int]:
-    """The part of a list that is asked for; a limit of 0 is all of it, as the client means it."""
+    """Check the limit and offset of a list. A client's limit of 0 means the whole list, of which at
+    most 1000 entries are returned."""
     if limit < 0 or offset < 0:
         raise HttpError(422, f"limit {limit}, offset {offset}: give numbers from 0")
     return min(limit or 1000, 1000), offset

@@ -1,4 +1,4 @@
-"""Models, and what is done with them in the order of seq_id."""
+"""Routes of models and their calls, which are done in the order of seq_id."""
 
 import asyncio
 from typing import Any
@@ -29,7 +29,7 @@ router = APIRouter(prefix="/api/v1")
 
 @router.post("/create_model")
 async def create_model(request: Request, desk: Context, key: Key) -> Answer:
-    """A new model on the base model: rank 0 trains all weights."""
+    """Create a model on the base model. LoRA rank 0 trains all weights."""
     body = await desk.body(request)
     form = desk.read(body, schemas.CreateModel)
     session = open_session(desk, key, form.session_id)
@@ -42,7 +42,7 @@ async def create_model(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/load_weights")
 async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
-    """A checkpoint as a new model, or the older way: into a model that is there."""
+    """Create a model from a checkpoint or, in the older form, load one into an existing model."""
     body = await desk.body(request)
     if parsed_object(body).get("session_id") is None:
         return await _training(desk, key, "load_weights", schemas.LoadWeights, body, True)
@@ -51,12 +51,12 @@ async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
     checkpoint = _training_checkpoint(desk, key, form.path)
     if form.base_model is not None:
         _check_base(desk, form.base_model)
-    of = own_model(desk, key, checkpoint.model)
+    origin = own_model(desk, key, checkpoint.model)
     model = NewModel(
         id=model_id(session.id, form.model_seq_id),
         session=session.id,
-        base_model=of.base_model,
-        lora_rank=of.lora_rank,
+        base_model=origin.base_model,
+        lora_rank=origin.lora_rank,
         user_metadata=form.user_metadata or {},
         source=checkpoint.folder,
     )
@@ -65,11 +65,11 @@ async def load_weights(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, desk: Context, key: Key) -> Answer:
-    """A part of a batch, as protobuf. One that is wrong takes its turn all the same, and fails."""
+    """Queue a part of a batch, sent as protobuf. A wrong request takes its turn, too, and fails."""
     try:
         body = await desk.bodies.read(request, "body_bytes")
-        beside = len(body) > BACKGROUND
-        read = await asyncio.to_thread(_read, desk, body) if beside else _read(desk, body)
+        in_thread = len(body) > BACKGROUND
+        read = await asyncio.to_thread(_read, desk, body) if in_thread else _read(desk, body)
         model, seq, forward_only = read
     except Unreadable as error:
         place = place_of(error.head)
@@ -86,21 +86,21 @@ async def forward_backward(request: Request, desk: Context, key: Key) -> Answer:
 
 @router.post("/optim_step")
 async def optim_step(request: Request, desk: Context, key: Key) -> Answer:
-    """AdamW with the gradients that have added up."""
+    """Queue a step of AdamW with the accumulated gradients."""
     body = await desk.body(request)
     return await _training(desk, key, "optim_step", schemas.OptimStep, body, True)
 
 
 @router.post("/save_weights")
 async def save_weights(request: Request, desk: Context, key: Key) -> Answer:
-    """Weights and optimizer, by a name."""
+    """Save weights and optimizer under a name."""
     body = await desk.body(request)
     return await _training(desk, key, "save_weights", schemas.SaveWeights, body)
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request, desk: Context, key: Key) -> Answer:
-    """Weights to sample from, by a name or for one sampling session."""
+    """Save weights to sample from, under a name or for one sampling session."""
     body = await desk.body(request)
     form = schemas.SaveWeightsForSampler
     return await _training(desk, key, "save_weights_for_sampler", form, body)
@@ -108,24 +108,24 @@ async def save_weights_for_sampler(request: Request, desk: Context, key: Key) ->
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request, desk: Context, key: Key) -> Answer:
-    """Weights as a folder that others read, to be downloaded."""
+    """Save weights for download, as a folder that other programs read."""
     body = await desk.body(request)
     return await _training(desk, key, "save_weights_external", schemas.SaveWeightsExternal, body)
 
 
 @router.post("/unload_model")
 async def unload_model(request: Request, desk: Context, key: Key) -> Answer:
-    """The model is no longer needed; its checkpoints stay."""
+    """Unload a model that is no longer needed. Its checkpoints stay."""
     body = await desk.body(request)
     form = desk.read(body, schemas.ModelIdForm)
     own_model(desk, key, form.model_id)
-    # It has no number: a model is unloaded once.
+    # The call needs no seq_id because a model is unloaded only once.
     return await _promise(desk, NewCall("unload_model", f"{form.model_id}:unload", 0, key, body))
 
 
 @router.post("/get_info")
 async def get_info(request: Request, desk: Context, key: Key) -> Answer:
-    """What kind of model it is."""
+    """Return the facts about a model."""
     form = await desk.form(request, schemas.ModelIdForm)
     model = own_model(desk, key, form.model_id)
     return {
@@ -160,8 +160,8 @@ async def _training(
     body: bytes,
     changes_state: bool = False,
 ) -> Answer:
-    """A call that takes its turn. One that is wrong takes it too, and fails: the calls after it
-    would wait for its number for ever."""
+    """Queue a call that takes its turn. A wrong call takes its turn, too, and fails: otherwise the
+    calls after it would wait for its number for ever."""
     failure = None
     try:
         form = of.model_validate_json(body or b"{}")
@@ -185,7 +185,7 @@ def _place(value: dict[str, Any]) -> tuple[str, int] | None:
     if not isinstance(model, str) or not isinstance(seq, int) or not 0 < seq < 2**62:
         return None
     try:
-        model.encode()  # half of a surrogate pair is the name of nothing
+        model.encode()  # Half of a surrogate pair cannot be in a name.
     except UnicodeEncodeError:
         return None
     return model, int(seq)
