@@ -1,1 +1,2 @@
-"""What a service promised and what it holds, in one SQLite file that survives it."""
+"""Journal of a service: one SQLite file with its calls and its objects, which outlives the
+process."""

@@ -1,4 +1,4 @@
-"""Calls on their way into the journal: each once, in the order of their numbers."""
+"""Acceptance of calls into the journal: each call once, in the order of the numbers."""
 
 import hashlib
 import json
@@ -25,10 +25,10 @@ from megatron_vlm.serve.journal.journal_records import (
 )
 
 SEED_BITS = 62
-_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/:;,'\"()]+/)+")  # of absolute paths
+_FOLDERS = re.compile(r"(?<![\w:/.])/(?:[^\s/:;,'\"()]+/)+")  # the folders of absolute paths
 _log = logging.getLogger(__name__)
-# Whose client is there, or has just asked for something: the others are on disk, and in nobody's
-# way. `at` is the time since which a client has to have been heard of.
+# Models whose client is active or has just requested something. All others are only on the disk.
+# `at` is the time since which a client must have been active.
 _LIVE = (
     "state IN ('creating', 'ready') AND finished IS NULL AND (heard > :at OR used > :at OR EXISTS"
     " (SELECT 1 FROM calls WHERE owner = models.id AND seq >= next_seq AND done IS NULL))"
@@ -37,16 +37,16 @@ _LIVE = (
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much one key may have at a time."""
+    """Limits on what one key may have at a time."""
 
     open_calls: int = 4096
     open_bytes: int = 4 * 2**30
-    models: int = 64  # of sessions that were heard of lately
-    silent_s: float = 120.0  # without a word of a client, which is heard of every 10 s
+    models: int = 64  # models of recently active sessions
+    silent_s: float = 120.0  # time without a heartbeat, which a client sends every 10 s
 
 
 def accept(store: Store, db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> Promise:
-    """Within a transaction. A retry has the promise of its original."""
+    """Accept a call within a transaction. A retry gets the promise of its original."""
     digest = hashlib.sha256(new.kind.encode() + b"\0" + new.body).digest()
     known = db.execute(
         "SELECT request_id, digest FROM calls WHERE owner = ? AND seq = ?", (new.owner, new.seq)
@@ -81,7 +81,7 @@ def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> QuotaExceeded
     if calls < bounds.open_calls and size + len(new.body) <= bounds.open_bytes:
         return None
     if new.kind in TRAINING and _next_seq(db, new.owner) == new.seq:
-        return None  # The others wait for this one: refusing it would hold them for ever.
+        return None  # Other calls wait for this one; refusing it would block them for ever.
     if calls >= bounds.open_calls:
         return QuotaExceeded(
             f"{calls} calls are waiting, and limit open_calls is {bounds.open_calls}"
@@ -93,7 +93,7 @@ def _full(db: sqlite3.Connection, new: NewCall, bounds: Bounds) -> QuotaExceeded
 
 
 def live_models(db: sqlite3.Connection, bounds: Bounds, key: str | None = None) -> set[str]:
-    """Models, of a key or of all, that somebody may be about to ask for something."""
+    """Return the models of a key, or of all keys, that a client may soon use."""
     rows = db.execute(
         "SELECT models.id FROM models JOIN sessions ON sessions.id = session"
         f" WHERE coalesce(models.key = :key, 1) AND {_LIVE}",
@@ -129,7 +129,7 @@ def _insert(store: Store, db: sqlite3.Connection, new: NewCall, digest: bytes) -
 
 
 def _ended(db: sqlite3.Connection, new: NewCall) -> Failure | None:
-    """Why nothing can be done with the model any longer."""
+    """Return why the model of this call can no longer be used, or None."""
     if new.kind not in TRAINING:
         return None
     row = db.execute("SELECT state FROM models WHERE id = ?", (new.owner,)).fetchone()
@@ -138,7 +138,7 @@ def _ended(db: sqlite3.Connection, new: NewCall) -> Failure | None:
 
 
 def ended(model: str, state: str) -> Failure | None:
-    """What is said to calls of a model in this state; None where they are done."""
+    """Return the failure of all calls to a model in this state, or None if the model is usable."""
     what = {"failed": "could not be made", "unloaded": "was unloaded"}.get(state)
     return None if what is None else Failure(f"model {model} {what}", "user")
 
@@ -159,12 +159,12 @@ def _insert_model(
 
 
 def use_sampler(db: sqlite3.Connection, sampler: str, now: float) -> None:
-    """Note that a sampling session is asked, or has answered."""
+    """Record that a sampling session has received a request or finished one."""
     db.execute("UPDATE samplers SET used = ? WHERE id = ?", (now, sampler))
 
 
 def fail(db: sqlite3.Connection, request_id: str, failure: Failure, now: float) -> None:
-    """Finish a call that nobody will do. Where our files are is told to the log alone."""
+    """Finish a call with a failure. Only the log shows the folders of the server."""
     text = failure.text
     if failure.category == "server" and (text := _FOLDERS.sub("", text)) != failure.text:
         _log.error("%s has failed: %s", request_id, failure.text)
@@ -175,7 +175,7 @@ def fail(db: sqlite3.Connection, request_id: str, failure: Failure, now: float) 
 
 
 def advance(db: sqlite3.Connection, model: str) -> None:
-    """Move the model on to the first of its calls that is not done, or has not come yet."""
+    """Advance the model to its first call that is not done or has not arrived yet."""
     seq = _next_seq(db, model)
     assert seq is not None, f"model {model} is not in the journal"
     start = seq

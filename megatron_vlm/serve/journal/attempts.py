@@ -1,5 +1,6 @@
-"""Which calls are being read, in files without content: rows of the journal would cost a
-transaction for each. A process that dies of what it reads has made an attempt."""
+"""Attempts to read a call, recorded as empty files, because rows in the journal would cost a
+transaction each. If a call crashes the process while it is being read, that counts as an
+attempt."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,24 +11,24 @@ FOLDER = "reading"
 
 
 class Reads:
-    """RUN/reading."""
+    """The folder RUN/reading."""
 
     def __init__(self, run: Path):
         self.folder = run / FOLDER
 
     def left(self) -> list[str]:
-        """The calls that were being read when the process before this one died."""
+        """Return the calls that were being read when the previous process died."""
         if not self.folder.is_dir():
             return []
         return sorted(path.name for path in self.folder.iterdir())
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Remove all records."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
     def of(self, request_id: str) -> Iterator[None]:
-        """While this one is read. A disk that is full is no reason not to."""
+        """Record that this call is being read. A full disk does not prevent the reading."""
         path = self.folder / request_id
         with suppress(OSError):
             self.folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Calls that wait, are done, and are done again after a restart."""
+"""Calls that wait, that are done, and that are done again after a restart."""
 
 import sqlite3
 import time
@@ -28,17 +28,19 @@ _CALL = (
 
 
 def next_calls(db: sqlite3.Connection, ahead: int, of_key: int, samples: bool = True) -> list[Call]:
-    """What may be done now, in the order of acceptance; of what has no order so much of a key."""
+    """Return the calls that may be done now, in the order of acceptance. Calls without an order are
+    limited to `of_key` for each key."""
     kinds = "" if samples else f" AND kind != '{SAMPLE}'"
-    # A call of a model waits for the model and for the calls before it, anything else for nobody.
-    # Of each key the first ones: thousands of one must not hide those of the others.
+    # A call of a model waits for the model and for the calls before it. Any other call waits for
+    # nothing. Only the first calls of each key are listed, so that thousands of calls of one key do
+    # not hide the others.
     free = db.execute(
         f"SELECT {_CALL} FROM (SELECT *, row_number() OVER (PARTITION BY key ORDER BY number)"
         f" AS place FROM calls WHERE done IS NULL AND model IS NULL{kinds}) AS calls"
         " WHERE place <= ?",
         (of_key,),
     )
-    found = [(row["number"], _call(row)) for row in free]
+    ranked = [(row["number"], _call(row)) for row in free]
     ordered = db.execute(
         f"SELECT {_CALL}, next_seq FROM models JOIN calls ON calls.owner = models.id"
         " AND seq BETWEEN next_seq AND next_seq + ? WHERE state = 'ready' AND done IS NULL",
@@ -47,16 +49,17 @@ def next_calls(db: sqlite3.Connection, ahead: int, of_key: int, samples: bool = 
     number = {(row["owner"], row["seq"]): row["number"] for row in ordered}
     for row in ordered:
         first = row["next_seq"]
-        # Those after a gap wait.
+        # Calls after a gap wait.
         if all((row["owner"], seq) in number for seq in range(first, row["seq"])):
-            found.append((number[row["owner"], first], _call(row)))
-    # Of a model, the later calls follow the first one, whatever order they arrived in.
-    found.sort(key=lambda one: (one[0], one[1].seq))
-    return [call for _, call in found]
+            ranked.append((number[row["owner"], first], _call(row)))
+    # The later calls of a model follow its first one, in whichever order they arrived.
+    ranked.sort(key=lambda one: (one[0], one[1].seq))
+    return [call for _, call in ranked]
 
 
 def samples(db: sqlite3.Connection, after: int) -> list[Call]:
-    """Those that are not done and were accepted after the call of this number, in order."""
+    """Return samples that are not done and were accepted after the call of this number, in
+    order."""
     rows = db.execute(
         f"SELECT {_CALL} FROM calls WHERE done IS NULL AND kind = '{SAMPLE}' AND number > ?"
         " ORDER BY number",
@@ -66,13 +69,13 @@ def samples(db: sqlite3.Connection, after: int) -> list[Call]:
 
 
 def waiting(db: sqlite3.Connection) -> list[Call]:
-    """All that are not done, in the order of acceptance."""
+    """Return all calls that are not done, in the order of acceptance."""
     rows = db.execute(f"SELECT {_CALL} FROM calls WHERE done IS NULL ORDER BY number")
     return [_call(row) for row in rows]
 
 
 def replay(db: sqlite3.Connection, model: str) -> list[Call]:
-    """Done calls that the model's durable state does not hold, in the order of seq."""
+    """Return done calls that the model's durable state does not include, in the order of seq."""
     rows = db.execute(
         f"SELECT {_CALL} FROM calls JOIN models ON calls.model = models.id WHERE calls.model = ?"
         " AND changes_state = 1 AND succeeded = 1 AND seq > saved ORDER BY seq",
@@ -82,7 +85,7 @@ def replay(db: sqlite3.Connection, model: str) -> list[Call]:
 
 
 def body(db: sqlite3.Connection, request_id: str) -> bytes:
-    """What the client sent."""
+    """Return the body that the client sent."""
     row = db.execute(
         "SELECT body FROM bodies JOIN calls USING (number) WHERE request_id = ?", (request_id,)
     ).fetchone()
@@ -91,20 +94,20 @@ def body(db: sqlite3.Connection, request_id: str) -> bytes:
 
 
 def mark_started(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[str]:
-    """Count an attempt of each; those that are still to be done."""
-    found = []
+    """Count an attempt of each call, and return the calls that are still to be done."""
+    open_ids = []
     for request_id in request_ids:
         cursor = db.execute(
             "UPDATE calls SET attempts = attempts + 1 WHERE request_id = ? AND done IS NULL",
             (request_id,),
         )
         if cursor.rowcount:
-            found.append(request_id)
-    return found
+            open_ids.append(request_id)
+    return open_ids
 
 
 def undo_attempt(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
-    """An attempt that was not one: the process ends before it, and in good order."""
+    """Uncount an attempt of each call, because the process ends in good order before doing it."""
     db.executemany(
         "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL",
         [(request_id,) for request_id in request_ids],
@@ -112,8 +115,8 @@ def undo_attempt(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
 
 
 def finish_call(store: Store, db: sqlite3.Connection, finished: Finished) -> list[str]:
-    """Write a result with what it changes; nothing where there is one. Returns the calls that are
-    now done: this one, and those that fail with it."""
+    """Write a result and its changes, or nothing if the call already has a result. Return the calls
+    that are now done: this one, and those that fail with it."""
     row = db.execute(
         "SELECT number, kind, owner, seq, model, changes_state FROM calls"
         " WHERE request_id = ? AND done IS NULL",
@@ -145,18 +148,18 @@ def finish_call(store: Store, db: sqlite3.Connection, finished: Finished) -> lis
 
 
 def model_id(session: str, seq: int) -> str:
-    """The id of a session's model, as the client works it out for itself."""
+    """Return the id of a session's model. The client computes the same id by itself."""
     return f"{session}:train:{seq}"
 
 
 def sampler_id(session: str, seq: int) -> str:
-    """The id of a session's sampling session."""
+    """Return the id of a session's sampling session."""
     return f"{session}:sample:{seq}"
 
 
 def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCall]:
-    """What is told of those of these calls that are done."""
-    found = []
+    """Return a record of each of these calls that is done."""
+    completed = []
     for request_id in request_ids:
         row = db.execute(
             "SELECT kind, succeeded, done - accepted AS seconds FROM calls WHERE request_id = ?"
@@ -164,14 +167,14 @@ def kept(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[CompletedCa
             (request_id,),
         ).fetchone()
         if row is not None:
-            found.append(
+            completed.append(
                 CompletedCall(request_id, row["kind"], bool(row["succeeded"]), row["seconds"])
             )
-    return found
+    return completed
 
 
 def over_attempt_limit(db: sqlite3.Connection) -> list[str]:
-    """Calls during which the process ended too often."""
+    """Return the calls during which the process ended too often."""
     rows = db.execute(
         "SELECT request_id FROM calls WHERE done IS NULL AND attempts >= ? ORDER BY number",
         (MOST_ATTEMPTS,),
@@ -180,7 +183,7 @@ def over_attempt_limit(db: sqlite3.Connection) -> list[str]:
 
 
 def result(db: sqlite3.Connection, request_id: str) -> Result | None:
-    """What is known of a promise; None where there was none, or long ago."""
+    """Return the state of a promise, or None if it is unknown or no longer known."""
     row = db.execute(
         "SELECT key, kind, done, dropped, succeeded, content, content_type, error, category"
         " FROM calls LEFT JOIN answers USING (number) WHERE request_id = ?",

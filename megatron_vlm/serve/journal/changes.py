@@ -1,4 +1,4 @@
-"""What a call changes in the tables of models, checkpoints and samplers."""
+"""Changes that a call makes in the tables of models, checkpoints and samplers."""
 
 import json
 import sqlite3
@@ -16,24 +16,25 @@ from megatron_vlm.serve.journal.journal_records import (
 
 
 def apply(store: Store, db: sqlite3.Connection, changes: Changes, now: float) -> list[str]:
-    """Within the transaction of the result; calls that ended because their model did."""
-    ended = []
+    """Apply changes within the transaction of the result. Return the calls that ended because their
+    model did."""
+    request_ids = []
     for model in changes.models:
         _change_model(db, model)
         if model.state in ("failed", "unloaded"):
-            ended += end_model(db, model.id, now)
+            request_ids += end_model(db, model.id, now)
     for checkpoint in changes.checkpoints:
         _put_checkpoint(store, db, checkpoint, now)
     for sampler in changes.samplers:
         put_sampler(store, db, sampler, now)
     for saved in changes.saved:
         record_checkpoint(store, db, saved, now)
-    return ended
+    return request_ids
 
 
 def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
-    """Nothing more is done with a model whose state says so: calls that wait for it fail, and what
-    it would need to go on is let go of."""
+    """Fail all waiting calls of a model that has failed or was unloaded, and return their ids. What
+    the model would need to continue is released."""
     row = db.execute("SELECT state FROM models WHERE id = ?", (model,)).fetchone()
     failure = ended(model, row["state"])
     assert failure is not None, f"model {model} is {row['state']}"
@@ -55,14 +56,14 @@ def end_model(db: sqlite3.Connection, model: str, now: float) -> list[str]:
 
 
 def _change_model(db: sqlite3.Connection, change: ModelChange) -> None:
-    given = {
+    columns = {
         "state": change.state,
         "base_model": change.base_model,
         "lora_rank": change.lora_rank,
         "facts": None if change.facts is None else json.dumps(dict(change.facts)),
         "figures": None if change.figures is None else json.dumps(dict(change.figures)),
     }
-    set_ = {name: value for name, value in given.items() if value is not None}
+    set_ = {name: value for name, value in columns.items() if value is not None}
     if set_:
         names = ", ".join(f"{name} = ?" for name in set_)
         db.execute(f"UPDATE models SET {names} WHERE id = ?", (*set_.values(), change.id))
@@ -84,7 +85,8 @@ def _put_checkpoint(store: Store, db: sqlite3.Connection, new: NewCheckpoint, no
 
 
 def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: float) -> None:
-    """A sampling session, once: a retry finds it there. It belongs to the key of its session."""
+    """Insert a sampling session once; a retry changes nothing. It belongs to the key of its
+    session."""
     db.execute(
         "INSERT OR IGNORE INTO samplers (id, session, key, created, used, base_model, model, path,"
         " folder, facts) SELECT ?, id, key, ?, ?, ?, ?, ?, ?, ? FROM sessions"
@@ -98,7 +100,8 @@ def put_sampler(store: Store, db: sqlite3.Connection, new: NewSampler, now: floa
 
 
 def record_checkpoint(store: Store, db: sqlite3.Connection, saved: Saved, now: float) -> None:
-    """The durable state of a model. Bodies of calls that it holds are no longer needed."""
+    """Record the durable state of a model. Bodies of the calls that it includes are no longer
+    needed."""
     folder = store.kept(saved.folder)
     for column in ("folder", "source"):
         release(db, now, f"SELECT {column} AS folder FROM models WHERE id = ?", saved.model)
@@ -114,7 +117,7 @@ def record_checkpoint(store: Store, db: sqlite3.Connection, saved: Saved, now: f
 
 
 def release(db: sqlite3.Connection, now: float, select: str, *values: object) -> None:
-    """Note the folder that `select` finds as one that may no longer be needed."""
+    """Record that the folder which `select` returns may no longer be needed."""
     db.execute(
         f"INSERT OR REPLACE INTO released SELECT folder, ? FROM ({select})"
         " WHERE folder IS NOT NULL",

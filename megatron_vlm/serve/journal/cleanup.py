@@ -1,4 +1,4 @@
-"""What the journal lets go of, and when. `sweep` is called every few seconds."""
+"""Clean-up of the journal. `sweep` is called every few seconds."""
 
 import shutil
 import sqlite3
@@ -27,21 +27,23 @@ _USED = (
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Seconds for which things are kept."""
+    """Retention times in seconds."""
 
-    fetched: float = 600.0  # a result that was fetched, since a client may ask for it again
+    fetched: float = 600.0  # a fetched result, since a client may request it again
     unfetched: float = 86400.0
-    rows: float = 86400.0  # of samples whose results are gone, against late retries
+    rows: float = 86400.0  # rows of samples without results, against late retries
     finished: float = 120.0  # models, samplers and waiting calls of a session that was finished
-    silent: float = 86400.0  # samplers and calls of one that was not heard of again
-    lost: float = 7 * 86400.0  # and its models
+    silent: float = 86400.0  # samplers and waiting calls of a session that fell silent
+    lost: float = 7 * 86400.0  # models of a session that fell silent
     released: float = 60.0  # a folder that nothing refers to
-    # A snapshot of which its model has a newer one, since then and since its last sample.
+    # A snapshot of a model that has a newer one. The time counts from the newer snapshot and from
+    # the last sample.
     superseded: float = 1800.0
 
 
 def sweep(store: Store, keep: RetentionPolicy) -> list[CompletedCall]:
-    """Returns the calls that fail because nobody will send what they wait for."""
+    """Remove what has expired. Return the calls that fail because nobody will send the calls that
+    they wait for."""
     now = time.time()
     with store.write() as db:
         _drop_results(db, keep, now)
@@ -62,7 +64,7 @@ def _drop_results(db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> 
         f"DELETE FROM answers WHERE number IN (SELECT number FROM calls WHERE {old[0]})", old[1]
     )
     db.execute(f"UPDATE calls SET dropped = 1, error = NULL WHERE {old[0]}", old[1])
-    # A model's rows stay: its order is counted by them, and they are small.
+    # The rows of a model stay because they define its order, and they are small.
     db.execute(
         f"DELETE FROM calls WHERE dropped = 1 AND kind = '{SAMPLE}' AND done < ?",
         (now - keep.rows,),
@@ -99,8 +101,8 @@ def _end_sessions(db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> 
 
 
 def _end_superseded(db: sqlite3.Connection, now: float, before: float) -> None:
-    """Sampling sessions of a model's weights as they were, once it has newer ones: a loop makes one
-    at each step and asks the last of them. Those of named checkpoints stay."""
+    """End the sampling sessions of a model's earlier weights once it has newer ones. A training
+    loop creates one at each step and samples from the last. Sessions of named checkpoints stay."""
     old = (
         "SELECT id FROM (SELECT id, used, lead(created) OVER (PARTITION BY model ORDER BY created)"
         " AS newer FROM samplers WHERE ended IS NULL AND model IS NOT NULL AND path IS NULL)"
@@ -113,7 +115,8 @@ def _end_superseded(db: sqlite3.Connection, now: float, before: float) -> None:
 
 
 def _unload(store: Store, db: sqlite3.Connection, keep: RetentionPolicy, now: float) -> list[str]:
-    """Models whose client has gone: their checkpoints stay, and what only they need goes."""
+    """Unload models whose client has gone, and return the calls that end. Checkpoints stay; what
+    only these models need is released."""
     rows = db.execute(
         "SELECT id FROM models WHERE state = 'ready' AND session IN"
         " (SELECT id FROM sessions WHERE finished < ? OR heard < ?)"
@@ -125,13 +128,13 @@ def _unload(store: Store, db: sqlite3.Connection, keep: RetentionPolicy, now: fl
 
 
 def folders(db: sqlite3.Connection) -> list[str]:
-    """All that something needs, or that will be removed when its time has come."""
+    """Return all folders that something needs or that will be removed later."""
     return [row["folder"] for row in db.execute(f"{_USED} UNION ALL SELECT folder FROM released")]
 
 
 def _remove_released(store: Store, before: float) -> None:
-    """Remove folders that nothing refers to, nor to one inside them. The row goes after the folder:
-    a crash in between removes what is left the next time."""
+    """Remove released folders unless something refers to them or to a folder inside them. The row
+    is deleted after the folder: after a crash in between, the next sweep removes the rest."""
     with store.write() as db:
         needed = [Path(row["folder"]) for row in db.execute(_USED)]
         rows = db.execute("SELECT folder FROM released WHERE since < ?", (before,)).fetchall()
@@ -139,7 +142,7 @@ def _remove_released(store: Store, before: float) -> None:
         folder = store.run / row["folder"]
         if any(other.is_relative_to(row["folder"]) for other in needed):
             continue
-        # A link that somebody put there leads out of the run: it is left alone.
+        # The path may lead out of the run through a symbolic link; such a folder is left alone.
         if folder.resolve() != folder or not folder.is_relative_to(store.run):
             continue
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""The file of the journal: one writer, readers beside it, and folders inside the run alone."""
+"""SQLite file of the journal, with one writer and several readers. All folders are inside the
+run."""
 
 import contextlib
 import fcntl
@@ -15,7 +16,7 @@ _READERS = 4
 
 
 class Store:
-    """RUN/journal.sqlite."""
+    """The database RUN/journal.sqlite."""
 
     def __init__(self, run: Path) -> None:
         self.run = run.resolve()
@@ -41,8 +42,8 @@ class Store:
 
     @contextlib.contextmanager
     def write(self, on_disk: bool = True) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is kept, or on an error none. What is not `on_disk` outlives the
-        process, but not the machine, and nobody waits for the disk."""
+        """Open a transaction, which is rolled back after an error. Without `on_disk` it survives a
+        crash of the process but not of the machine, and nobody waits for the disk."""
         with self._lock:
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if on_disk else 'NORMAL'}")
             self._writer.execute("BEGIN IMMEDIATE")
@@ -56,7 +57,7 @@ class Store:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """What was committed before; readers do not wait for the writer."""
+        """Open a reader. It sees what was committed before and does not wait for the writer."""
         with self._free:
             reader = self._readers.pop()
             try:
@@ -65,7 +66,8 @@ class Store:
                 self._readers.append(reader)
 
     def kept(self, folder: Path) -> str:
-        """A folder as the tables name it: below the run, so that the run may be moved."""
+        """Return the folder as the tables name it: relative to the run, so that the run may be
+        moved."""
         full = Path(os.path.normpath(self.run / folder))
         assert full.is_relative_to(self.run) and full != self.run, (
             f"{full} is not inside {self.run}"
@@ -73,11 +75,11 @@ class Store:
         return str(full.relative_to(self.run))
 
     def folder(self, name: str | None) -> Path | None:
-        """The folder that a table names."""
+        """Return the folder that a table names."""
         return None if name is None else self.run / name
 
     def close(self) -> None:
-        """Let another process use the journal."""
+        """Close the journal, so that another process may use it."""
         with self._lock:
             for connection in (*self._readers, self._writer):
                 connection.close()
@@ -87,15 +89,18 @@ class Store:
 def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # heeded before there are tables
+    connection.execute(
+        "PRAGMA auto_vacuum = INCREMENTAL"
+    )  # has an effect only before there are tables
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
 
 
 def _keep_private(run: Path) -> None:
-    """What clients send is in there, in files of the same mode as the first of SQLite's."""
-    with contextlib.suppress(PermissionError):  # another user's folder, which we may write to
+    """Restrict the files to their owner, because they hold what clients send. SQLite gives its
+    other files the mode of the first."""
+    with contextlib.suppress(PermissionError):  # a writable folder of another user
         run.chmod(0o700)
     os.close(os.open(run / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     for path in (run / FILE, run / f"{FILE}-wal", run / f"{FILE}-shm"):
@@ -116,8 +121,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _held(run: Path) -> int:
-    """Two servers with one journal would do each call twice: the second is refused. The lock goes
-    with the process, however it ends."""
+    """Lock the journal and return the handle of the lock. Two servers with one journal would do
+    each call twice, so the second server is refused. The lock ends with the process, however that
+    ends."""
     handle = os.open(run / "journal.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

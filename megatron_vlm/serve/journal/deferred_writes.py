@@ -1,4 +1,4 @@
-"""Small facts that need not reach the disk one by one: who was heard of, what was fetched."""
+"""Small facts that need not reach the disk one by one: active clients and fetched results."""
 
 import sqlite3
 import threading
@@ -6,7 +6,8 @@ import time
 
 
 class DeferredWrites:
-    """Kept in memory until the next sweep. A crash loses them, and things are kept longer."""
+    """Facts that stay in memory until the next sweep. A crash loses them, and things are kept
+    longer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -14,17 +15,17 @@ class DeferredWrites:
         self._sessions: dict[str, float] = {}
 
     def call(self, request_id: str) -> None:
-        """The result was sent."""
+        """Record that the result was sent."""
         with self._lock:
             self._calls.setdefault(request_id, time.time())
 
     def session(self, session: str) -> None:
-        """Its client was heard of."""
+        """Record that the client of the session is active."""
         with self._lock:
             self._sessions[session] = time.time()
 
     def write(self, db: sqlite3.Connection) -> None:
-        """Write them down, within a transaction."""
+        """Write the recorded facts within a transaction."""
         with self._lock:
             calls, self._calls = self._calls, {}
             sessions, self._sessions = self._sessions, {}

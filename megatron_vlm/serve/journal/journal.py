@@ -1,4 +1,4 @@
-"""The journal of a service: what was promised, in which order, and what came of it.
+"""The journal of a service: the accepted calls, their order and their results.
 
     journal = Journal(run)
     while journal.wait(seconds=1.0):                       # the engine's thread
@@ -7,8 +7,8 @@
             outcome = do(call, journal.body(call.request_id))
             journal.finish(call.request_id, outcome, Changes(...))
 
-Every method is one short transaction, may be called from any thread, and has reached the disk when
-it returns. After a crash the same calls are next, with `attempts` above 0.
+Every method is one short transaction and may be called from any thread. Its changes have reached
+the disk when it returns. After a crash the same calls are next, with `attempts` above 0.
 """
 
 import json
@@ -54,7 +54,7 @@ _POISON = Failure(
 
 
 class Journal:
-    """RUN/journal.sqlite. One process at a time may open it."""
+    """The journal RUN/journal.sqlite. Only one process at a time may open it."""
 
     def __init__(
         self, run: Path, bounds: Bounds = Bounds(), keep: RetentionPolicy = RetentionPolicy()
@@ -63,7 +63,7 @@ class Journal:
         self._bell = Notifier()
         self._bounds, self._keep = bounds, keep
         self._touched = DeferredWrites()
-        self.contradictions = 0  # calls whose number another has
+        self.contradictions = 0  # calls whose number belongs to another call
         self.reads = Reads(self.run)
         self.begun(*self.reads.left())
         self.reads.forget()
@@ -75,37 +75,39 @@ class Journal:
         """The folder of the run; all folders that the journal names are inside it."""
         return self._store.run
 
-    # -- the front: promises
+    # -- HTTP server: promises
 
     def accept(self, new: NewCall) -> Promise:
-        """Promise that the call will be done, once, however often it is sent."""
+        """Promise that the call will be done once, however often it is sent."""
         return self.accept_all([new])[0]
 
     def accept_all(self, new: Sequence[NewCall]) -> list[Promise]:
-        """Several in one transaction, which costs the disk as much as one."""
+        """Accept several calls in one transaction, which costs the disk as much as a single
+        call."""
         with self._store.write() as db:
-            found = [accept(self._store, db, call, self._bounds) for call in new]
-            new_ids = [p.request_id for p in found if isinstance(p, Accepted) and p.new]
-            kept = calls.kept(db, new_ids)
-        self._bell.kept(kept)
-        self.contradictions += sum(isinstance(promise, Conflict) for promise in found)
+            promises = [accept(self._store, db, call, self._bounds) for call in new]
+            new_ids = [p.request_id for p in promises if isinstance(p, Accepted) and p.new]
+            completed = calls.kept(db, new_ids)
+        self._bell.kept(completed)
+        self.contradictions += sum(isinstance(promise, Conflict) for promise in promises)
         self._bell.ring()
-        return found
+        return promises
 
     def result(self, request_id: str) -> Result | None:
-        """What is known of a promise; None: nothing, or no longer."""
+        """Return the state of a promise, or None if it is unknown or no longer known."""
         return self._read(calls.result, request_id)
 
     def fetched(self, request_id: str) -> None:
-        """Its result has been sent: it is kept some minutes more."""
+        """Record that the result was sent. It is kept for some minutes more."""
         self._touched.call(request_id)
 
     def listen(self, listener: Listener) -> None:
-        """Have `listener` called when results are there, in the thread that finished them."""
+        """Register `listener`, which is called when there are results, in the thread that finished
+        them."""
         self._bell.listen(listener)
 
     def cancel(self, request_id: str, key: str) -> bool:
-        """A sample that was not begun need not be done. Whether it was still waiting."""
+        """Cancel a sample that was not started, and return whether it was still waiting."""
         with self._store.write() as db:
             row = db.execute(
                 "SELECT 1 FROM calls WHERE request_id = ? AND key = ? AND kind = ?"
@@ -114,117 +116,120 @@ class Journal:
             ).fetchone()
             failure = Failure("the client cancelled it", "user")
             done = calls.finish_call(self._store, db, Finished(request_id, failure)) if row else []
-            kept = calls.kept(db, done)
-        self._bell.kept(kept)
+            completed = calls.kept(db, done)
+        self._bell.kept(completed)
         return bool(done)
 
     def when_rung(self, ringer: Callable[[], None]) -> None:
-        """Have `ringer` called when there may be a call to do, in whatever thread."""
+        """Register `ringer`, which is called in any thread when there may be a call to do."""
         self._bell.when_rung(ringer)
 
     # -- the engine: calls
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until there may be something new, at most so long; whether there may be."""
+        """Wait at most `seconds` for something new, and return whether there may be something."""
         return self._bell.wait(seconds)
 
     def ring(self) -> None:
-        """Wake who waits, for example to stop."""
+        """Wake the waiting threads, for example to stop."""
         self._bell.ring()
 
     def next_calls(self, ahead: int = 1, of_key: int = 512, samples: bool = True) -> list[Call]:
-        """All calls that may be done now, in the order in which they were accepted.
+        """Return all calls that may be done now, in the order in which they were accepted.
 
-        Of a model these are the next one, or the next `ahead` where none is missing between them:
-        they must be done in the order of seq all the same. Creations, samples and unloads wait for
-        nothing. A call is listed until it is finished. One that has `attempts` above 0 was begun
-        when the process died: done by itself it cannot take others along.
+        For a model these are its next call, or its next `ahead` calls up to the first gap. They
+        must still be done in the order of seq. Creations, samples and unloads wait for nothing. A
+        call is listed until it is finished. A call with `attempts` above 0 had started when the
+        process died. If it is done alone, no other call can fail with it.
         """
         with self._store.read() as db:
             return calls.next_calls(db, ahead, of_key, samples)
 
     def samples(self, after: int) -> list[Call]:
-        """Samples that are not done, of those that were accepted after the call of this number."""
+        """Return samples that are not done and were accepted after the call of this number."""
         return self._read(calls.samples, after)
 
     def body(self, request_id: str) -> bytes:
-        """What the client sent, unpacked: protobuf for forward_backward, else JSON."""
+        """Return the decompressed body of a call: protobuf for forward_backward, otherwise JSON."""
         return self._read(calls.body, request_id)
 
     def begun(self, *request_ids: str) -> list[str]:
-        """Say that these are about to be done. Returns those that still have to be: others were
-        cancelled. A call that is begun three times and never finished is not tried again."""
-        with self._store.write(on_disk=False) as db:  # it is about processes that die
+        """Record that these calls are about to be done. Return those that still have to be; the
+        others were cancelled. A call that starts three times and never finishes is not tried
+        again."""
+        with self._store.write(on_disk=False) as db:  # survives a crash of the process
             return calls.mark_started(db, request_ids)
 
     def given_back(self, *request_ids: str) -> None:
-        """These were begun and will not be done by this process, which ends in good order."""
+        """Record that this process ends in good order without doing these calls, which it had
+        started."""
         with self._store.write() as db:
             calls.undo_attempt(db, request_ids)
 
     def finish(
         self, request_id: str, outcome: Outcome | Failure, changes: Changes = Changes()
     ) -> bool:
-        """The result of a call and what it changes, together. False, and nothing is changed, where
-        it has one already. A creation that fails sets its model's state, and a model that is
-        unloaded or failed takes the calls that wait for it along."""
+        """Write the result of a call together with its changes. Return False, without any change,
+        if the call already has a result. A creation that fails sets the state of its model. Calls
+        that wait for a failed or unloaded model fail with it."""
         return self.finish_all([Finished(request_id, outcome, changes)])[0]
 
     def finish_all(self, finished: Sequence[Finished]) -> list[bool]:
-        """Several in one transaction."""
+        """Finish several calls in one transaction."""
         if not finished:
             return []
         with self._store.write() as db:
             done = [calls.finish_call(self._store, db, one) for one in finished]
-            kept = calls.kept(db, [request_id for ids in done for request_id in ids])
-        self._bell.kept(kept)
+            completed = calls.kept(db, [request_id for ids in done for request_id in ids])
+        self._bell.kept(completed)
         self._bell.ring()
         return [bool(ids) for ids in done]
 
     def replay(self, model: str) -> list[Call]:
-        """Calls that were done and answered and that the model's durable state (`Model.folder`,
-        which holds those up to `Model.saved`) does not hold, in order. Done again they give no new
-        result: do not finish them."""
+        """Return done calls that the model's durable state does not include, in order.
+        (`Model.folder` includes the calls up to `Model.saved`.) Their results were already written:
+        do them again, but do not finish them."""
         return self._read(calls.replay, model)
 
     def saved(self, model: str, seq: int, folder: Path) -> None:
-        """The model's state after call `seq`, with the optimizer's, is in this folder, inside the
-        run and complete. The folder before is removed when nothing else needs it. `Changes.saved`
+        """Record a complete folder inside the run with the state of the model and its optimizer
+        after call `seq`. The previous folder is removed when nothing else needs it. `Changes.saved`
         does the same together with a result."""
         with self._store.write() as db:
             record_checkpoint(self._store, db, Saved(model, seq, folder), time.time())
 
-    # -- both: what there is
+    # -- both: queries
 
     def models(self, key: str | None = None) -> list[Model]:
-        """All models, or those of a key; newest first."""
+        """Return all models, or those of a key, newest first."""
         with self._store.read() as db:
             return queries.models(self._store, db, "coalesce(key = ?, 1)", (key,))
 
     def model(self, model: str) -> Model | None:
-        """One of them."""
+        """Return the model with this id."""
         with self._store.read() as db:
             return _only(queries.models(self._store, db, "id = ?", (model,)))
 
     def live_models(self) -> set[str]:
-        """Ids of models whose client is there, or waits for a call of them."""
+        """Return the ids of models whose client is active or waits for one of their calls."""
         with self._store.read() as db:
             return live_models(db, self._bounds)
 
     def samplers(self, key: str | None = None) -> list[SamplingSession]:
-        """All sampling sessions that have not ended; newest first."""
+        """Return all sampling sessions, or those of a key, that have not ended, newest first."""
         with self._store.read() as db:
             return queries.samplers(self._store, db, "coalesce(key = ?, 1)", (key,))
 
     def sampler(self, sampler: str) -> SamplingSession | None:
-        """One of them."""
+        """Return the sampling session with this id, if it has not ended."""
         with self._store.read() as db:
             return _only(queries.samplers(self._store, db, "id = ?", (sampler,)))
 
     def checkpoints(
         self, key: str | None = None, model: str | None = None
     ) -> list[NamedCheckpoint]:
-        """Checkpoints that are there, of a key, of a model; newest first."""
+        """Return the checkpoints that have not expired, of a key and of a model if given, newest
+        first."""
         now = time.time()
         with self._store.read() as db:
             return queries.read_checkpoints(
@@ -235,28 +240,28 @@ class Journal:
             )
 
     def checkpoint(self, path: str) -> NamedCheckpoint | None:
-        """The checkpoint with this tinker path."""
+        """Return the checkpoint with this tinker path, if it has not expired."""
         with self._store.read() as db:
             where = "path = ? AND coalesce(expires > ?, 1)"
             return _only(queries.read_checkpoints(self._store, db, where, (path, time.time())))
 
     def folders(self) -> set[Path]:
-        """Every folder that a row names."""
+        """Return every folder that a row names."""
         with self._store.read() as db:
             return {self.run / name for name in folders(db)}
 
     def sessions(self, key: str | None = None) -> list[Session]:
-        """All sessions, or those of a key; newest first."""
+        """Return all sessions, or those of a key, newest first."""
         with self._store.read() as db:
             return queries.read_sessions(db, "coalesce(key = ?, 1)", (key,))
 
     def session(self, session: str) -> Session | None:
-        """One of them."""
+        """Return the session with this id."""
         with self._store.read() as db:
             return _only(queries.read_sessions(db, "id = ?", (session,)))
 
     def active_sessions(self, key: str | None, seconds: float) -> int:
-        """Sessions that were not finished and were heard of within so many seconds."""
+        """Count the sessions that are not finished and were active within the last `seconds`."""
         with self._store.read() as db:
             (count,) = db.execute(
                 "SELECT count(*) FROM sessions WHERE coalesce(key = ?, 1) AND finished IS NULL"
@@ -265,12 +270,12 @@ class Journal:
             ).fetchone()
         return count
 
-    # -- the front: everything else
+    # -- HTTP server: everything else
 
     def create_session(
         self, key: str, user_metadata: Mapping[str, Any], display_name: str | None
     ) -> str:
-        """A new session; its id."""
+        """Create a session and return its id."""
         session, now = str(uuid.uuid4()), time.time()
         with self._store.write() as db:
             db.execute(
@@ -280,11 +285,11 @@ class Journal:
         return session
 
     def heard(self, session: str) -> None:
-        """Its client is there."""
+        """Record that the client of the session is active."""
         self._touched.session(session)
 
     def finish_session(self, session: str, reason: str) -> None:
-        """Its client goes. The first reason stays."""
+        """Finish a session whose client leaves. The first reason stays."""
         with self._store.write() as db:
             db.execute(
                 "UPDATE sessions SET finished = ?, reason = ? WHERE id = ? AND finished IS NULL",
@@ -292,41 +297,43 @@ class Journal:
             )
 
     def create_sampler(self, new: NewSampler) -> None:
-        """A sampling session of a checkpoint or of the base model; a retry changes nothing."""
+        """Create a sampling session on a checkpoint or on the base model. A retry changes
+        nothing."""
         with self._store.write() as db:
             put_sampler(self._store, db, new, time.time())
 
     def join_sampler(self, sampler: str) -> int:
-        """A number for another client of this sampling session, from 1."""
+        """Return a number from 1 for another client of this sampling session."""
         with self._store.write() as db:
             db.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (sampler,))
             row = db.execute("SELECT clients FROM samplers WHERE id = ?", (sampler,)).fetchone()
         return row["clients"]
 
     def delete_checkpoint(self, path: str) -> None:
-        """Forget it. Its folder goes when no model and no sampling session needs it."""
+        """Delete the row of a checkpoint. Its folder is removed when no model and no sampling
+        session needs it."""
         with self._store.write() as db:
             release(db, time.time(), "SELECT folder FROM checkpoints WHERE path = ?", path)
             db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
 
     def set_expiry(self, path: str, expires: float | None) -> None:
-        """When the checkpoint goes by itself; None: never."""
+        """Set when the checkpoint expires; None means never."""
         with self._store.write() as db:
             db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
 
     def waiting(self) -> list[Call]:
-        """All calls that are not done, also those that wait for others."""
+        """Return all calls that are not done, including those that wait for others."""
         return self._read(calls.waiting)
 
     def sweep(self) -> None:
-        """Let go of what is no longer needed."""
+        """Remove what is no longer needed."""
         with self._store.write() as db:
             self._touched.write(db)
         self._bell.kept(sweep(self._store, self._keep))
         self._bell.ring()
 
     def close(self) -> None:
-        """Another process may open it now."""
+        """Close the journal, so that another process may open it."""
         with suppress(sqlite3.Error), self._store.write() as db:  # the disk may be full
             self._touched.write(db)
         self._store.close()

@@ -1,4 +1,4 @@
-"""What goes into the journal and comes out of it."""
+"""Records that go into the journal and come out of it."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from megatron_vlm.errors import DataError
 
-# What a call can ask for. `load_model` makes a model from a checkpoint; `load_weights` puts one
-# into a model that is there.
+# The kinds of calls. `load_model` makes a model from a checkpoint; `load_weights` loads one into an
+# existing model.
 CREATION = ("create_model", "load_model")
 TRAINING = (
     "forward_backward",
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer to a call, as it goes over the wire."""
+    """The result of a call, as it is sent to the client."""
 
     content: bytes
     content_type: Literal["json", "protobuf"] = "json"
@@ -43,7 +43,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call was not done. `user`: the request is at fault; `server`: we are."""
+    """The reason why a call was not done. `user`: the request is at fault; `server`: the server
+    is."""
 
     text: str
     category: Category = "server"
@@ -65,9 +66,9 @@ class NewModel:
 class NewCall:
     """A request on its way into the journal.
 
-    `owner` is the model, the sampling session, or for creation calls the session; (owner, seq) is
-    what a retry has in common with its original. `failure` is set where the request is refused at
-    once: it still takes its place in the order, since the calls after it would wait for ever.
+    `owner` is the model, the sampling session or, for creation calls, the session. A retry has the
+    same (owner, seq) as its original. `failure` is set if the request is refused at once. Such a
+    call still takes its place in the order, since the calls after it would wait for ever.
     """
 
     kind: str
@@ -82,7 +83,7 @@ class NewCall:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A promise. `new` is False for a retry: the promise is the first one's."""
+    """An accepted call. A retry has `new` False and the request id of its original."""
 
     request_id: str
     new: bool = True
@@ -90,7 +91,8 @@ class Accepted:
 
 @dataclass(frozen=True)
 class QuotaExceeded:
-    """Nothing was promised: there is no room, until others are done where it is `passing`."""
+    """A call that was not accepted because there is no room. If `passing`, there will be room when
+    other calls are done."""
 
     text: str
     passing: bool = True
@@ -98,7 +100,7 @@ class QuotaExceeded:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Nothing was promised: another call has this number."""
+    """A call that was not accepted because another call has its number."""
 
     text: str
 
@@ -108,7 +110,7 @@ Promise: TypeAlias = Accepted | QuotaExceeded | Conflict
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was accepted. Its body is read by itself: `journal.body(request_id)`."""
+    """An accepted call. Its body is read separately: `journal.body(request_id)`."""
 
     request_id: str
     number: int  # the order in which calls were accepted
@@ -116,8 +118,8 @@ class Call:
     owner: str
     seq: int
     key: str
-    seed: int  # drawn when it was accepted, so that a sample without a seed is the same again
-    attempts: int  # how often it was begun before; above 0, the process died in between
+    seed: int  # drawn at acceptance, so that a sample without a seed is the same when repeated
+    attempts: int  # number of earlier starts; above 0, the process died in between
     accepted: float
     size: int
     changes_state: bool
@@ -125,9 +127,10 @@ class Call:
 
 @dataclass(frozen=True)
 class ModelChange:
-    """What is set in a model's row; None leaves a field as it is.
+    """Changes to the row of a model; None leaves a field as it is.
 
-    `facts` is anything that the engine wants to find again; `figures` is what pages show.
+    `facts` is anything that the engine needs again later; `figures` are the numbers that pages
+    show.
     """
 
     id: str
@@ -140,8 +143,8 @@ class ModelChange:
 
 @dataclass(frozen=True)
 class NewCheckpoint:
-    """A checkpoint that is complete on the disk. It takes the place of one with the same name;
-    `expires` is a time of `time.time()`."""
+    """A checkpoint that is complete on the disk. It replaces one with the same name. `expires` is a
+    time of `time.time()`."""
 
     model: str
     kind: CheckpointKind
@@ -155,20 +158,21 @@ class NewCheckpoint:
 
 @dataclass(frozen=True)
 class NewSampler:
-    """A sampling session of a model's weights as they are now. `folder` has them, if anything."""
+    """A sampling session on the current weights of a model. `folder` holds them, if there is
+    one."""
 
     id: str
     session: str
     model: str | None
     base_model: str
     folder: Path | None = None
-    path: str | None = None  # of the checkpoint, where it samples from one
+    path: str | None = None  # the checkpoint's path, if it samples from one
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The model's state after its call `seq` is in this folder, with the optimizer's."""
+    """A folder with the state of a model and its optimizer after its call `seq`."""
 
     model: str
     seq: int
@@ -177,7 +181,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a call changes beside its own result, in the same transaction."""
+    """Changes that a call makes in addition to its own result, in the same transaction."""
 
     models: tuple[ModelChange, ...] = ()
     checkpoints: tuple[NewCheckpoint, ...] = ()
@@ -187,7 +191,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Finished:
-    """A call and what became of it, where several are finished in one transaction."""
+    """A call and its outcome, for finishing several calls in one transaction."""
 
     request_id: str
     outcome: Outcome | Failure
@@ -196,7 +200,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class CompletedCall:
-    """A promise that was just kept, and the seconds it took."""
+    """A call that was just completed, and the seconds that it took."""
 
     request_id: str
     kind: str
@@ -206,8 +210,8 @@ class CompletedCall:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of a promise: `outcome` is None while it is waiting, and `dropped` where it
-    was there but is no longer kept."""
+    """The state of a promise. `outcome` is None while the call is waiting; `dropped` is set when
+    the result is no longer kept."""
 
     key: str
     kind: str
@@ -217,7 +221,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Session:
-    """A client that announced itself."""
+    """A session that a client created."""
 
     id: str
     key: str
@@ -230,9 +234,9 @@ class Session:
 
 @dataclass(frozen=True)
 class Model:
-    """A model. What it was made from is `creation`, the body of its creation call, of the kind
-    `creation_kind`; `source` is the folder of the checkpoint that `load_model` starts from.
-    Its durable state is in `folder` (None: as it was created) and holds the calls up to `saved`."""
+    """A model. `creation` is the body of its creation call, of the kind `creation_kind`. `source`
+    is the folder of the checkpoint that `load_model` starts from. The durable state in `folder`
+    includes the calls up to `saved`; None means the state at creation."""
 
     id: str
     session: str
@@ -256,7 +260,7 @@ class Model:
 
 @dataclass(frozen=True)
 class SamplingSession:
-    """A sampling session: of a checkpoint (`path`), of a model's weights as they were, or of the
+    """A sampling session on a checkpoint (`path`), on a model's weights at some time, or on the
     base model (`folder` and `model` are None)."""
 
     id: str
@@ -289,17 +293,18 @@ class NamedCheckpoint:
 
     @property
     def id(self) -> str:
-        """Its id within the run: weights/NAME."""
+        """The id within the run: weights/NAME."""
         return f"{SEGMENTS[self.kind]}/{self.name}"
 
 
 def tinker_path(model: str, kind: CheckpointKind, name: str) -> str:
-    """The path by which clients know a checkpoint."""
+    """Return the path by which clients know a checkpoint."""
     return f"tinker://{model}/{SEGMENTS[kind]}/{checked_name(name)}"
 
 
 def checked_name(name: str) -> str:
-    """A name that is one part of a path, here and in a tinker path."""
+    """Return the name if it can be one part of a path, here and in a tinker path. Otherwise
+    raise."""
     if not _NAME.fullmatch(name):
         raise DataError(
             key="path",

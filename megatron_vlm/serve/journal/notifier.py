@@ -1,4 +1,4 @@
-"""Who waits for the journal is woken, within this process."""
+"""Notification of waiting threads within this process."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,7 +9,8 @@ Listener = Callable[[Sequence[CompletedCall]], None]
 
 
 class Notifier:
-    """The engine's thread waits here for calls; the front hears which promises were kept."""
+    """A condition on which the engine's thread waits for calls. Listeners in the HTTP server
+    receive the completed calls."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -18,7 +19,7 @@ class Notifier:
         self._ringers: list[Callable[[], None]] = []
 
     def ring(self) -> None:
-        """There may be a call that can be done, or another reason to look."""
+        """Wake the waiting threads, because there may be a call to do or another reason to look."""
         with self._condition:
             self._rung = True
             self._condition.notify_all()
@@ -27,26 +28,27 @@ class Notifier:
             ringer()
 
     def when_rung(self, ringer: Callable[[], None]) -> None:
-        """Have `ringer` called each time, in the thread that rings: for whoever does not wait here.
-        It must be quick and not raise."""
+        """Register `ringer`, which is called at each ring in the ringing thread. It is for threads
+        that do not wait here. It must be quick and must not raise."""
         with self._condition:
             self._ringers.append(ringer)
 
     def wait(self, seconds: float | None) -> bool:
-        """Until it rings, or has rung since the last time; whether it has."""
+        """Wait for a ring, unless there was one since the last wait. Return whether there was
+        one."""
         with self._condition:
             rung = self._condition.wait_for(lambda: self._rung, seconds)
             self._rung = False
             return rung
 
     def listen(self, listener: Listener) -> None:
-        """Have `listener` called with the promises that were just kept, in the thread that kept
-        them. It must be quick and not raise."""
+        """Register `listener`, which is called with the calls that were just completed, in the
+        thread that completed them. It must be quick and must not raise."""
         with self._condition:
             self._listeners.append(listener)
 
     def kept(self, promises: Sequence[CompletedCall]) -> None:
-        """These promises were kept."""
+        """Pass these completed calls to the listeners."""
         if not promises:
             return
         with self._condition:

@@ -1,4 +1,4 @@
-"""What is in the tables of sessions, models, samplers and checkpoints."""
+"""Queries of the tables of sessions, models, samplers and checkpoints."""
 
 import json
 import sqlite3
@@ -15,13 +15,13 @@ from megatron_vlm.serve.journal.journal_records import (
 
 
 def read_sessions(db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Session]:
-    """Sessions, newest first. `where` is SQL of ours, never of a client."""
+    """Return sessions, newest first. `where` is SQL from this package, never from a client."""
     rows = _rows(db, "sessions", where, values)
     return [Session(**_fields(Session, row)) for row in rows]
 
 
 def models(store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]) -> list[Model]:
-    """Models, newest first."""
+    """Return models, newest first."""
     rows = _rows(db, "models", where, values)
     return [Model(**_placed(store, _fields(Model, row), "folder", "source")) for row in rows]
 
@@ -29,7 +29,7 @@ def models(store: Store, db: sqlite3.Connection, where: str, values: Sequence[An
 def samplers(
     store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]
 ) -> list[SamplingSession]:
-    """Sampling sessions that have not ended, newest first."""
+    """Return sampling sessions that have not ended, newest first."""
     rows = _rows(db, "samplers", f"ended IS NULL AND {where}", values)
     return [
         SamplingSession(**_placed(store, _fields(SamplingSession, row), "folder")) for row in rows
@@ -39,7 +39,7 @@ def samplers(
 def read_checkpoints(
     store: Store, db: sqlite3.Connection, where: str, values: Sequence[Any]
 ) -> list[NamedCheckpoint]:
-    """Checkpoints, newest first."""
+    """Return checkpoints, newest first."""
     rows = _rows(db, "checkpoints", where, values)
     return [
         NamedCheckpoint(**_placed(store, _fields(NamedCheckpoint, row), "folder")) for row in rows
@@ -56,11 +56,11 @@ def _rows(
 
 def _fields(of: type, row: sqlite3.Row) -> dict[str, Any]:
     names: Any = of.__dataclass_fields__  # type: ignore[attr-defined]
-    found = {name: row[name] for name in names}
+    values = {name: row[name] for name in names}
     for name in ("user_metadata", "facts", "figures"):
-        if name in found:
-            found[name] = json.loads(found[name])
-    return found
+        if name in values:
+            values[name] = json.loads(values[name])
+    return values
 
 
 def _placed(store: Store, fields: dict[str, Any], *names: str) -> dict[str, Any]:
