@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, which are kept, and from which it resumes."""
+"""Checkpoints of a run: when they are written, which are kept, and from which the run resumes."""
 
 import math
 from collections.abc import Mapping
@@ -24,41 +24,44 @@ from megatron_vlm.run.run_folder import RunLock
 from megatron_vlm.training.data_fingerprint import Fingerprint
 from megatron_vlm.training.worker import MegatronWorker
 
-# How far a run has got: what a checkpoint stores besides tensors.
+# Progress of a run, which a checkpoint stores in addition to tensors.
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done, and where the data continues."""
+    """The steps that are done, and the position where the data continues."""
 
     step: int = 0
     position: Position = field(default_factory=Position)
     data: Fingerprint = field(default_factory=Fingerprint)
-    best_of: str | None = None  # the score that `best` is of: checkpoint.best
+    best_of: str | None = None  # the score in `best`: checkpoint.best
     best: float | None = None
     best_step: int | None = None
-    tokens: int | None = 0  # trained ones; None where the run began in a version without this
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # of the last evaluation
+    tokens: int | None = 0  # trained tokens; None if the run began in a version without this
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by set, last evaluation
     scored_step: int | None = None
 
     def better(
         self, checkpoint: CheckpointConfig, name: str, scores: Mapping[str, float]
     ) -> "Progress":
-        """With these scores of a set, if they are the best so far by checkpoint.best."""
-        wanted, _, score = (checkpoint.best or "").rpartition("/")
-        if wanted != name or not math.isfinite(scores[score]):
+        """Return the progress with these scores of a set, if they are the best so far by
+        checkpoint.best."""
+        set_name, _, score = (checkpoint.best or "").rpartition("/")
+        if set_name != name or not math.isfinite(scores[score]):
             return self
-        least = score == "loss"
+        lower_is_better = score == "loss"
         known = self.best if self.best_of == checkpoint.best else None
-        if known is not None and (scores[score] >= known if least else scores[score] <= known):
+        if known is not None and (
+            scores[score] >= known if lower_is_better else scores[score] <= known
+        ):
             return self
         return replace(self, best_of=checkpoint.best, best=scores[score], best_step=self.step)
 
     def scored(self, name: str, scores: Mapping[str, float]) -> "Progress":
-        """With these scores of a set; those of an earlier step go."""
-        kept = self.scores if self.scored_step == self.step else {}
-        mine = {key: value for key, value in scores.items() if key != "seconds"}
-        return replace(self, scores={**kept, name: mine}, scored_step=self.step)
+        """Return the progress with these scores of a set. Scores of an earlier step are dropped."""
+        other_scores = self.scores if self.scored_step == self.step else {}
+        set_scores = {key: value for key, value in scores.items() if key != "seconds"}
+        return replace(self, scores={**other_scores, name: set_scores}, scored_step=self.step)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +73,7 @@ class Progress:
 
 
 class CheckpointManager:
-    """The checkpoints in cfg.run/checkpoints. Rank 0 has the claim on that folder."""
+    """The checkpoints in cfg.run/checkpoints. Only rank 0 has a `claim` on that folder."""
 
     def __init__(
         self, cfg: Config, worker: MegatronWorker, data: Fingerprint, claim: RunLock | None
@@ -80,22 +83,22 @@ class CheckpointManager:
         self.pending: PendingSave | None = None
         self.best_step: int | None = None
         self.saved_step = -1
-        self.head: Manifest | None = None  # on rank 0: the checkpoint that training goes on from
-        self.newest: Path | None = None  # the checkpoint of the present weights
-        self.remarks: list[str] = []  # on rank 0: what a person should know of the resume
+        self.head: Manifest | None = None  # on rank 0: the checkpoint that training continues from
+        self.newest: Path | None = None  # the checkpoint of the current weights
+        self.remarks: list[str] = []  # on rank 0: notes about the resume
 
     def resume(self) -> Progress:
-        """Resume as checkpoint.resume says. A collective."""
-        asked, device = self.cfg.checkpoint.resume, self.worker.platform.device
-        origin, verified = None if asked in ("auto", "never") else Path(asked), False
+        """Resume according to checkpoint.resume. A collective."""
+        setting, device = self.cfg.checkpoint.resume, self.worker.platform.device
+        origin, verified = None if setting in ("auto", "never") else Path(setting), False
         # After a failure a job resumes from the checkpoints that it has written, however it was
         # started. Under torchrun each machine counts its own restarts.
-        again = bool(all_reduce_max(int(restarts() > 0), device))
-        if asked == "auto" or again:
-            after = self.claim.last_serial if self.claim and asked != "auto" else -1
+        is_restarted = bool(all_reduce_max(int(restarts() > 0), device))
+        if setting == "auto" or is_restarted:
+            after = self.claim.last_serial if self.claim and setting != "auto" else -1
             latest = find_latest_on_all_ranks(self.folder, device, after)
             origin, verified = latest or origin, latest is not None
-        elif asked == "never":
+        elif setting == "never":
             self._check_unused()
         if origin is None:
             if dist.get_rank() == 0 and any(retention.other_lines(self.folder, None)):
@@ -122,15 +125,16 @@ class CheckpointManager:
     def _go_on_from(self, origin: Path) -> None:
         self.head, self.newest = read_manifest(origin), origin
         self.remarks.append(f"resumed from {origin}")
-        left = [folder.name for folder in retention.other_lines(self.folder, self.head)]
-        if left:
+        others = [folder.name for folder in retention.other_lines(self.folder, self.head)]
+        if others:
             self.remarks.append(
-                f"{', '.join(left)} in {self.folder}: of another line than {origin.name}, or "
+                f"{', '.join(others)} in {self.folder}: of another line than {origin.name}, or "
                 "damaged; kept, but not used from here on"
             )
 
     def _check_unused(self) -> None:
-        """A new run beside the checkpoints of an earlier one is likely to be a mistake."""
+        """Refuse to start a new run next to the checkpoints of an earlier one, which is probably a
+        mistake."""
         if any(self.folder.glob("step-*")):
             raise CheckpointError(
                 f"starts a new run, and {self.folder} has checkpoints of an earlier one",
@@ -155,24 +159,24 @@ class CheckpointManager:
         self.poll()
 
     def poll(self) -> None:
-        """Complete the checkpoint that was begun, if every rank is done writing. A collective."""
+        """Complete the checkpoint in progress if every rank has finished writing. A collective."""
         if self.pending is not None and self.pending.finish(blocking=False):
             self._completed(self.pending)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun is complete. A collective."""
+        """Wait until the checkpoint in progress is complete. A collective."""
         if self.pending is not None:
             self.pending.finish()
             self._completed(self.pending)
 
     def export_mark(self) -> ExportMark | None:
-        """What an export of the present weights says of itself, on rank 0."""
+        """Return the mark of an export of the current weights, on rank 0."""
         if self.head is None or self.newest is None:
             return None
         return mark_of(self.newest, self.head, self.saved_step)
 
     def training(self) -> TrainingSummary | None:
-        """What the model card of an export says was done, on rank 0."""
+        """Return the training summary for the model card of an export, on rank 0."""
         return None if self.newest is None else training_of(self.newest)
 
     def _completed(self, saved: PendingSave) -> None:

@@ -1,4 +1,4 @@
-"""What differs between the configuration of a run and the one that it had before."""
+"""Differences between the configuration of a run and its earlier configuration."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,8 @@ from megatron_vlm.io.hub import hub_name
 
 _LONGEST = 200  # characters of a value
 _PLAIN: dict[str, Callable[[Any], Any]] = {"data.train": plain_sources, "data.eval": plain_sets}
-# What makes a run another experiment: what it learns from, and how. A run may go on for longer.
+# Keys that make a run another experiment, since they change what it learns from, and how. A run may
+# continue for longer.
 _LEARNING = ("model.path", "model.freeze", "model.router", "lora.", "data.", "optim.", "train.")
 _LEARNING_RL = (
     "rl.reward",
@@ -32,52 +33,53 @@ _GOING_ON = frozenset(
 
 
 def changes(before: Config, now: Config) -> dict[str, str]:
-    """The keys whose values differ, each with both values; where the run is, is none of them."""
-    found = {}
+    """Return the keys whose values differ, each with both values. The key `run` does not count."""
+    differences = {}
     for key in leaves():
         if key != "run" and (values := [get(cfg, key) for cfg in (now, before)])[0] != values[1]:
             shown = [repr(_PLAIN.get(key, _same)(value))[:_LONGEST] for value in values]
-            found[key] = f"{key}={shown[0]}, was {shown[1]}"
-    return found
+            differences[key] = f"{key}={shown[0]}, was {shown[1]}"
+    return differences
 
 
 def changed_since(checkpoint: Path, cfg: Config, said: Collection[str]) -> Iterator[str]:
-    """A line with every key that a resumed run has otherwise than its checkpoint, but for those
-    that are said already."""
+    """Yield a line with every key that differs between a resumed run and its checkpoint, except for
+    those that are reported already."""
     try:
         before = read_saved(checkpoint)
-    except ConfigError:  # of another version
+    except ConfigError:  # The checkpoint is of another version.
         return
-    found = [text for text in changes(before, cfg).values() if text not in said]
-    if found:
-        yield f"settings changed since {checkpoint.name}: {'; '.join(found)}"
+    texts = [text for text in changes(before, cfg).values() if text not in said]
+    if texts:
+        yield f"settings changed since {checkpoint.name}: {'; '.join(texts)}"
 
 
 def check_unnamed(cfg: Config, overrides: Sequence[str], file: ConfigFile | None) -> None:
-    """Refuse to go on with a run that nobody named where it was another experiment."""
+    """Refuse to continue an unnamed run that was another experiment."""
     folder = Path(cfg.run)
     if "run" in given_keys(overrides, file) or not any(folder.glob("checkpoints/step-*")):
         return
     try:
         before = read_saved(folder)
-    except ConfigError:  # no run, which is refused elsewhere, or not one of this version
+    except ConfigError:  # There is no run, which is refused elsewhere, or its version differs.
         return
-    found = [
+    texts = [
         text
         for key, text in changes(before, cfg).items()
         if key.startswith(_LEARNING + _LEARNING_RL) and key not in _GOING_ON
         if key != "model.path" or not _is_same_model(before.model.path, cfg.model.path)
     ]
-    if found:
+    if texts:
         raise ConfigError(
-            f"is not set, and {folder} holds a run with other settings ({'; '.join(found)})",
+            f"is not set, and {folder} holds a run with other settings ({'; '.join(texts)})",
             key="run",
             remedy=f"give run=FOLDER for a new one, or run={folder} to go on with that one",
         )
 
 
 def _is_same_model(pinned: str, given: str) -> bool:
-    """Whether a name on the Hub that a run began with is the one that is given now."""
+    """Return whether the Hub name that a run began with has the same repository as the current
+    one."""
     before, now = hub_name(pinned), hub_name(given)
     return before is not None and now is not None and before.repo == now.repo
 

@@ -1,5 +1,5 @@
-"""What a run says: always metrics.jsonl and a line or a progress bar for people; TensorBoard and
-W&B where they are asked for. Only rank 0 speaks."""
+"""Log of a run. It always has metrics.jsonl and a line or a progress bar on the terminal.
+TensorBoard and W&B are optional. Only rank 0 writes."""
 
 import datetime
 import math
@@ -27,7 +27,7 @@ from megatron_vlm.run.log_sinks import JsonLines, TensorBoard, WandB
 
 @dataclass
 class RunLog:
-    """Open it on every rank; only that of rank 0 does anything."""
+    """The log of a run. Every rank opens one, but only rank 0 writes to it."""
 
     cfg: Config
     speaks: bool
@@ -56,12 +56,13 @@ class RunLog:
             self.progress.start()
 
     def start(self, **facts: Any) -> None:
-        """Once per start or resume, with the fields of StartLine except the time."""
+        """Log a start or resume, with the fields of StartLine except the time."""
         now = datetime.datetime.now().isoformat(timespec="seconds")
         self._write(StartLine(time=now, **facts))
 
     def step(self, figures: StepLine) -> None:
-        """Every step goes to the files; people get one line per interval, or the bar."""
+        """Log a step. Every step goes to the files; the terminal shows one line per interval, or
+        the bar."""
         self._write(figures)
         if not self.speaks:
             return
@@ -72,16 +73,17 @@ class RunLog:
             self.window = self.window[-20:]
         elif (figures.step + 1) % self.cfg.log.every == 0 or figures.step + 1 == self.total_steps:
             share = f"step {figures.step + 1}/{self.total_steps}"
-            left = (self.total_steps - figures.step - 1) * _mean(self.window, "seconds")
-            self.console.print(f"{share}  {line}  {duration(left)} left", soft_wrap=True)
+            remaining_s = (self.total_steps - figures.step - 1) * _mean(self.window, "seconds")
+            self.console.print(f"{share}  {line}  {duration(remaining_s)} left", soft_wrap=True)
             self.window = []
 
     def expert_load(self, step: int, layers: list[int], load: list[list[int]]) -> None:
-        """With the fields of LoadLine, to the files alone."""
+        """Write the fields of LoadLine to the files only."""
         self._write(LoadLine(step, layers, load))
 
     def samples(self, figures: RlLine) -> None:
-        """What a step learnt from; people get a line as often as for steps."""
+        """Log the samples that a step learnt from. The terminal shows a line as often as for
+        steps."""
         self._write(figures)
         step = figures.step
         if (step + 1) % self.cfg.log.every == 0 or step + 1 == self.total_steps:
@@ -93,18 +95,18 @@ class RunLog:
             self.say(f"step {step + 1}/{self.total_steps}  {'  '.join(parts)}")
 
     def evaluation(self, step: int, name: str, scores: dict[str, Any]) -> None:
-        """The scores of one evaluation set, by the fields of EvalLine."""
+        """Log the scores of one evaluation set, by the fields of EvalLine."""
         self._write(EvalLine(step=step, name=name, **scores))
         text = "  ".join(f"{key} {value:.4g}" for key, value in scores.items())
         self.say(f"{name} after {step} steps: {text}")
 
     def event(self, step: int, text: str) -> None:
-        """Something that a person should know later, too."""
+        """Log an event to the files and the terminal, so that a person can still read it later."""
         self._write(EventLine(step, text))
         self.say(text)
 
     def say(self, text: str | Table) -> None:
-        """To the terminal only."""
+        """Print to the terminal only."""
         if self.speaks:
             shown = visible(text) if isinstance(text, str) else text
             self.console.print(shown, markup=False, soft_wrap=True)
@@ -121,7 +123,7 @@ class RunLog:
 
 
 def step_line(window: list[StepLine]) -> str:
-    """The last steps in one line."""
+    """Format the last steps as one line."""
     last = window[-1]
     losses = [figures.loss for figures in window if math.isfinite(figures.loss)]
     loss = sum(losses) / len(losses) if losses else math.nan
@@ -141,7 +143,7 @@ def step_line(window: list[StepLine]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """4000 as 1:06:40."""
+    """Format seconds: 4000 as 1:06:40."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 

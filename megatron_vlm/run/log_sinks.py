@@ -1,4 +1,4 @@
-"""Where the lines of a run go: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Sinks for the lines of a run: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import importlib.util
 import os
@@ -18,18 +18,18 @@ from megatron_vlm.report.metrics_lines import EvalLine, Line, RlLine, StepLine, 
 
 def check_installed(cfg: Config) -> None:
     """Refuse a sink whose package is missing, before anything is loaded."""
-    for key, wanted in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
-        if wanted and importlib.util.find_spec(key) is None:
+    for key, setting in (("tensorboard", cfg.log.tensorboard), ("wandb", cfg.log.wandb)):
+        if setting and importlib.util.find_spec(key) is None:
             raise ConfigError(
                 f"needs the package {key}",
                 key=f"log.{key}",
-                found=wanted,
+                found=setting,
                 remedy="run pip install 'megatron_vlm[log]'",
             )
 
 
 class UnbufferedFile:
-    """A file that grows, without a buffer: what cannot be written now is not kept for later."""
+    """A growing file without a buffer. Data that cannot be written now is not kept for later."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -59,8 +59,8 @@ class UnbufferedFile:
 
 
 class JsonLines:
-    """metrics.jsonl or samples.jsonl. Every line starts on a line of its own, also after a run that
-    was killed."""
+    """The file metrics.jsonl or samples.jsonl. Every line starts on a line of its own, even after a
+    run that was killed."""
 
     def __init__(self, path: Path):
         before = path.read_bytes() if path.is_file() else b""
@@ -72,7 +72,7 @@ class JsonLines:
         self.add(to_json(line))
 
     def add(self, text: str) -> None:
-        """A line that somebody else has made."""
+        """Write a line that is already formatted."""
         self.file.write(text.encode() + b"\n")
 
     def close(self) -> None:
@@ -80,8 +80,9 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard's own writer leaves lines to a thread, whose errors come late and with a
-    traceback, and which a killed process does not wait for. Here a line is written at once."""
+    """A sink that writes TensorBoard lines at once. TensorBoard's own writer leaves lines to a
+    thread. Errors of that thread come late and with a traceback, and a killed process does not wait
+    for it."""
 
     def __init__(self, folder: Path):
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -108,19 +109,20 @@ class TensorBoard:
 
 
 class WandB:
-    """A resumed run continues the same W&B run: its id is kept in the folder of the run."""
+    """A sink for W&B. A resumed run continues the same W&B run, whose id is kept in the folder of
+    the run."""
 
     def __init__(self, cfg: Config):
         import wandb
 
-        kept = Path(cfg.run) / "wandb_id"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
+        id_path = Path(cfg.run) / "wandb_id"
+        if not id_path.exists():
+            id_path.write_text(uuid.uuid4().hex[:12])
         self.run = wandb.init(
             project=cfg.log.wandb,
             dir=cfg.run,
             name=Path(cfg.run).name,
-            id=kept.read_text().strip(),
+            id=id_path.read_text().strip(),
             resume="allow",
             config=asdict(cfg),
         )
@@ -134,8 +136,9 @@ class WandB:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """The scalars of a line, named as charts are: train/loss, eval/exact_match, rl/reward. A figure
-    of a reward is rl/NAME; where that is a name of ours, rl/figures/NAME."""
+    """Return the scalars of a line, named as the charts are: train/loss, eval/exact_match,
+    rl/reward. A figure of a reward is rl/NAME, or rl/figures/NAME if RlLine has a field of that
+    name."""
     if isinstance(line, RlLine):
         taken = vars(line)
         figures = {

@@ -1,4 +1,4 @@
-"""A torch.profiler trace of some steps on some ranks: RUN/profile/rank-0.json.gz, for Perfetto or
+"""Trace by torch.profiler of some steps on some ranks: RUN/profile/rank-0.json.gz, for Perfetto or
 chrome://tracing."""
 
 from pathlib import Path
@@ -9,7 +9,8 @@ from megatron_vlm.distributed.device import Platform
 
 
 class Profiler:
-    """Call `at` before each step; it does nothing on ranks and steps that were not asked for."""
+    """A trace of the configured steps and ranks. Call `at` before each step; it does nothing on
+    others."""
 
     def __init__(self, cfg: Config, rank: int, platform: Platform):
         steps = cfg.log.profile_steps if rank in cfg.log.profile_ranks else None
@@ -28,7 +29,8 @@ class Profiler:
             activities = [ProfilerActivity.CPU]
             if self.platform.is_cuda:
                 activities.append(ProfilerActivity.CUDA)
-            # torch 2.11 warns that it would forget earlier cycles; there are none.
+            # Without acc_events torch 2.11 warns that it forgets earlier cycles, but there are
+            # none.
             self.running = profile(activities=activities, record_shapes=True, acc_events=True)
             self.running.start()
 

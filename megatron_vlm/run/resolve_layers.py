@@ -1,4 +1,5 @@
-"""`parallel.layers_per_stage=auto` in a run: rank 0 looks at the data and decides for all."""
+"""The setting `parallel.layers_per_stage=auto` in a run. Rank 0 reads the data and decides for all
+ranks."""
 
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from megatron_vlm.training.worker import PATIENCE
 
 
 def resolve_layers(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
-    """The configuration with the layers of each stage, alike on all ranks, and on rank 0 a sentence
-    about them. A collective where they are to be decided; config.yaml then has them, too."""
+    """Return the configuration with the layers of each stage, equal on all ranks, and on rank 0 a
+    sentence about them. If the layers must be decided, this is a collective, and config.yaml then
+    has them, too."""
     if not needs_auto_split(cfg):
         return cfg, ""
-    platform, said = pick_platform(cfg.platform), ""
+    platform, remark = pick_platform(cfg.platform), ""
     watchdog.at(0, "planning the stages", files=True)
     join_world(platform, PATIENCE * cfg.launch.timeout_minutes)
     failure: MegatronVLMError | None = None
@@ -32,8 +34,8 @@ def resolve_layers(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     if dist.get_rank() == 0:
         try:
             sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
-            found = decide(cfg, sizes, dist.get_world_size(), platform, mix_of(cfg, sizes))
-            layers, said = found.layers, found.text
+            split = decide(cfg, sizes, dist.get_world_size(), platform, mix_of(cfg, sizes))
+            layers, remark = split.layers, split.text
         except MegatronVLMError as error:
             failure = error
     store_barrier("the layers of each stage")
@@ -43,4 +45,4 @@ def resolve_layers(cfg: Config, watchdog: Watchdog) -> tuple[Config, str]:
     cfg = with_layers(cfg, tuple(broadcast_json(layers, 0, None, platform.device)))
     if dist.get_rank() == 0:
         write_text(Path(cfg.run) / "config.yaml", to_yaml(cfg))
-    return cfg, said
+    return cfg, remark

@@ -1,4 +1,4 @@
-"""Which files model.path means in a run: those of one commit, where it is a name on the Hub."""
+"""Resolution of model.path in a run. A name on the Hub means the files of one commit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +11,8 @@ from megatron_vlm.io.hub import HubName, hub_name, pin
 
 
 def with_model(cfg: Config, weights: bool = True) -> Config:
-    """The configuration with the commit in model.path, if that is a name on the Hub: the newest
-    when the run begins, and the same one whenever it is started again."""
+    """Return the configuration with the commit in model.path, if that is a name on the Hub. It is
+    the newest commit when the run begins, and the same one whenever the run starts again."""
     path = cfg.model.path
     if (name := hub_name(path)) is not None and not name.commit:
         before = _of_run(Path(cfg.run))
@@ -30,14 +30,14 @@ def with_model(cfg: Config, weights: bool = True) -> Config:
 
 
 def with_commit(arguments: Sequence[str], cfg: Config) -> list[str]:
-    """The arguments of a command for its processes, which then use the same commit."""
+    """Return a command's arguments for its processes, which then use the same commit."""
     named = [f"model.path={cfg.model.path}"] if hub_name(cfg.model.path) is not None else []
     return [*arguments, *named]
 
 
 def _of_run(folder: Path) -> HubName | None:
-    """The model that a run began with, if it is one of the Hub."""
+    """Return the model that a run began with, if it is on the Hub."""
     try:
         return hub_name(read_saved(folder).model.path)
-    except ConfigError:  # there is no run, or not one of this version
+    except ConfigError:  # There is no run, or it is of another version.
         return None

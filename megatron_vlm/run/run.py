@@ -1,4 +1,4 @@
-"""All that a training run holds on one rank, opened in order and closed in order."""
+"""State of a training run on one rank, opened in order and closed in order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,16 +34,17 @@ from megatron_vlm.training.worker import MegatronWorker, StepMetrics
 
 
 class Run:
-    """Open it with `with Run.open(cfg, watchdog) as run`."""
+    """A training run on one rank. Open it with `with Run.open(cfg, watchdog) as run`."""
 
     def __init__(
         self, cfg: Config, watchdog: Watchdog, signals: Signals, opened: ExitStack, asks: bool
     ):
-        """Model and data, and what an earlier run of this folder has done. `opened` closes it. With
-        `asks` the data are prompts, which the caller takes from `feeder.data`."""
+        """Open the model and the data, and read what an earlier run of this folder has done.
+        `opened` closes them. With `asks` the data are prompts, which the caller takes from
+        `feeder.data`."""
         opened.callback(signals.restore)
         claim = None
-        if rank_of_process() == 0:  # before anything that takes long
+        if rank_of_process() == 0:  # The lock comes before anything that takes long.
             claim = opened.enter_context(held_folder(cfg))
         cfg, planned = resolve_layers(cfg, watchdog)
         self.cfg, self.watchdog, self.signals = cfg, watchdog, signals
@@ -75,13 +76,13 @@ class Run:
     def open(
         cfg: Config, watchdog: Watchdog, signals: Signals | None = None, asks: bool = False
     ) -> Iterator["Run"]:
-        """A run that is closed again whatever happens; without an error, all ranks end together."""
+        """Open a run that is always closed again. Without an error, all ranks end together."""
         with ExitStack() as opened:
             yield Run(cfg, watchdog, signals or Signals(), opened, asks)
         dist.barrier()
 
     def to_the_end(self, do_step: Callable[[int], None]) -> int:
-        """Every step that is left, with what is due after it; the exit status."""
+        """Do every remaining step and what is due after it. Return the exit status."""
         try:
             for step in range(self.progress.step, self.total_steps):
                 do_step(step)
@@ -118,17 +119,17 @@ class Run:
                 self.log.event(self.progress.step, line)
 
     def at(self, step: int, phase: str, files: bool = False) -> None:
-        """Tell the watchdog."""
+        """Report the step and the phase to the watchdog."""
         self.watchdog.at(step, phase, files)
 
     def next_batch(self) -> StepData:
-        """The next step's data; all ranks continue together or stop together."""
+        """Return the next step's data. All ranks continue together or stop together."""
         return self.feeder.next(Vote.OK if self.signals.received is None else Vote.STOP)
 
     def record(
         self, step: int, batch: StepData, metrics: StepMetrics, norm: float, lr: float
     ) -> None:
-        """Log what a finished step took and gave."""
+        """Log the figures of a finished step and advance the progress."""
         before = self.progress.tokens
         tokens = None if before is None else before + metrics.num_tokens
         self.progress = replace(self.progress, step=step + 1, position=batch.after, tokens=tokens)
@@ -143,13 +144,14 @@ class Run:
             self.log.event(step, warning)
 
     def evaluate_if_due(self) -> None:
-        """After a step, and before it is saved: its checkpoint knows whether it is the best."""
+        """Evaluate after a step if that is due. This comes before the save, so that the checkpoint
+        knows whether it is the best."""
         every, step = self.cfg.eval.every, self.progress.step
         if step == self.total_steps or (every is not None and step % every == 0):
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Score every held-out set; it may be the best so far."""
+        """Score every held-out set. The result may be the best so far."""
         step = self.progress.step
         self.at(step, "evaluation")
         for place, done in enumerate(self.examiner.examine()):
@@ -163,7 +165,8 @@ class Run:
         self.meter.skip()
 
     def save_if_due(self) -> None:
-        """After a step: what was being written may be complete now, and a new one may be due."""
+        """Complete the checkpoint in progress, if it is written, and start a new one if that is
+        due."""
         self.at(self.progress.step, "checkpoint", files=True)
         self.saver.poll()
         every, step = self.cfg.checkpoint.every, self.progress.step
@@ -172,7 +175,7 @@ class Run:
             self.meter.skip()
 
     def stop_early(self) -> None:
-        """A signal came: save, and say how to resume."""
+        """Save after a signal, and log how to resume."""
         self.at(self.progress.step, "checkpoint", files=True)
         self.saver.save(self.progress)
         self.saver.finish()
@@ -184,8 +187,8 @@ class Run:
         )
 
     def finish(self) -> int:
-        """After the last step: its checkpoint, and the weights for everybody else. The exit status:
-        an upload may fail."""
+        """Save the last checkpoint and export the weights for other programs. Return the exit
+        status, since an upload may fail."""
         step = self.progress.step
         if step == self.resumed_step:
             beyond = f", more than the {self.total_steps} asked for" * (step > self.total_steps)
@@ -204,7 +207,7 @@ class Run:
         return self._push(Path(self.cfg.run) / "export")
 
     def _export(self, kind: Exported, target: Path) -> None:
-        """Unless it is there already, as it was written."""
+        """Export the weights, unless the same export is already there and unchanged."""
         is_current = self.log.speaks and self._is_current(target) and is_of(kind, target)
         if is_current and (name := changed_file(target)) is not None:
             self.log.say(f"{target / name} has changed since it was written: exporting again")
@@ -218,17 +221,17 @@ class Run:
         self.log.say(f"exported to {target}, of step {self.progress.step}")
 
     def _is_current(self, target: Path) -> bool:
-        there = read_export_mark(target)
-        return there is not None and there == self.saver.export_mark()
+        mark = read_export_mark(target)
+        return mark is not None and mark == self.saver.export_mark()
 
     def _say_outdated(self, target: Path) -> None:
-        there = read_export_mark(target)
-        if there is not None and not self._is_current(target):
-            self.log.say(f"{target} is still of step {there.step}: checkpoint.export=false")
+        mark = read_export_mark(target)
+        if mark is not None and not self._is_current(target):
+            self.log.say(f"{target} is still of step {mark.step}: checkpoint.export=false")
 
     def _push(self, target: Path) -> int:
-        """Upload the export, where that is asked for: one thread of rank 0, while all ranks wait
-        together, so that no collective lasts and a signal is heard."""
+        """Upload the export, if checkpoint.push is set. One thread of rank 0 uploads while all
+        ranks wait together in short collectives, so that they notice a signal."""
         step, repo = self.progress.step, self.cfg.checkpoint.push
         if repo is None:
             return 0
@@ -236,9 +239,9 @@ class Run:
         upload = Upload(target, repo) if self.log.speaks else None
         ending = 0
         while not ending:
-            mine = upload.wait() if upload is not None else 0
+            status = upload.wait() if upload is not None else 0
             ending = all_reduce_max(
-                mine if self.signals.received is None else PREEMPTED, self.worker.platform.device
+                status if self.signals.received is None else PREEMPTED, self.worker.platform.device
             )
             self.watchdog.alive()
         if upload is not None:

@@ -1,4 +1,4 @@
-"""The folder of a run: marked as the run's, and held by one job at a time."""
+"""The folder of a run: marked as the run's, and locked by one job at a time."""
 
 import datetime
 import os
@@ -32,26 +32,26 @@ from megatron_vlm.io.atomic import (
 from megatron_vlm.io.untrusted import what_is_at
 from megatron_vlm.report.metrics_lines import SAMPLES
 
-LOCK = "job.lock"  # who writes the run, or did last
-# What a run writes over or adds to.
+LOCK = "job.lock"  # names the job that writes the run, or was the last to do so
+# Files that a run overwrites or appends to.
 _FILES = ("config.yaml", "metrics.jsonl", SAMPLES, "examples.json", "report.html")
 _OURS = (*_FILES, "predictions")
-_PATIENCE_S = 5  # for an earlier job of the run to let go of the folder
-_PATIENCE_AFTER_RESTART_S = 60  # a file server gives a dead machine's locks back late
+_PATIENCE_S = 5  # for an earlier job of the run to release the folder
+_PATIENCE_AFTER_RESTART_S = 60  # A file server releases a dead machine's locks late.
 
 
 @dataclass(frozen=True)
 class RunLock:
-    """What the folder says of the run."""
+    """Facts about the run that its folder holds."""
 
-    run: str  # its id
-    last_serial: int  # of the checkpoints that were there when the job began, restarts apart
+    run: str  # id of the run
+    last_serial: int  # last checkpoint when the job began; a restart does not change it
 
 
 @contextmanager
 def held_folder(cfg: Config) -> Iterator[RunLock]:
-    """Claim cfg.run, made if need be, and write config.yaml into it. What others put where the run
-    would write is refused. On one rank."""
+    """Claim cfg.run, which is created if necessary, and write config.yaml into it. Anything else in
+    a place where the run would write is refused. Only one rank does this."""
     folder = Path(cfg.run)
     with ExitStack() as held:
         try:
@@ -79,7 +79,8 @@ def held_folder(cfg: Config) -> Iterator[RunLock]:
 
 
 def export_folders(cfg: Config) -> dict[Exported, Path]:
-    """Where each export of a run goes: the first to `export`, a merged one beside it."""
+    """Return the folder of each export of a run: `export` for the first, and `merged` next to it
+    for a merged one."""
     kinds = exports(cfg)
     return {
         kind: Path(cfg.run) / ("merged" if place else "export") for place, kind in enumerate(kinds)
@@ -87,7 +88,7 @@ def export_folders(cfg: Config) -> dict[Exported, Path]:
 
 
 def _check_free(folder: Path) -> None:
-    """It must be the folder of a run, or have nothing that a run would write over."""
+    """Refuse a folder that is not the folder of a run and has files that a run would overwrite."""
     taken = [name for name in (*_OURS, MARK) if (folder / name).exists()]
     if taken and _run_mark(folder) is None:
         raise ConfigError(
@@ -99,18 +100,18 @@ def _check_free(folder: Path) -> None:
 
 
 def _check_ways(cfg: Config) -> None:
-    """Refuse what is in the way of a file or a folder that the run will write, if only at its end.
-    Exports and checkpoints are looked at by themselves."""
+    """Refuse anything in the place of a file or a folder that the run will write, even if only at
+    its end. Exports and checkpoints are checked separately."""
     folder = Path(cfg.run)
     predictions = [f"predictions/{each.name}.jsonl" for each in cfg.data.eval]
-    whole = ["config.yaml", "examples.json", MARK, *predictions]  # under another name at first
+    whole = ["config.yaml", "examples.json", MARK, *predictions]  # written under another name first
     files = (LOCK, *_FILES, *whole, *(name + NEW for name in whole))
     ways = dict.fromkeys(("checkpoints", "predictions", "tensorboard", "profile"), "a folder")
-    for name, wanted in {**ways, **dict.fromkeys(files, "a file")}.items():
+    for name, expected in {**ways, **dict.fromkeys(files, "a file")}.items():
         path = folder / name
-        if (found := _found_at(path)) not in ("nothing", wanted):
+        if (kind := _found_at(path)) not in ("nothing", expected):
             raise ConfigError(
-                f": {path} is {found}, and the run would write {wanted} there",
+                f": {path} is {kind}, and the run would write {expected} there",
                 key="run",
                 found=str(folder),
                 remedy="move it somewhere else, or give another folder",
@@ -118,12 +119,12 @@ def _check_ways(cfg: Config) -> None:
 
 
 def _found_at(path: Path) -> str:
-    """As `what_is_at`; links that lead nowhere are not nothing."""
+    """Return the result of `what_is_at`, except that a link that leads nowhere is not "nothing"."""
     try:
-        found = what_is_at(path)
+        kind = what_is_at(path)
     except OSError:  # links in a circle, or a file in place of the folder above
-        found = "nothing"
-    return "a link that leads nowhere" if found == "nothing" and path.is_symlink() else found
+        kind = "nothing"
+    return "a link that leads nowhere" if kind == "nothing" and path.is_symlink() else kind
 
 
 def _run_mark(folder: Path) -> dict[str, Any] | None:
@@ -143,7 +144,8 @@ def _claim(folder: Path) -> RunLock:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One job at a time writes a run. The lock ends with the process at the latest."""
+    """Lock the folder, since only one job at a time may write a run. The lock ends with the process
+    at the latest."""
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
         until = time.monotonic() + (_PATIENCE_AFTER_RESTART_S if restarts() else _PATIENCE_S)
         while not try_lock(file.fileno()):

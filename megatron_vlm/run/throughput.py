@@ -1,4 +1,4 @@
-"""The figures of a step: rates, memory, and whether it was applied."""
+"""Figures of a step: rates, memory, and whether it was applied."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from megatron_vlm.training.worker import StepMetrics
 
 
 class Meter:
-    """Seconds, rates and memory of a step."""
+    """A meter of the seconds, rates and memory of a step."""
 
     def __init__(self, platform: Platform):
         self.platform = platform
@@ -35,11 +35,11 @@ class Meter:
         norm: float,
         batch: BatchFigures,
     ) -> StepLine:
-        """The figures since the last reading."""
+        """Return the figures since the last reading."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
-        # A backward is twice the work of a forward; what is recomputed is not work done.
-        done = 3 * batch.work / seconds
+        # A backward is twice the work of a forward. Recomputation does not count as work.
+        flops_per_s = 3 * batch.work / seconds
         empty = not metrics.num_tokens
         finite = math.isfinite(metrics.loss) and math.isfinite(norm)
         return StepLine(
@@ -53,7 +53,7 @@ class Meter:
             trained_tokens_per_s=metrics.num_tokens / seconds,
             images_per_s=batch.images / seconds,
             padding=1 - batch.tokens / batch.padded,
-            mfu=None if self.peak is None else done / self.peak,
+            mfu=None if self.peak is None else flops_per_s / self.peak,
             memory_gb=self.platform.memory_peak() / 2**30,
             skipped=not (empty or finite),
             empty=empty,
@@ -64,8 +64,8 @@ class Meter:
 
 
 class NonFiniteGuard:
-    """Counts steps that are not applied: without a trained token, or whose loss or gradient is not
-    finite. Too many of these in a row end the run."""
+    """A counter of steps that are not applied, because no token is trained or because the loss or
+    gradient is not finite. Too many non-finite steps in a row end the run."""
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -73,7 +73,7 @@ class NonFiniteGuard:
         self.empty = 0
 
     def check(self, step: int, metrics: StepMetrics, norm: float) -> str | None:
-        """A warning about this step, if there is one; raises if the configuration says stop."""
+        """Return a warning about this step, or None. Raise if the configuration requires a stop."""
         loss = metrics.loss
         if not metrics.num_tokens:
             self.empty += 1

@@ -1,4 +1,4 @@
-"""Score every held-out set; keep the answers to a few questions for the report."""
+"""Evaluation of every held-out set. The answers to a few questions are kept for the report."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ from megatron_vlm.training.worker import MegatronWorker
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One set's scores, the same on every rank, and on rank 0 the answers."""
+    """The scores of one set, equal on every rank, and on rank 0 the answers."""
 
     name: str
     scores: dict[str, float]
@@ -47,7 +47,8 @@ class Evaluator:
     """The held-out sets of a run. Its methods are collectives."""
 
     def __init__(self, worker: MegatronWorker, cfg: Config):
-        """The worker's watchdog hears of progress, since an evaluation may take long."""
+        """Open the sets. The worker's watchdog is notified of progress, since an evaluation may
+        take long."""
         self.cfg, self.alive = cfg, worker.watchdog.alive
         self.candidates: list[str] | None = None
         if cfg.eval.candidates is not None:
@@ -56,11 +57,11 @@ class Evaluator:
 
     @cached_property
     def voice(self) -> AnswerDecoder:
-        """Read once, and only if answers are asked for."""
+        """The decoder of answers, which is read once and only if there are answers to decode."""
         return AnswerDecoder.of(self.cfg)
 
     def examine(self) -> Iterator[Evaluation]:
-        """Every set in turn."""
+        """Yield the evaluation of every set in turn."""
         for held_out in self.sets:
             self.alive()
             yield self._evaluate(held_out)
@@ -70,8 +71,8 @@ class Evaluator:
         scores = token_scores(held_out, alive)
         answers: list[Answer] = []
         if self.candidates is not None:
-            found = ranking(held_out, self.voice, self.candidates, alive)
-            scores["ranking"], answers = found
+            result = ranking(held_out, self.voice, self.candidates, alive)
+            scores["ranking"], answers = result
         if self.cfg.eval.generate:
             scores["exact_match"], answers = exact_match(held_out, self.voice, alive)
         scores |= {"samples": held_out.samples, "seconds": time.perf_counter() - start}
@@ -90,7 +91,7 @@ class Evaluator:
 
 
 def read_candidates(value: str | Sequence[str]) -> list[str]:
-    """eval.candidates: a list, or a text file with one in each line."""
+    """Read eval.candidates: a list, or a text file with one candidate in each line."""
     if isinstance(value, str):
         file = UntrustedFile(
             os.path.expanduser(value), ConfigError, "eval.candidates names a text file"
@@ -101,24 +102,26 @@ def read_candidates(value: str | Sequence[str]) -> list[str]:
 
 
 def write_predictions(folder: Path, evaluation: Evaluation, **facts: int) -> None:
-    """Write FOLDER/SET.jsonl: the right answer and the model's for every question. Each line also
-    has these facts, such as the step."""
+    """Write FOLDER/SET.jsonl with the right answer and the model's answer to every question. Each
+    line also has these facts, such as the step."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(facts | line, ensure_ascii=False) + "\n" for line in evaluation.predictions]
     write_text(folder / f"{evaluation.name}.jsonl", "".join(lines))
 
 
 def write_examples(run: Path, step: int, evaluation: Evaluation) -> None:
-    """RUN/examples.json, which the report shows."""
+    """Write RUN/examples.json, which the report shows."""
     Examples(evaluation.name, step, tuple(evaluation.examples)).write(run)
 
 
 def _gathered(answers: Sequence[Answer], dp: GroupAxis, device: torch.device) -> list[Answer]:
-    """The answers of all replicas, in the order in which the questions were dealt out."""
-    found = all_gather_json([astuple(answer) for answer in answers], dp.group, device)
-    turns = itertools.zip_longest(*found)
+    """Gather the answers of all replicas, in the order in which the questions were distributed."""
+    answer_lists = all_gather_json([astuple(answer) for answer in answers], dp.group, device)
+    turns = itertools.zip_longest(*answer_lists)
     dealt = [answer for turn in turns for answer in turn if answer is not None]
-    return [Answer((source, index), right, said) for (source, index), right, said in dealt]
+    return [
+        Answer((source, index), right, prediction) for (source, index), right, prediction in dealt
+    ]
 
 
 def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
@@ -127,7 +130,8 @@ def _prediction(data: DataSet, answer: Answer) -> dict[str, str]:
 
 
 def _few(answers: Sequence[Answer], most: int) -> list[Answer]:
-    """Wrong answers first, since they teach more; but not only those."""
+    """Select at most `most` answers. Wrong answers come first, since they teach more, but leave
+    room for right ones."""
     wrong = [answer for answer in answers if not answer.is_right][: most - most // 3]
     right = [answer for answer in answers if answer.is_right][: most - len(wrong)]
     return [*wrong, *right]

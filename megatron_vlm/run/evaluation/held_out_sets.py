@@ -30,7 +30,7 @@ class Question:
 
     handle: Handle
     prompt: Row
-    answer_ids: tuple[int, ...]  # without the end of the turn
+    answer_ids: tuple[int, ...]  # without the token that ends the turn
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EvalSet:
 
     @staticmethod
     def open(worker: MegatronWorker, cfg: Config, entry: EvalSource) -> "EvalSet":
-        """An entry of data.eval."""
+        """Open an entry of data.eval."""
         grid, device = worker.grid, worker.platform.device
 
         name = f"data.eval {entry.name}"
@@ -64,7 +64,7 @@ class EvalSet:
         return EvalSet(worker, cfg, entry.name, data, samples, Remarks(**remarks))
 
     def batches(self) -> Iterator[list[MicroBatch]]:
-        """The set's micro-batches, each list on every rank of the replica."""
+        """Yield the set's micro-batches, each list on every rank of the replica."""
         grid, cfg, size = self.worker.grid, self.cfg, self.cfg.eval.batch_size
         loader = None
         if self.data is not None:
@@ -75,30 +75,32 @@ class EvalSet:
             yield batches.next().micro_batches
 
     def handles(self) -> list[Handle]:
-        """The samples that this replica asks about, the same on every one of its ranks."""
-        mine: Any = None
+        """Return the samples whose questions this replica answers, equal on all of its ranks."""
+        local_handles: Any = None
         if self.data is not None:
-            most, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
-            data = self.data if most is None else first_samples(self.data, most)
-            mine = data.order.epoch(0)[dp.rank :: dp.size].tolist()
-        return [(source, index) for source, index in self._shared(mine)]
+            max_samples, dp = self.cfg.eval.answer_samples, self.worker.grid.dp
+            data = self.data if max_samples is None else first_samples(self.data, max_samples)
+            local_handles = data.order.epoch(0)[dp.rank :: dp.size].tolist()
+        return [(source, index) for source, index in self._shared(local_handles)]
 
     def ask(self, handles: Sequence[Handle]) -> list[Question]:
-        """These samples as questions, on every rank of the replica."""
-        mine: list[Question] = []
+        """Return these samples as questions, on every rank of the replica."""
+        questions: list[Question] = []
         failure: DataError | None = None
         if self.data is not None:
             for handle in handles:
                 try:
-                    mine.append(question_of(self.data, handle))
+                    questions.append(question_of(self.data, handle))
                 except DataError as error:
                     if self.cfg.data.on_error == "raise":
                         failure = error
                         break
-        facts = self._shared(failure or [(each.handle, each.answer_ids) for each in mine])
+        facts = self._shared(failure or [(each.handle, each.answer_ids) for each in questions])
         if not facts:
             return []
-        prompts = batch_of([question.prompt for question in mine]).to_bytes() if mine else None
+        prompts = (
+            batch_of([question.prompt for question in questions]).to_bytes() if questions else None
+        )
         grid, device = self.worker.grid, self.worker.platform.device
         rows = rows_of(TensorBatch.from_bytes(share_bytes(prompts, grid, device)))
         return [
@@ -111,8 +113,9 @@ class EvalSet:
 
 
 def first_samples(data: DataSet, samples: int | None) -> DataSet:
-    """At most this many samples of one source, spread over all of it, since files are often sorted.
-    The same ones each time; all of them, in their order, if there are no more."""
+    """Return at most `samples` samples of one source, the same ones each time. They are spread over
+    the whole source, since files are often sorted. A source with fewer samples returns all of them
+    in their order."""
     length = len(data.indexes[0])
     if samples is None or samples >= length:
         return replace(data, order=all_of((length,)))
@@ -120,7 +123,7 @@ def first_samples(data: DataSet, samples: int | None) -> DataSet:
 
 
 def question_of(data: DataSet, handle: Handle) -> Question:
-    """A sample up to its last answer, and that answer."""
+    """Return a sample up to its last answer, and that answer."""
     reader, sample = data.readers[handle[0]], data.indexes[handle[0]][handle[1]]
     start, end = last_answer(sample.trained_S)
     ids = sample.ids_S[start:end].tolist()
@@ -130,14 +133,14 @@ def question_of(data: DataSet, handle: Handle) -> Question:
 
 
 def last_answer(trained_S: np.ndarray) -> tuple[int, int]:
-    """The last run of trained tokens: [start, end)."""
+    """Return the last run of trained tokens: [start, end)."""
     end = int(trained_S.nonzero()[0][-1]) + 1
     untrained = (~trained_S[:end]).nonzero()[0]
     return (int(untrained[-1]) + 1 if len(untrained) else 0), end
 
 
 def cut_row(row: Row, end: int, tokens: Tokens) -> Row:
-    """The row's first tokens, with the images and videos among them."""
+    """Return the row's first tokens, with the images and videos among them."""
     ids_S = row.ids_S[:end]
 
     def visible(

@@ -1,4 +1,4 @@
-"""The scores of a set: loss, token accuracy, exact match of answers, ranking of candidates.
+"""Scores of a set: loss, token accuracy, exact match of answers, ranking of candidates.
 
 Shapes: N supervised tokens, V this rank's part of the padded vocabulary.
 """
@@ -30,7 +30,7 @@ BLOCK = 64  # questions held in memory together
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model answered to a question."""
+    """The model's answer to a question."""
 
     handle: Handle
     right: str
@@ -42,8 +42,8 @@ class Answer:
 
 
 def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, float]:
-    """Mean loss of the supervised tokens, by their weights, and how many of them are the likeliest.
-    A collective."""
+    """Return the weighted mean loss of the supervised tokens, and the share of them that the model
+    finds most likely. A collective."""
     stage = held_out.worker.stage
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)
     for batches in held_out.batches():
@@ -57,14 +57,15 @@ def token_scores(held_out: EvalSet, alive: Callable[[], None]) -> dict[str, floa
 def exact_match(
     held_out: EvalSet, voice: "AnswerDecoder", alive: Callable[[], None]
 ) -> tuple[float, list[Answer]]:
-    """The share of questions that the model answers word for word; this replica's answers."""
-    asked = held_out.cfg.eval
+    """Return the share of questions that the model answers word for word, and this replica's
+    answers."""
+    settings = held_out.cfg.eval
 
     def answer(questions: Sequence[Question]) -> list[str]:
         prompts = [voice.prompt(question) for question in questions]
-        limits = (asked.max_new_tokens, (voice.end_id,), asked.batch_size)
-        said = generate(held_out.worker.stage, prompts, *limits)
-        return [voice.text([*voice.prefill_ids, *ids]) for ids in said]
+        limits = (settings.max_new_tokens, (voice.end_id,), settings.batch_size)
+        completions = generate(held_out.worker.stage, prompts, *limits)
+        return [voice.text([*voice.prefill_ids, *ids]) for ids in completions]
 
     return _answers(held_out, voice, answer, alive)
 
@@ -72,16 +73,16 @@ def exact_match(
 def ranking(
     held_out: EvalSet, voice: "AnswerDecoder", candidates: Sequence[str], alive: Callable[[], None]
 ) -> tuple[float, list[Answer]]:
-    """The share of questions whose right answer has the highest log-prob of all candidates; this
-    replica's answers. A candidate follows eval.prefill."""
+    """Return the share of questions whose right answer has the highest log-prob of all candidates,
+    and this replica's answers. A candidate follows eval.prefill."""
     stage, cfg = held_out.worker.stage, held_out.cfg
     texts = [cfg.eval.prefill + candidate for candidate in candidates]
     ids = [[*voice.tokenizer(text)["input_ids"], voice.end_id] for text in texts]
     stripped, rows = {text.strip() for text in texts}, cfg.train.micro_batch_size
 
     def answer(questions: Sequence[Question]) -> list[str]:
-        found = []
-        more = stage.most(len(questions)) - len(questions)
+        choices = []
+        missing = stage.most(len(questions)) - len(questions)
         for question in questions:
             alive()
             if (right := voice.text(question.answer_ids)) not in stripped:
@@ -92,17 +93,17 @@ def ranking(
                     remedy="correct eval.candidates or eval.prefill",
                 )
             log_probs = candidate_log_probs(stage, question.prompt, ids, rows)
-            found.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
-        for _ in range(more):
-            stage.score([])  # with the replicas that share its experts and have more questions
-        return found
+            choices.append(texts[max(range(len(texts)), key=log_probs.__getitem__)].strip())
+        for _ in range(missing):
+            stage.score([])  # Replicas that share its experts have more questions.
+        return choices
 
     return _answers(held_out, voice, answer, alive)
 
 
 @dataclass(frozen=True)
 class AnswerDecoder:
-    """The tokenizer, and the tokens that every answer begins with."""
+    """The tokenizer, and the tokens that begin every answer."""
 
     tokenizer: PreTrainedTokenizerBase
     end_id: int
@@ -117,12 +118,12 @@ class AnswerDecoder:
         return AnswerDecoder(tokenizer, tokenizer.convert_tokens_to_ids(END), tuple(ids))
 
     def prompt(self, question: Question) -> Row:
-        """The question with the beginning of its answer."""
+        """Return the question with the beginning of its answer."""
         ids_S = torch.cat([question.prompt.ids_S, torch.tensor(self.prefill_ids, dtype=torch.long)])
         return replace(question.prompt, ids_S=ids_S, labels_S=torch.full_like(ids_S, IGNORE))
 
     def text(self, ids: Sequence[int]) -> str:
-        """As answers are compared: white space around them does not count."""
+        """Decode an answer for comparison, without the white space around it."""
         return str(self.tokenizer.decode(list(ids))).strip()
 
 
@@ -133,21 +134,21 @@ def _answers(
     alive: Callable[[], None],
 ) -> tuple[float, list[Answer]]:
     handles, stage = held_out.handles(), held_out.worker.stage
-    found: list[Answer] = []
+    answers: list[Answer] = []
     for start in range(0, stage.most(len(handles)), BLOCK):
         alive()
         questions = held_out.ask(handles[start : start + BLOCK])
-        for question, said in zip(questions, answer(questions), strict=True):
-            found.append(Answer(question.handle, voice.text(question.answer_ids), said))
-    right = sum(answer.is_right for answer in found)
-    totals = torch.tensor([right, len(found)], dtype=torch.float64, device=stage.device)
+        for question, prediction in zip(questions, answer(questions), strict=True):
+            answers.append(Answer(question.handle, voice.text(question.answer_ids), prediction))
+    right = sum(answer.is_right for answer in answers)
+    totals = torch.tensor([right, len(answers)], dtype=torch.float64, device=stage.device)
     dist.all_reduce(totals, group=stage.grid.dp.group)
-    return float(totals[0] / totals[1].clamp(min=1)), found
+    return float(totals[0] / totals[1].clamp(min=1)), answers
 
 
 def _count_tokens(stage: Stage, batches: Sequence[MicroBatch]) -> Tensor:
-    """[4]: summed log-prob of the supervised tokens, each times its weight; how many are the
-    likeliest; their count; the sum of their weights."""
+    """Return [4]: the weighted sum of the supervised tokens' log-probs; how many of these tokens
+    are the most likely ones; their count; the sum of their weights."""
     with stage.evaluating():
         outputs = stage.run(batches, partial(_forward_step, stage), forward_only=True)
     totals = torch.zeros(4, dtype=torch.float64, device=stage.device)

@@ -1,4 +1,4 @@
-"""What clients are answered, as the bytes that they read."""
+"""Responses to clients, as the bytes that they read."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from megatron_vlm.serve.protocol.payloads import Samples, SparseLogProbs, TopK
 from megatron_vlm.serve.protocol.protobuf import message
 from megatron_vlm.serve.protocol.request_tensors import FLOAT32, INT64
 
-# How the client makes one metric of those of several requests. It refuses every other name.
+# The client's ways to combine a metric of several requests into one. It refuses every other name.
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
 _DTYPES = {"float32": (FLOAT32, "<f4"), "int64": (INT64, "<i8")}
 _RECORD = "ArrayRecord"
@@ -20,13 +20,14 @@ Output: TypeAlias = Mapping[str, np.ndarray]
 
 
 def write_forward_backward(outputs: Sequence[Output], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput. `outputs` has a mapping for each datum, in order and all with the
-    same names; arrays are float32 or int64, [n] or [n, k]. A metric is called name:reduction."""
+    """Encode a ForwardBackwardOutput. `outputs` has one mapping per datum, in order and all with
+    the same names. Arrays are float32 or int64, [n] or [n, k]. A metric is called
+    name:reduction."""
     answer = message("ForwardBackwardOutput")
     answer.loss_fn_output_type = _RECORD
-    for each in outputs:
-        assert each.keys() == outputs[0].keys(), (list(each), list(outputs[0]))
-    # A record has one trailing shape for each name: datums with another begin the next record.
+    for output in outputs:
+        assert output.keys() == outputs[0].keys(), (list(output), list(outputs[0]))
+    # A record has one trailing shape per name. A datum with another shape begins the next record.
     for _, alike in itertools.groupby(outputs, _form):
         _write_record(answer.loss_fn_outputs.add(), list(alike))
     for name, value in metrics.items():
@@ -37,18 +38,18 @@ def write_forward_backward(outputs: Sequence[Output], metrics: Mapping[str, floa
 
 
 def write_samples(samples: Samples) -> bytes:
-    """A SampleResponse."""
+    """Encode a SampleResponse."""
     answer = message("SampleResponse")
-    for each in samples.sequences:
+    for sampled in samples.sequences:
         sequence = answer.sequences.add(
-            stop_reason=_STOP if each.stopped else _LENGTH, tokens=_int32(each.tokens)
+            stop_reason=_STOP if sampled.stopped else _LENGTH, tokens=_int32(sampled.tokens)
         )
-        if each.log_probs is not None:
-            assert each.log_probs.shape == each.tokens.shape, each
-            sequence.logprobs = _float32(each.log_probs)
-        if each.top is not None:
-            assert len(each.top.ids) == len(each.tokens), each
-            _write_top(sequence.topk_sampled_logprobs, each.top)
+        if sampled.log_probs is not None:
+            assert sampled.log_probs.shape == sampled.tokens.shape, sampled
+            sequence.logprobs = _float32(sampled.log_probs)
+        if sampled.top is not None:
+            assert len(sampled.top.ids) == len(sampled.tokens), sampled
+            _write_top(sequence.topk_sampled_logprobs, sampled.top)
     if samples.prompt_log_probs is not None:
         assert samples.prompt_log_probs.ndim == 1, samples.prompt_log_probs.shape
         answer.prompt_logprobs = _float32(samples.prompt_log_probs)
@@ -71,10 +72,10 @@ def _write_targets(written: Any, found: np.ndarray | SparseLogProbs) -> None:
 
 
 def _form(output: Output) -> dict[str, Any]:
-    """What datums of one record have in common."""
+    """Return the type and trailing shape of each name, which the datums of one record share."""
     for name, array in output.items():
         assert str(array.dtype) in _DTYPES and array.ndim in (1, 2), (name, array.dtype, array.ndim)
-        assert all(array.shape[1:]), (name, array.shape)  # the client divides by it
+        assert all(array.shape[1:]), (name, array.shape)  # The client divides by it.
     return {name: (array.dtype, array.shape[1:]) for name, array in output.items()}
 
 

@@ -1,23 +1,25 @@
-"""Bodies that arrive packed by zstd."""
+"""Decompression of bodies that arrive compressed by zstd."""
 
 import zstandard
 
 from megatron_vlm.serve.protocol.payloads import RequestError
 
-# What HTTP allows for zstd (RFC 9659). A frame that asks for more would have it allocated.
+# The largest window that HTTP allows for zstd (RFC 9659). The decompressor would allocate more for
+# a frame that requests it.
 MOST_WINDOW = 2**23
-# Several frames after one another are allowed; a body of nothing but empty ones is not.
+# Several consecutive frames are allowed. A body of nothing but empty frames is not.
 MOST_FRAMES = 1000
-# Unpacked at once: four bytes may stand for a block of 128 KiB, so these for 8 MiB at most.
+# Bytes that are decompressed at once. Four bytes may encode a block of 128 KiB, so these yield at
+# most 8 MiB.
 _STEP = 256
 _PLACE = "the packed body"
 
 
 def decompress(body: bytes, most: int) -> bytes:
-    """The content of the zstd frames in `body`; more than `most` bytes are refused as soon as they
+    """Decompress the zstd frames in `body`. More than `most` bytes are refused as soon as they
     appear."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW)
-    found = bytearray()
+    content = bytearray()
     at = frames = 0
     while at < len(body) or not frames:
         frame = decompressor.decompressobj()
@@ -37,7 +39,7 @@ def decompress(body: bytes, most: int) -> bytes:
                     remedy="send the whole zstd frame",
                 )
             try:
-                found += frame.decompress(piece)
+                content += frame.decompress(piece)
             except zstandard.ZstdError as error:
                 raise RequestError(
                     f"has no zstd frame at byte {at} that can be unpacked ({error})",
@@ -45,11 +47,11 @@ def decompress(body: bytes, most: int) -> bytes:
                     remedy=f"pack it with a window of at most {MOST_WINDOW} bytes, or send it as "
                     "it is",
                 ) from error
-            if len(found) > most:
+            if len(content) > most:
                 raise RequestError(
                     f"has {len(body)} bytes that unpack to more than the limit of {most}",
                     place=_PLACE,
                     remedy="send fewer datums in a request",
                 )
             at += len(piece) - len(frame.unused_data)
-    return bytes(found)
+    return bytes(content)

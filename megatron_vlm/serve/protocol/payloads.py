@@ -1,4 +1,4 @@
-"""What the client asks for and what it is answered, whatever bytes it travels as."""
+"""Requests of the client and their results, independent of their encoding as bytes."""
 
 import json
 from collections.abc import Mapping
@@ -9,17 +9,18 @@ import numpy as np
 
 from megatron_vlm.errors import MegatronVLMError
 
-MOST_TOKEN = 2**31 - 1  # tokens travel as int32
-NO_TOKEN, NO_LOG_PROB = 0, -99999.0  # of an absent entry of a TopK
-_LONGEST_NAME = 80  # that a message repeats
+MOST_TOKEN = 2**31 - 1  # tokens are sent as int32
+NO_TOKEN, NO_LOG_PROB = 0, -99999.0  # an absent entry of a TopK
+_LONGEST_NAME = 80  # characters of a name that a message repeats
 
 
 class RequestError(MegatronVLMError):
-    """A request that cannot be done: a mistake of the client. Names the field."""
+    """A request that cannot be done because of a mistake of the client. The error names the
+    field."""
 
 
 def entry(field: str, name: str) -> str:
-    """Name an entry of a map as messages write it, such as `loss_fn_config["beta"]`."""
+    """Format an entry of a map for messages, such as `loss_fn_config["beta"]`."""
     short = name if len(name) <= _LONGEST_NAME else name[:_LONGEST_NAME] + "..."
     return f"{field}[{json.dumps(short)}]"
 
@@ -31,12 +32,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image file, which nobody has opened yet."""
+    """An image file that has not been opened yet."""
 
     data: bytes
     format: str  # png or jpeg
     expected_tokens: int | None = None
-    size: tuple[int, int] | None = None  # (width, height) to take it for, whatever its own are
+    size: tuple[int, int] | None = None  # (width, height) to use instead of its own
 
 
 Chunk: TypeAlias = Text | Picture
@@ -44,10 +45,10 @@ Chunk: TypeAlias = Text | Picture
 
 @dataclass(frozen=True, eq=False)
 class Datum:
-    """What the model sees, and what the loss takes of it."""
+    """The input of the model, and the inputs of its loss."""
 
     chunks: tuple[Chunk, ...]
-    inputs: Mapping[str, np.ndarray]  # [n] or [n, k], float32 or int64; "target_tokens" is there
+    inputs: Mapping[str, np.ndarray]  # [n] or [n, k], float32 or int64; "target_tokens" is required
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +57,14 @@ class ForwardBackward:
     seq_id: int  # from 1
     data: tuple[Datum, ...]
     loss: str
-    options: Mapping[str, float | str]  # of the loss
+    options: Mapping[str, float | str]  # options of the loss
     forward_only: bool
 
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """The k likeliest tokens at each of n places; absent ones are NO_TOKEN with NO_LOG_PROB."""
+    """The k most likely tokens at each of n places. Absent entries are NO_TOKEN with
+    NO_LOG_PROB."""
 
     ids: np.ndarray  # [n, k] int32
     log_probs: np.ndarray  # [n, k] float32
@@ -70,7 +72,7 @@ class TopK:
 
 @dataclass(frozen=True, eq=False)
 class SparseLogProbs:
-    """Those of the listed cells of a matrix."""
+    """Log-probs of the listed cells of a matrix."""
 
     values: np.ndarray  # [c] float32
     crow: np.ndarray  # [n + 1] int64
@@ -82,7 +84,7 @@ class SparseLogProbs:
 class Sampled:
     tokens: np.ndarray  # [n] int32
     log_probs: np.ndarray | None  # [n] float32
-    stopped: bool  # by a stop token or text; otherwise it was as long as it might be
+    stopped: bool  # by a stop token or text; otherwise it reached the maximum length
     top: TopK | None = None
 
 

@@ -1,4 +1,4 @@
-"""What the model sees: text and pictures, as protobuf and as JSON."""
+"""Input of the model: text and pictures, as protobuf and as JSON."""
 
 import base64
 import binascii
@@ -9,22 +9,22 @@ import numpy as np
 
 from megatron_vlm.serve.protocol.payloads import MOST_TOKEN, Chunk, Picture, RequestError, Text
 
-_HEADS = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # how their files begin
+_HEADS = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}  # first bytes of the files
 _FORMATS = tuple(_HEADS)
-_MOST_SIDE = 2**16  # no JPEG is longer
+_MOST_SIDE = 2**16  # maximum side of a JPEG
 _KINDS = ("encoded_text", "image")
 _TOKEN = f"a whole number from 0 to {MOST_TOKEN}"
 
 
 def read_chunks(messages: Sequence[Any], where: str) -> tuple[Chunk, ...]:
-    """The chunks of a datum's model_input."""
+    """Read the chunks of a datum's model_input."""
     return _something(
         tuple(_of_message(each, f"{where}[{i}]") for i, each in enumerate(messages)), where
     )
 
 
 def read_prompt(value: Any, where: str) -> tuple[Chunk, ...]:
-    """The chunks of a ModelInput in parsed JSON: {"chunks": [...]}."""
+    """Read the chunks of a ModelInput in parsed JSON: {"chunks": [...]}."""
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not isinstance(chunks, list):
         raise RequestError(key=where, found=value, allowed="an object with the list chunks")
@@ -45,14 +45,14 @@ def _something(chunks: tuple[Chunk, ...], where: str) -> tuple[Chunk, ...]:
 
 
 def _of_message(chunk: Any, where: str) -> Chunk:
-    given = [field.name for field, _ in chunk.ListFields()]
-    if len(given) != 1:
+    kinds = [field.name for field, _ in chunk.ListFields()]
+    if len(kinds) != 1:
         raise RequestError(
-            f"has {len(given)} kinds of content", key=where, found=given, allowed=_KINDS
+            f"has {len(kinds)} kinds of content", key=where, found=kinds, allowed=_KINDS
         )
-    if given == ["dmel"]:
+    if kinds == ["dmel"]:
         raise _no_audio(where)
-    if given == ["encoded_text"]:
+    if kinds == ["encoded_text"]:
         data = chunk.encoded_text.tokens
         if len(data) % 4:
             raise RequestError(
@@ -121,8 +121,8 @@ def _json_picture(chunk: dict[str, Any], where: str) -> Picture:
             f"is not base64 ({error})", key=f"{where}.data", allowed="the image file in base64"
         ) from error
     size = None
-    if (given := chunk.get("override_dimensions")) is not None:
-        sides = given if isinstance(given, dict) else {}
+    if (override := chunk.get("override_dimensions")) is not None:
+        sides = override if isinstance(override, dict) else {}
         within = f"{where}.override_dimensions"
         size = (
             _whole(sides.get("width"), f"{within}.width"),
@@ -165,8 +165,8 @@ def _picture(picture: Picture, where: str) -> Picture:
                 remedy="leave override_dimensions out to take the picture's own",
             )
     if not picture.data.startswith(_HEADS[picture.format]):
-        found = [name for name, head in _HEADS.items() if picture.data.startswith(head)]
-        begins = found[0] if found else repr(picture.data[:8])
+        formats = [name for name, head in _HEADS.items() if picture.data.startswith(head)]
+        begins = formats[0] if formats else repr(picture.data[:8])
         raise RequestError(
             f": the data begins as {begins}",
             key=f"{where}.format",

@@ -1,7 +1,7 @@
-"""Tokens whose log-probs are asked for at the places of a prompt: dense, or sparse where most cells
-ask for nothing; the answer comes in the same layout.
+"""Tokens whose log-probs are requested at the places of a prompt. The request is dense, or sparse
+if most cells request nothing; the result has the same layout.
 
-Shapes: R places of the prompt but the last, J tokens of a place, C cells that are listed.
+Shapes: R places of the prompt except the last, J tokens of a place, C listed cells.
 """
 
 from collections.abc import Mapping
@@ -14,23 +14,24 @@ from megatron_vlm.serve.protocol.payloads import RequestError, SparseLogProbs
 from megatron_vlm.serve.protocol.request_tensors import check_csr
 
 WHERE = "target_prompt_logprobs"
-NOTHING = -1  # a cell that asks for nothing
-# Cells once each place has as many as the one with the most, in an array of int64: 512 MiB.
+NOTHING = -1  # a cell that requests nothing
+# Maximum cells after every place is padded to the largest count. An int64 array of them takes 512
+# MiB.
 MOST_CELLS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
 class PromptTargets:
-    """What is asked for. Of a sparse tensor `ids_RJ` has the listed cells of each place in their
-    order, not the columns in between."""
+    """The requested tokens. For a sparse tensor, `ids_RJ` has the listed cells of each place in
+    their order, without the columns in between."""
 
     ids_RJ: np.ndarray
     shape: tuple[int, int]
-    crow: np.ndarray | None = None  # of a sparse tensor
+    crow: np.ndarray | None = None  # set for a sparse tensor
     column_C: np.ndarray | None = None
 
     def answer(self, log_probs_RJ: np.ndarray) -> np.ndarray | SparseLogProbs:
-        """Log-probs of `ids_RJ`, as the client wants them."""
+        """Return the log-probs of `ids_RJ` in the layout of the request."""
         if self.crow is None or self.column_C is None:
             return log_probs_RJ
         values_C = log_probs_RJ[_listed(self.crow, log_probs_RJ.shape[1])]
@@ -38,7 +39,7 @@ class PromptTargets:
 
 
 def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
-    """Of a prompt of so many tokens; what is wrong is said by field."""
+    """Read the targets of a prompt with `length` tokens. An error names the field."""
     crow, column = said.get("sparse_crow_indices"), said.get("sparse_col_indices")
     if (crow is None) != (column is None):
         raise RequestError(
@@ -71,11 +72,11 @@ def read_prompt_targets(said: Mapping[str, Any], length: int) -> PromptTargets:
 
 def _numbers(said: Mapping[str, Any], name: str) -> np.ndarray:
     try:
-        found = np.array(said[name])
-        whole = np.array(found, dtype=np.int64)
+        values = np.array(said[name])
+        whole = np.array(values, dtype=np.int64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _no_numbers(said, name) from error
-    if whole.ndim != 1 or (whole != found).any():
+    if whole.ndim != 1 or (whole != values).any():
         raise _no_numbers(said, name)
     return whole
 
@@ -88,19 +89,19 @@ def _no_numbers(said: Mapping[str, Any], name: str) -> RequestError:
 
 def _compact(data_C: np.ndarray, crow: np.ndarray) -> np.ndarray:
     counts = np.diff(crow)
-    most = max(int(counts.max(initial=0)), 1)
-    if most * len(counts) > MOST_CELLS:
+    width = max(int(counts.max(initial=0)), 1)
+    if width * len(counts) > MOST_CELLS:
         raise RequestError(
-            f"has up to {most} tokens at one of {len(counts)} places",
+            f"has up to {width} tokens at one of {len(counts)} places",
             key=WHERE,
             remedy="send prompts with many tokens at a place by themselves",
         )
-    ids_RJ = np.full((len(counts), most), NOTHING)
-    ids_RJ[_listed(crow, most)] = data_C
+    ids_RJ = np.full((len(counts), width), NOTHING)
+    ids_RJ[_listed(crow, width)] = data_C
     return ids_RJ
 
 
 def _listed(crow: np.ndarray, most: int) -> np.ndarray:
-    """Which of the compact cells are listed, row by row as they are."""
+    """Return which cells of the compact array are listed, row by row in their order."""
     listed_RJ: np.ndarray = np.arange(most) < np.diff(crow)[:, None]
     return listed_RJ

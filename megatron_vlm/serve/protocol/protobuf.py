@@ -1,9 +1,9 @@
-"""The protobuf messages of the protocol, made when this is imported.
+"""Protobuf messages of the protocol, created when this module is imported.
 
-They live in a pool of their own, so that nothing happens where a process has the client's messages
-too. What differs from the client's file reads the same bytes: maps are repeated entries, so that a
-name given twice can be refused; enums are numbers, so that unknown ones can be named; the fields of
-a oneof are optional ones, so that two at once can be refused.
+They live in a descriptor pool of their own, so that they do not collide with the client's messages
+in the same process. They read the same bytes as the client's file, with three differences. Maps are
+repeated entries, so that a name that occurs twice can be refused. Enums are numbers, so that an
+error can name unknown ones. The fields of a oneof are optional, so that two at once can be refused.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from megatron_vlm.io.untrusted import UntrustedFile
 from megatron_vlm.serve.protocol.payloads import RequestError
 
-# Of a request; a thousand datums have about 30,000. A field that takes two bytes in the body may
-# take a hundred once it is parsed.
+# Maximum fields of a request; a thousand datums have about 30,000. A field that takes two bytes in
+# the body may take a hundred once it is parsed.
 MOST_FIELDS = 2**19
 
 _PACKAGE = "megatron_vlm.service"
-# number name type, where * is repeated and ? says that absence can be told.
+# Each field is "number name type". A * means repeated; a ? means that absence can be detected.
 _MESSAGES = {
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum*, 4 loss_fn string,"
     "5 loss_fn_config NumberEntry*, 6 forward_only bool, 7 loss_fn_config_v2 OptionEntry*",
@@ -47,28 +47,28 @@ _MESSAGES = {
     "4 topk_sampled_logprobs TopkLogprobs",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
 }
-_VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5  # how the bytes of a field are delimited
+_VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5  # wire types
 
 
 def message(name: str) -> Any:
-    """An empty message; what names it has is above."""
+    """Return an empty message. `_MESSAGES` lists the names."""
     return _CLASSES[name]()
 
 
 def parsed(name: str, body: bytes) -> Any:
-    """The message in `body`, which may be anything."""
+    """Parse the message in `body`, which may be any bytes."""
     _check_fields(name, body)
-    found = message(name)
+    result = message(name)
     what = UntrustedFile(
         f"the body as {name}", RequestError, "send the protobuf message of that name"
     )
     with what.border("is not readable"):
-        found.ParseFromString(body)
-    return found
+        result.ParseFromString(body)
+    return result
 
 
 def _made() -> tuple[dict[str, Any], dict[str, dict[int, str]]]:
-    """The classes, and for each the types of its fields by number."""
+    """Create the classes, and for each class the types of its fields by number."""
     file = descriptor_pb2.FileDescriptorProto(
         name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3"
     )
@@ -109,17 +109,18 @@ _CLASSES, _TYPES = _made()
 
 
 def _check_fields(name: str, body: bytes) -> None:
-    """Counts the fields before any is allocated, and refuses what is cut off or no protobuf."""
-    left: list[tuple[str, int, int]] = [(name, 0, len(body))]
+    """Count the fields before any is allocated. Refuse a body that is cut off or is not
+    protobuf."""
+    pending: list[tuple[str, int, int]] = [(name, 0, len(body))]
     count = 0
-    while left:
-        name, at, end = left.pop()
+    while pending:
+        name, at, end = pending.pop()
         while at < end:
             number, start, after = _next_field(body, at, end)
             kind = _TYPES[name].get(number, "").rstrip("*?")
             count += 1
             if start is not None and kind in _MESSAGES:
-                left.append((kind, start, after))
+                pending.append((kind, start, after))
             elif start is not None and kind == "int64":
                 count += after - start  # repeated numbers, packed
             if count > MOST_FIELDS:
@@ -132,8 +133,8 @@ def _check_fields(name: str, body: bytes) -> None:
 
 
 def _next_field(body: bytes, at: int, end: int) -> tuple[int, int | None, int]:
-    """The number of the field at this place, where its content begins if it has a size of its own,
-    and where the next field begins."""
+    """Return the number of the field at this place, the start of its content if it has a size, and
+    the start of the next field."""
     tag, after = _varint(body, at, end)
     wire, start = tag & 7, None
     if wire == _VARINT:

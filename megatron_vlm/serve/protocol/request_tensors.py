@@ -1,4 +1,4 @@
-"""Tensors of a request as arrays: float32 or int64."""
+"""Tensors of a request as arrays of float32 or int64."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from megatron_vlm.serve.protocol.payloads import RequestError
 
 FLOAT32, INT64 = 1, 2
-# By the number of the protocol's DType: what it is called, and how its bytes are read.
+# Name and byte layout of each DType number of the protocol.
 _DTYPES = {
     FLOAT32: ("float32", "<f4"),
     INT64: ("int64", "<i8"),
@@ -20,8 +20,8 @@ _MOST_DIMENSION = 2**31 - 1
 
 
 def read_tensor(tensor: Any, where: str) -> np.ndarray:
-    """The array that a Tensor message is: one dimension or two. A sparse one is made dense, with
-    zeros; see `dense_entries` for what that takes."""
+    """Read a Tensor message as an array with one or two dimensions. A sparse tensor is made dense,
+    with zeros; `dense_entries` returns how many entries that takes."""
     sparse, dense = tensor.HasField("sparse_csr"), tensor.HasField("dense")
     if sparse == dense:
         raise RequestError(
@@ -34,7 +34,7 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
         return _made_dense(tensor, shape, where)
     values = _numbers(tensor.dense, tensor.dtype, where)
     if not shape:
-        return values  # the shape may be left out where there is one dimension
+        return values  # The shape may be omitted if there is one dimension.
     if math.prod(shape) != len(values):
         raise RequestError(
             f"holds {math.prod(shape)} values, and there are {len(values)}",
@@ -46,13 +46,13 @@ def read_tensor(tensor: Any, where: str) -> np.ndarray:
 
 
 def dense_entries(tensor: Any, where: str) -> int:
-    """How many entries a sparse tensor has once it is dense; 0 of a dense one, whose bytes are
-    already there."""
+    """Return how many entries a sparse tensor has once it is dense. A dense tensor counts 0, since
+    its bytes are already there."""
     return math.prod(_shape(tensor, where)) if tensor.HasField("sparse_csr") else 0
 
 
 def place(flags: np.ndarray) -> str:
-    """Where the first of them is, as an index is written."""
+    """Format the index of the first flag that is set."""
     index = np.unravel_index(int(np.argmax(flags)), flags.shape)
     return "[" + ", ".join(str(int(i)) for i in index) + "]"
 
@@ -112,9 +112,9 @@ def _made_dense(tensor: Any, shape: Sequence[int], where: str) -> np.ndarray:
     crow = _array(csr.crow_indices, "<i8", "int64", f"{where}.sparse_csr.crow_indices")
     column = _array(csr.col_indices, "<i8", "int64", f"{where}.sparse_csr.col_indices")
     row = check_csr(crow, column, len(values), (rows, columns), f"{where}.sparse_csr.")
-    found = np.zeros((rows, columns), values.dtype)
-    found[row, column] = values
-    return found
+    dense = np.zeros((rows, columns), values.dtype)
+    dense[row, column] = values
+    return dense
 
 
 def check_csr(
@@ -124,8 +124,8 @@ def check_csr(
     shape: tuple[int, int],
     fields: str,
 ) -> np.ndarray:
-    """The row of each value; refused where the indices do not fit the shape. `fields` is how the
-    names of both begin."""
+    """Return the row of each value. Indices that do not fit the shape are refused. `fields` is the
+    common beginning of both field names."""
     rows, columns = shape
     _check_rows(crow, rows, values, f"{fields}crow_indices")
     row = np.repeat(np.arange(rows), np.diff(crow))
@@ -146,7 +146,7 @@ def _check_rows(crow: np.ndarray, rows: int, values: int, where: str) -> None:
             key=where,
             remedy=f"begin with 0 and end with {values}",
         )
-    # Not by differences, which may be beyond int64.
+    # Differences are not used because they may exceed int64.
     falls = crow[1:] < crow[:-1]
     if falls.any():
         at = int(np.argmax(falls))

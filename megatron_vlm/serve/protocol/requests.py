@@ -1,5 +1,5 @@
-"""What clients ask for, out of the bytes that arrive. They may be anything: what is no request of
-the protocol is a RequestError that names the field."""
+"""Parser of client requests. The bytes may be anything; for bytes that are no request of the
+protocol, a RequestError names the field."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,14 +20,14 @@ from megatron_vlm.serve.protocol.request_tensors import dense_entries, place, re
 
 __all__ = ["MOST_DENSE", "read_forward_backward", "read_prompt"]
 
-# Entries of the sparse tensors of a request once they are dense, all together: 512 MiB of int64.
+# Maximum entries of all sparse tensors of a request once they are dense: 512 MiB of int64.
 MOST_DENSE = 2**26
 # Inputs that have one value for each target.
 _PER_TARGET = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """The request in `body`, which is a ForwardBackwardRequest unless the client is wrong."""
+    """Parse the ForwardBackwardRequest in `body`."""
     request = parsed("ForwardBackwardRequest", body)
     if not request.model_id:
         raise RequestError("is empty", key="model_id", allowed="what create_model has returned")
@@ -56,7 +56,8 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def _options(request: Any) -> dict[str, float | str]:
-    """Of the loss. Old clients fill the first map, those of today the second or both."""
+    """Return the options of the loss. Old clients fill the first map, today's clients the second or
+    both."""
     if not request.loss_fn_config_v2:
         old = _named(request.loss_fn_config, "loss_fn_config")
         return {name: _number(value, where) for name, (value, where) in old.items()}
@@ -71,36 +72,38 @@ def _options(request: Any) -> dict[str, float | str]:
 
 
 def _number(value: float, where: str) -> float:
-    """An option may be infinite, as a bound that never binds."""
+    """Return the value of an option unless it is NaN. It may be infinite, as a bound that never
+    binds."""
     if math.isnan(value):
         raise RequestError(key=where, found=value, allowed="a number")
     return value
 
 
 def _named(entries: Iterable[Any], where: str) -> dict[str, tuple[Any, str]]:
-    """The values of a map, each with what it is called in messages."""
-    found: dict[str, tuple[Any, str]] = {}
-    for each in entries:
-        called = entry(where, each.key)
-        if each.key in found:
-            raise RequestError("occurs 2 times", key=called, remedy="give it once")
-        found[each.key] = each.value, called
-    return found
+    """Return the values of a map, each with its name in messages."""
+    values: dict[str, tuple[Any, str]] = {}
+    for item in entries:
+        label = entry(where, item.key)
+        if item.key in values:
+            raise RequestError("occurs 2 times", key=label, remedy="give it once")
+        values[item.key] = item.value, label
+    return values
 
 
 def _check_dense_entries(data: Iterable[Any]) -> None:
-    """Before any is made: a few bytes may say that they are an array of any size."""
+    """Check the size of all sparse tensors before any array is made: a few bytes may claim an array
+    of any size."""
     total = 0
     for i, datum in enumerate(data):
-        for each in datum.loss_fn_inputs:
-            where = entry(f"data[{i}].loss_fn_inputs", each.key)
-            total += dense_entries(each.value, where)
+        for item in datum.loss_fn_inputs:
+            where = entry(f"data[{i}].loss_fn_inputs", item.key)
+            total += dense_entries(item.value, where)
             if total > MOST_DENSE:
                 raise RequestError(
                     f"brings the sparse tensors of this request to {total} entries, above "
                     f"{MOST_DENSE}",
                     key=f"{where}.shape",
-                    found=list(each.value.shape),
+                    found=list(item.value.shape),
                     remedy="send fewer datums in a request, or fewer columns",
                 )
 
@@ -108,9 +111,9 @@ def _check_dense_entries(data: Iterable[Any]) -> None:
 def _datum(datum: Any, where: str) -> Datum:
     chunks = read_chunks(datum.model_input, f"{where}.model_input")
     named = _named(datum.loss_fn_inputs, f"{where}.loss_fn_inputs")
-    inputs = {name: read_tensor(tensor, called) for name, (tensor, called) in named.items()}
-    for name, (_, called) in named.items():
-        _check_finite(inputs[name], called)
+    inputs = {name: read_tensor(tensor, label) for name, (tensor, label) in named.items()}
+    for name, (_, label) in named.items():
+        _check_finite(inputs[name], label)
     _check_targets(inputs, f"{where}.loss_fn_inputs")
     return Datum(chunks, inputs)
 
@@ -127,21 +130,21 @@ def _check_finite(values: np.ndarray, where: str) -> None:
 
 def _check_targets(inputs: Mapping[str, np.ndarray], where: str) -> None:
     targets = inputs.get("target_tokens")
-    called = f'{where}["target_tokens"]'
+    label = f'{where}["target_tokens"]'
     if targets is None:
-        raise RequestError("is missing", key=called, allowed="the token to predict at each place")
+        raise RequestError("is missing", key=label, allowed="the token to predict at each place")
     if targets.dtype != np.int64:
         raise RequestError(
-            key=f"{called}.dtype", found=str(targets.dtype), allowed="int64, the ids of tokens"
+            key=f"{label}.dtype", found=str(targets.dtype), allowed="int64, the ids of tokens"
         )
     if not targets.size:
         raise RequestError(
-            key=f"{called}.shape", found=list(targets.shape), allowed="1 target or more"
+            key=f"{label}.shape", found=list(targets.shape), allowed="1 target or more"
         )
     wrong = (targets < 0) | (targets > MOST_TOKEN)
     if wrong.any():
         raise RequestError(
-            key=f"{called}{place(wrong)}",
+            key=f"{label}{place(wrong)}",
             found=int(targets[wrong][0]),
             allowed=f"tokens from 0 to {MOST_TOKEN}, and weight 0 to those that are not to be "
             "learned",
