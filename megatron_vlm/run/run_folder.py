@@ -45,7 +45,7 @@ class RunLock:
     """Facts about the run that its folder holds."""
 
     run: str  # id of the run
-    last_serial: int  # last checkpoint when the job began; a restart does not change it
+    last_serial: int  # serial of the last checkpoint when the job first started
 
 
 @contextmanager

@@ -225,8 +225,7 @@ class CreateSamplingSession(JsonForm):
 
 
 class SamplingParams(JsonForm):
-    """Parameters of sampling. A `stop` of None means the end of the answer, and [] means no
-    stop."""
+    """Parameters of sampling. `stop` None is the end of the answer, [] is no stop."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -253,8 +252,7 @@ class SamplingParams(JsonForm):
 
 
 class PromptForm(JsonForm):
-    """Chunks of a prompt as JSON. `read_prompt` of serve.protocol.requests defines their
-    content."""
+    """Chunks of a prompt as JSON; `read_prompt` of serve.protocol reads them."""
 
     chunks: Annotated[list[dict[str, Any]], FailFast()]
 

@@ -107,7 +107,7 @@ def mark_started(db: sqlite3.Connection, request_ids: Sequence[str]) -> list[str
 
 
 def undo_attempt(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
-    """Uncount an attempt of each call, because the process ends in good order before doing it."""
+    """Take back one attempt of each call, since the process ends in good order before doing it."""
     db.executemany(
         "UPDATE calls SET attempts = attempts - 1 WHERE request_id = ? AND done IS NULL",
         [(request_id,) for request_id in request_ids],

@@ -89,9 +89,7 @@ class Store:
 def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
-    connection.execute(
-        "PRAGMA auto_vacuum = INCREMENTAL"
-    )  # has an effect only before there are tables
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # effective only before any table
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA foreign_keys = ON")
     return connection

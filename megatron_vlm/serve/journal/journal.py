@@ -216,7 +216,7 @@ class Journal:
             return live_models(db, self._bounds)
 
     def samplers(self, key: str | None = None) -> list[SamplingSession]:
-        """Return all sampling sessions, or those of a key, that have not ended, newest first."""
+        """Return sampling sessions that have not ended, newest first, optionally those of a key."""
         with self._store.read() as db:
             return queries.samplers(self._store, db, "coalesce(key = ?, 1)", (key,))
 
@@ -228,8 +228,8 @@ class Journal:
     def checkpoints(
         self, key: str | None = None, model: str | None = None
     ) -> list[NamedCheckpoint]:
-        """Return the checkpoints that have not expired, of a key and of a model if given, newest
-        first."""
+        """Return unexpired checkpoints, newest first, optionally only those of a key or of a
+        model."""
         now = time.time()
         with self._store.read() as db:
             return queries.read_checkpoints(
