@@ -1,6 +1,6 @@
 """Charts of curves over steps, drawn in the browser by uPlot from data inside the page.
 
-Python says what is drawn: thinned points, marks, a summary in words. charts.js says how.
+Python decides what is drawn: thinned points, marks, a summary in words. charts.js decides how.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ _LOG_FROM = 30  # largest to smallest value from which a chart begins with a log
 
 @dataclass(frozen=True)
 class Curve:
-    """nan makes a gap. `faint` is for raw values under a smoothed curve."""
+    """Curve of one figure. A value of nan makes a gap. `faint` is for raw values under a smoothed
+    curve."""
 
     name: str
     x: np.ndarray
@@ -33,7 +34,7 @@ class Curve:
     in_legend: bool = True
 
     def data(self) -> dict[str, Any]:
-        """For charts.js."""
+        """Return the curve as charts.js reads it."""
         x, y = thin(self.x, self.y)
         return {
             "name": visible(self.name),
@@ -64,7 +65,7 @@ class StepMarks:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over steps. `percent` is for values that are fractions."""
+    """Chart of curves over steps. `percent` is for values that are fractions."""
 
     title: str
     curves: tuple[Curve, ...]
@@ -76,15 +77,15 @@ class Chart:
 
 
 def chart_figure(chart: Chart, first: float, last: float) -> Html:
-    """The chart over the steps from `first` to `last`."""
+    """Return the figure of a chart over the steps from `first` to `last`."""
     shown = [curve for curve in chart.curves if np.isfinite(curve.y).any()]
     if not shown:
         nothing = tag("p", "no number was logged", class_="quiet")
         return tag("figure", tag("b", chart.title), nothing, class_="card chart")
-    said = [curve for curve in shown if curve.faint] or shown
-    summary = [_summary(curve, chart.percent) for curve in said]
-    spoken = [f"{visible(c.name)}: {text}" for c, text in zip(said, summary, strict=True)]
-    plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {'; '.join(spoken)}")
+    summarized = [curve for curve in shown if curve.faint] or shown
+    summary = [_summary(curve, chart.percent) for curve in summarized]
+    labels = [f"{visible(c.name)}: {text}" for c, text in zip(summarized, summary, strict=True)]
+    plot = tag("div", class_="plot", role="img", aria_label=f"{chart.title}: {'; '.join(labels)}")
     title = tag("div", tag("b", chart.title), " ", tag("span", chart.unit, class_="quiet"))
     # A mark has one entry in the legend, however many runs have it.
     marks = {m.name: tag("span", tag("i", class_=m.kind), m.name) for m in chart.marks if len(m.x)}
@@ -95,7 +96,7 @@ def chart_figure(chart: Chart, first: float, last: float) -> Html:
 
 
 def run_switches(names: list[str]) -> Html:
-    """One legend for all charts of a page; each button shows or hides the curves of a run."""
+    """Return the legend of all charts of a page. A button shows or hides the curves of a run."""
     return tag(
         "div",
         *(
@@ -107,13 +108,13 @@ def run_switches(names: list[str]) -> Html:
 
 
 def chart_scripts() -> tuple[str, str]:
-    """What a page with charts runs: the library, then ours."""
+    """Return the scripts of a page with charts: the library, then charts.js."""
     library = (_HERE / "uplot" / "uPlot.iife.min.js").read_text()
     return library, (_HERE / "charts.js").read_text()
 
 
 def chart_css() -> str:
-    """What a page with charts needs besides the styles of all pages."""
+    """Return the styles that a page with charts needs in addition to those of all pages."""
     return (_HERE / "uplot" / "uPlot.min.css").read_text() + (_HERE / "charts.css").read_text()
 
 
@@ -142,7 +143,7 @@ def _data(chart: Chart, shown: list[Curve], first: float, last: float) -> dict[s
 
 
 def _summary(curve: Curve, percent: bool) -> str:
-    """The last, the lowest and the highest value of a curve, and their steps."""
+    """Describe the last, the lowest and the highest value of a curve, with their steps."""
     finite = np.isfinite(curve.y)
     steps, values = curve.x[finite], curve.y[finite]
     places = {"last": -1, "lowest": int(values.argmin()), "highest": int(values.argmax())}

@@ -10,7 +10,7 @@ from megatron_vlm.io.untrusted import UntrustedFile
 
 @dataclass(frozen=True)
 class Example:
-    """A record of an evaluation set and what the model answered."""
+    """A record of an evaluation set and the model's answer."""
 
     where: str
     answer: str
@@ -36,12 +36,12 @@ class Examples:
 
     @staticmethod
     def read(path: Path) -> "Examples":
-        """A DataError where it is not one."""
+        """Read the file; raise DataError if it is malformed."""
         raw = UntrustedFile(str(path)).json()
-        shown = []
+        examples = []
         for item in raw["examples"].items():
             texts = {key: item[key].string() for key in ("where", "answer", "prediction", "prompt")}
             images = item.get("images")
             sources = () if images is None else tuple(each.string() for each in images.items())
-            shown.append(Example(**texts, images=sources))
-        return Examples(raw["name"].string(), raw["step"].whole(), tuple(shown))
+            examples.append(Example(**texts, images=sources))
+        return Examples(raw["name"].string(), raw["step"].whole(), tuple(examples))

@@ -1,4 +1,4 @@
-"""A map of cells over time: how far each is from the mean of its row, drawn by heat.js.
+"""Map of cells over time, drawn by heat.js: each cell is compared with the mean of its row.
 
 Shapes: T times, R rows, C columns.
 """
@@ -13,23 +13,23 @@ import numpy as np
 from megatron_vlm.report.html import Html, json_block, tag
 
 _HERE = Path(__file__).parent
-UNIT = 32  # a cell of the page is a byte: so many stand for the mean
+UNIT = 32  # the value of a byte of the page that stands for the mean
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """`cells_TRC` are multiples of the mean of their row."""
+    """Map whose `cells_TRC` are multiples of the mean of their row."""
 
     title: str
-    steps: Sequence[int]  # of each time
-    row: str  # what a row is: "layer"
-    rows: Sequence[int]  # their numbers
+    steps: Sequence[int]  # one for each time
+    row: str  # the kind of a row, such as "layer"
+    rows: Sequence[int]  # numbers of the rows
     column: str
     cells_TRC: np.ndarray
 
 
 def heat_figure(heat: HeatMap) -> Html:
-    """The map, with a slider over its times."""
+    """Return the figure of a map, with a slider over its times."""
     times, _, columns = heat.cells_TRC.shape
     where = f"Rows are {heat.row}s {heat.rows[0]} to {heat.rows[-1]}, columns {heat.column}s 0 to "
     where += f"{columns - 1}. {_summary(heat)}"
@@ -37,7 +37,7 @@ def heat_figure(heat: HeatMap) -> Html:
     slider = tag("input", type="range", **last, aria_label="step", autocomplete="off")
     label = tag("label", "step ", slider, " ", tag("output"), class_="quiet")
     canvas = tag("canvas", tabindex="0", role="img", aria_label=f"{heat.title}: {where}")
-    said = tag("p", class_="quiet", aria_live="polite")
+    info = tag("p", class_="quiet", aria_live="polite")
     scale = tag("span", tag("i", class_="scale"), class_="quiet")
     legend = tag("div", "none ", scale, " 4 times the mean or more", class_="quiet legend")
     data = {
@@ -52,16 +52,16 @@ def heat_figure(heat: HeatMap) -> Html:
     cells = tag("div", canvas, tag("b"), class_="cells")
     title = tag("div", tag("b", heat.title), " ", label)
     caption = tag("figcaption", where)
-    return tag("figure", title, cells, said, legend, caption, json_block(data), class_="card heat")
+    return tag("figure", title, cells, info, legend, caption, json_block(data), class_="card heat")
 
 
 def heat_script() -> str:
-    """What a page with maps runs."""
+    """Return the script of a page with maps."""
     return (_HERE / "heat.js").read_text()
 
 
 def heat_css() -> str:
-    """What a page with maps needs besides the styles of charts."""
+    """Return the styles that a page with maps needs in addition to those of charts."""
     return (_HERE / "heat.css").read_text()
 
 
@@ -70,12 +70,12 @@ def _bytes(cells_TRC: np.ndarray) -> bytes:
 
 
 def _summary(heat: HeatMap) -> str:
-    """The busiest cell of the last time, and how many have nothing."""
+    """Describe the busiest cell of the last time, and count the cells that are empty."""
     last_RC = heat.cells_TRC[-1]
     row, column = divmod(int(last_RC.argmax()), last_RC.shape[1])
-    none = int((last_RC == 0).sum())
+    num_empty = int((last_RC == 0).sum())
     return (
         f"At step {heat.steps[-1]:,} the most is {last_RC.max():.2f} times the mean, of "
-        f"{heat.column} {column} in {heat.row} {heat.rows[row]}; {none:,} of {last_RC.size:,} "
+        f"{heat.column} {column} in {heat.row} {heat.rows[row]}; {num_empty:,} of {last_RC.size:,} "
         "have nothing."
     )

@@ -17,12 +17,12 @@ from megatron_vlm.io.printable import visible
 from megatron_vlm.io.untrusted import home_path
 
 _VOID = frozenset(("meta", "img", "input", "rect", "line", "path"))
-# Should anything of a record become markup after all, it still loads nothing and runs nothing.
+# Should any text of a record become markup after all, it still loads nothing and runs nothing.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def save_page(path: str, page: str) -> None:
-    """Write the page that a command's --html asks for."""
+    """Write the page that a command's --html names."""
     try:
         home_path(path).write_text(page, encoding="utf-8")
     except OSError as error:
@@ -38,26 +38,26 @@ class Html(str):
 
 
 def tag(name: str, /, *content: str, **attributes: object) -> Html:
-    """An element; `class_` is its class."""
+    """Return an element; `class_` is its class."""
     inner = "".join(c if isinstance(c, Html) else escape(visible(c)) for c in content)
-    given = "".join(
+    rendered = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(visible(str(value)))}"'
         for key, value in attributes.items()
     )
     if name in _VOID:
-        return Html(f"<{name}{given}/>")
-    return Html(f"<{name}{given}>{inner}</{name}>")
+        return Html(f"<{name}{rendered}/>")
+    return Html(f"<{name}{rendered}>{inner}</{name}>")
 
 
 def json_block(value: Any) -> Html:
-    """Data for a script of the page. Nothing in it can end the element or run."""
+    """Return data for a script of the page. Nothing in it can end the element or run."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return tag("script", Html(text), type="application/json")
 
 
 def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] = ()) -> str:
-    """A whole page. `css` follows the styles that all pages share; of scripts, the browser runs
-    `scripts` alone, which the policy names by their digests."""
+    """Return a whole page. `css` follows the styles that all pages share. The browser runs only
+    `scripts`, whose digests the policy names."""
     assert not any(re.search(r"</script|<!--|\r", script, re.IGNORECASE) for script in scripts)
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -75,18 +75,19 @@ def document(title: str, css: str, body: Iterable[Html], scripts: Sequence[str] 
 
 
 def contents(links: Iterable[tuple[str, str]]) -> Html:
-    """Links to parts of the page: (id, text)."""
+    """Return links to parts of the page; an item is (id, text)."""
     return tag("nav", *(tag("a", text, href=f"#{name}") for name, text in links))
 
 
 def tiles(items: Iterable[tuple[str, str]]) -> Html:
-    """The figures a reader looks for first: (figure, what it is)."""
+    """Return the figures that a reader looks for first; an item is (figure, its meaning)."""
     cards = (tag("div", tag("b", value), tag("span", name), class_="card") for value, name in items)
     return tag("div", *cards, class_="tiles")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Html:
-    """Names on the left, figures on the right; a table that is too wide scrolls by itself."""
+    """Return a table with names on the left and figures on the right. A table that is too wide
+    scrolls by itself."""
     lines = [tag("tr", *(tag("th", name) for name in header))]
     lines += [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
     named = [tag("caption", caption)] if caption else []

@@ -1,4 +1,4 @@
-"""The start-up report: what each stage holds, and which part of it is trained."""
+"""The start-up report: the parameters of each stage by their part, and those that are trained."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ ADAPTERS = "lora"
 
 @dataclass(frozen=True)
 class StageReport:
-    """Parameters of one stage by their part, those of adapters apart, summed over its TP ranks;
-    replicated ones counted once."""
+    """Parameters of one stage by their part, with those of adapters apart. They are summed over the
+    TP ranks of the stage; replicated ones are counted once."""
 
     stage: int
-    layers: tuple[range, ...]  # of each chunk
+    layers: tuple[range, ...]  # one for each chunk
     total: Counter[str] = field(default_factory=Counter)
     trainable: Counter[str] = field(default_factory=Counter)
 
 
 def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> list[StageReport]:
-    """One per stage. TP's vocabulary padding is not counted."""
+    """Return one report per stage. TP's vocabulary padding is not counted."""
     chunks = range(dims.virtual_stages)
     reports = [
         StageReport(stage, tuple(dims.layers_of(stage, chunk) for chunk in chunks))
@@ -46,7 +46,7 @@ def stage_reports(cfg: Config, dims: ParallelDims, table: Sequence[Entry]) -> li
 def layout_table(
     cfg: Config, dims: ParallelDims, where: str, reports: Sequence[StageReport]
 ) -> Table:
-    """The reports, for people. `where`: the platform and the type of weights."""
+    """Return the reports as a table. `where`: the platform and the type of weights."""
     interleaved = f" virtual_stages={dims.virtual_stages}" if dims.virtual_stages > 1 else ""
     shared = f" ep={dims.ep}" if dims.ep > 1 else ""
     table = plain_table(
@@ -56,7 +56,7 @@ def layout_table(
         caption="The vision tower sits on stage 0. A part in brackets is frozen.",
         caption_justify="left",
     )
-    # In a terminal of 80 columns the total gives way to adapters.
+    # In a terminal of 80 columns the adapters take the place of the total.
     adapted = any(report.total[ADAPTERS] for report in reports)
     kinds = [*Part, ADAPTERS] if adapted else [*Part]
     sums = ("trainable",) if adapted else ("total", "trainable")
@@ -77,7 +77,7 @@ def _cell(total: int, trainable: int) -> Text:
 
 
 def short_name(count: int) -> str:
-    """1,720,574,976 as 1.72B."""
+    """Shorten a count: 1,720,574,976 becomes 1.72B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g}{unit}"

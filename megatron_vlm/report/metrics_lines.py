@@ -1,7 +1,7 @@
-"""The lines of metrics.jsonl: what a run writes is what its report reads.
+"""The lines of metrics.jsonl, which a run writes and its report reads.
 
-Steps count from 0, as in the loop. An evaluation, an event and a start say how many steps were
-done before them.
+Steps count from 0, as in the loop. The step of an evaluation, an event and a start is the number of
+steps that were done before them.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 
 from megatron_vlm.io.untrusted import UntrustedFile
 
-SAMPLES = "samples.jsonl"  # beside metrics.jsonl: what some steps of `megatron-vlm rl` drew
-MOST_LOADS = 40  # of a run, besides that of its last step
+SAMPLES = "samples.jsonl"  # next to metrics.jsonl: the samples of some steps of `megatron-vlm rl`
+MOST_LOADS = 40  # load lines of a run, in addition to that of its last step
 
 
 @dataclass(frozen=True)
 class StartLine:
-    """Once per start or resume."""
+    """Line of a start or a resume."""
 
     time: str
     step: int
@@ -32,12 +32,13 @@ class StartLine:
     total_steps: int
     versions: dict[str, str]
     dropped: int | None = None  # records of data.train that a rule left out
-    wrong: int | None = None  # those that data.on_error=skip left out
+    wrong: int | None = None  # records that data.on_error=skip left out
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """One step of the global batch. A figure that is not finite is written as null."""
+    """Line of an optimizer step, which trains on one global batch. A figure that is not
+    finite is written as null."""
 
     step: int
     epoch: int
@@ -54,14 +55,14 @@ class StepLine:
     skipped: bool = False  # not applied: its loss or gradient was not finite
     empty: bool = False  # not applied: no token of its batch was trained
     expert_load: float | None = None  # tokens of the busiest expert over those of the mean one
-    balance_loss: float | None = None  # of the routers, without its coefficient
-    z_loss: float | None = None  # the same
+    balance_loss: float | None = None  # sum over the routers, without its coefficient
+    z_loss: float | None = None  # sum over the routers, without its coefficient
 
 
 @dataclass(frozen=True)
 class LoadLine:
-    """Of some steps: the tokens of each expert in percent of the mean one of its layer; a row for
-    each layer that has experts."""
+    """Load of the experts in a step. A row is a layer that has experts; a value is the tokens of an
+    expert in percent of the mean expert of its layer. Only some steps have such a line."""
 
     step: int
     layers: list[int]
@@ -75,34 +76,35 @@ class LoadLine:
 
 @dataclass(frozen=True, kw_only=True)
 class RlLine:
-    """What a step of `megatron-vlm rl` learnt from. None is a figure that was not computed."""
+    """Samples and policy update of one step of `megatron-vlm rl`. A figure that was not computed is
+    None."""
 
     step: int
     reward: float  # mean over episodes
-    reward_std: float  # over all of them
-    prompts: int  # learnt from
-    asked: int  # prompts that were asked to find them
-    alike: float  # share of the prompts asked whose answers all got the same reward
-    answer_tokens: float  # of an episode, mean
+    reward_std: float  # standard deviation over episodes
+    prompts: int  # prompts that the step trained on
+    asked: int  # prompts that were sampled to get them
+    alike: float  # share of the sampled prompts whose answers all have the same reward
+    answer_tokens: float  # tokens of an episode, mean
     longest_answer: int
     cut: float  # share of episodes that a limit of length ended
     turns: float  # answers of an episode, mean
     sampling_s: float  # from the first question to the last reward
     kl: float | None = None  # to the initial model
     entropy: float | None = None
-    ratio: float | None = None  # of probabilities, now to when the answers were drawn
-    clip_fraction: float | None = None  # of tokens
-    drift: float | None = None  # KL of the policy that drew to the one that learns
-    apart: float | None = None  # largest difference of log-probs, engine's and trainer's
+    ratio: float | None = None  # probability of a token now over that at the time of sampling
+    clip_fraction: float | None = None  # share of tokens
+    drift: float | None = None  # KL from the policy that sampled to the one that is trained
+    apart: float | None = None  # largest difference of log-probs between engine and trainer
     apart_mean: float | None = None
     weights_cut: float | None = None  # share of tokens whose weight rl.max_weight cut
-    behind: float | None = None  # optimizer steps since the weights that drew, mean
-    figures: dict[str, float]  # of rewards and environments, by name: means over episodes
+    behind: float | None = None  # optimizer steps since the weights that sampled, mean
+    figures: dict[str, float]  # figures of rewards and environments by name, means over episodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLine:
-    """The scores of one evaluation set; None is a score that was not asked for."""
+    """The scores of one evaluation set. A score that was not requested is None."""
 
     step: int
     name: str
@@ -114,14 +116,14 @@ class EvalLine:
     seconds: float
 
     def score(self, key: str) -> float:
-        """nan where it was not asked for."""
+        """Return a score; nan if it was not requested."""
         value = getattr(self, key)
         return math.nan if value is None else value
 
 
 @dataclass(frozen=True)
 class EventLine:
-    """Something that a reader of the report should know, too."""
+    """Event that a reader of the report should know about, too."""
 
     step: int
     text: str
@@ -139,20 +141,22 @@ _KINDS: dict[str, type[Line]] = {
 
 
 def tells_load(step: int, total_steps: int) -> bool:
-    """Whether a step has a LoadLine: it has many numbers, so only some steps do, and the last."""
+    """Return whether a step has a LoadLine. The line has many numbers, so only some steps and the
+    last one have it."""
     return step % -(-total_steps // MOST_LOADS) == 0 or step + 1 == total_steps
 
 
 def to_json(line: Line) -> str:
-    """The text of a line: null for a number that is not finite, nothing for a default of None."""
+    """Return the text of a line. A number that is not finite becomes null; a field whose default
+    and value are None is left out."""
     kind = next(name for name, kind in _KINDS.items() if type(line) is kind)
     absent = {f.name for f in fields(line) if f.default is None and getattr(line, f.name) is None}
-    kept = {key: _finite(value) for key, value in vars(line).items() if key not in absent}
-    return json.dumps({"kind": kind, **kept})
+    values = {key: _finite(value) for key, value in vars(line).items() if key not in absent}
+    return json.dumps({"kind": kind, **values})
 
 
 def from_json(text: str) -> Line | None:
-    """None for a kind that is not known; a DataError for what is no line."""
+    """Parse a line; return None for an unknown kind and raise DataError for malformed text."""
     line = UntrustedFile("a line of metrics.jsonl")
     raw = line.parsed(text)
     with line.border("not as it was written"):
@@ -167,12 +171,12 @@ def _finite(value: Any) -> Any:
 
 
 def _figure(value: float | None) -> float:
-    """nan for null, and for what a careless writer may have put: NaN, Infinity."""
+    """Return nan for null, NaN and Infinity; other programs may have written the latter two."""
     return float(value) if value is not None and math.isfinite(value) else math.nan
 
 
 def _whole(value: Any) -> int:
-    return min(max(int(value), -(2**53)), 2**53)  # beyond, no float holds it
+    return min(max(int(value), -(2**53)), 2**53)  # a float represents no larger integer exactly
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
@@ -186,7 +190,7 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     dict[str, float]: lambda figures: {str(k): _figure(v) for k, v in figures.items()},
     int | None: lambda count: None if count is None else int(count),
 }
-# How each field is read, by its type; what is not plain is a figure, which may be null.
+# Each field is read by its type. A type that is not in _PLAIN is a figure, which may be null.
 _READERS: dict[type[Line], dict[str, Callable[[Any], Any]]] = {
     kind: {f.name: _PLAIN.get(f.type, _figure) for f in fields(kind)} for kind in _KINDS.values()
 }

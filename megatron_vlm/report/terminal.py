@@ -1,4 +1,4 @@
-"""How tables look in the terminal."""
+"""The style of tables in the terminal."""
 
 from typing import Any
 
@@ -7,5 +7,5 @@ from rich.table import Table
 
 
 def plain_table(**more: Any) -> Table:
-    """A line under the head, and nothing else. `more` is rich's own."""
+    """Return a table with nothing but a line under its head. `more`: arguments of rich's Table."""
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), **more)

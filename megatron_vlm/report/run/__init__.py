@@ -1,4 +1,4 @@
-"""`megatron-vlm report RUN ...`: what one run logged, or several, as one page."""
+"""`megatron-vlm report RUN ...`: the log of one run, or of several, as one page."""
 
 import os
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ _MOST_CONFIG = 2**20
 
 
 def write_report(*folders: Path, out: Path | None = None) -> Path:
-    """Write the page of what these runs have logged so far to `out`; its path. Without `out` it is
-    RUN/report.html, and FIRST_RUN/comparison.html for several runs."""
+    """Write the page of the lines that these runs have logged so far, and return its path. Without
+    `out` it is RUN/report.html, and FIRST_RUN/comparison.html for several runs."""
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     if len(runs) == 1:
         [run], [folder] = runs, folders
@@ -37,7 +37,7 @@ def write_report(*folders: Path, out: Path | None = None) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path; as many parts as it takes to tell the runs apart."""
+    """Return the last part of each path, or as many parts as are needed to distinguish the runs."""
     paths = [real_path(folder) for folder in folders]
     if len(set(paths)) < len(paths):
         raise ConfigError(

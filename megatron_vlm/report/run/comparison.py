@@ -1,4 +1,5 @@
-"""The page of several runs: which was better, in what they differ, and their curves together."""
+"""The page of several runs: the best of them, the differences of their configuration, and their
+curves together."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ _MOST_TILES = 8
 
 
 def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
-    """The body of the page."""
+    """Yield the body of the page."""
     yield tag("h1", f"{len(runs)} runs compared")
     yield tag("p", " \u00b7 ".join(run.name for run in runs), class_="quiet")
     links = [("runs", "Runs"), ("differences", "Differences")]
@@ -56,8 +57,8 @@ def comparison_page(runs: Sequence[LoggedRun]) -> Iterator[Html]:
 
 
 def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Each key whose value is not the same in all config.yaml, with its values. The folder of the
-    run is not among them."""
+    """Yield the keys whose values are not equal in all config.yaml, with their values. The folder
+    of the run is not among them."""
     flat = [dict(_flat(config)) for config in configs]
     for key in dict.fromkeys(key for values in flat for key in values):
         values = tuple(of_run.get(key, "-") for of_run in flat)
@@ -68,7 +69,7 @@ def differences(configs: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def _flat(config: str) -> Iterator[tuple[str, str]]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(config))
-    except Exception as error:  # YAML's errors and OmegaConf's have no family in common
+    except Exception as error:  # the errors of YAML and OmegaConf have no common base class
         yield "config.yaml", f"cannot be read: {type(error).__name__}"
         return
     stack: list[tuple[str, Any]] = [("", tree)]
@@ -81,7 +82,7 @@ def _flat(config: str) -> Iterator[tuple[str, str]]:
 
 
 def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
-    """Every set and score that a run has."""
+    """Return the pairs of set and score that at least one run has."""
     sets = dict.fromkeys(name for run in runs for name in run.metrics.sets())
     return [
         (name, score)
@@ -92,7 +93,7 @@ def _scores(runs: Sequence[LoggedRun]) -> list[tuple[str, str]]:
 
 
 def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
-    """The best of each figure, and whose it is."""
+    """Yield the best value of each figure, with the name of its run."""
     rewards = [(*run.metrics.rewards()["best"], run) for run in runs if run.metrics.rewards()]
     if rewards:
         reward, first, last, run = max(rewards, key=lambda found: found[0])
@@ -103,9 +104,9 @@ def _tiles(runs: Sequence[LoggedRun]) -> Iterator[tuple[str, str]]:
         loss, step, run = min(losses, key=lambda found: found[0])
         yield number(loss), f"best loss: {run.name}, step {step:,}"
     for name, score in _scores(runs):
-        found = [(best_of(run.metrics.sets().get(name, []), score), run) for run in runs]
+        results = [(best_of(run.metrics.sets().get(name, []), score), run) for run in runs]
         value, best, run = SCORES[score](
-            ((e.score(score), e, run) for e, run in found if e is not None), key=lambda f: f[0]
+            ((e.score(score), e, run) for e, run in results if e is not None), key=lambda f: f[0]
         )
         what = f"best {name} {NAMES[score]}: {run.name}, step {best.step:,}"
         yield score_text(score, value), what
@@ -124,9 +125,11 @@ def _row(run: LoggedRun, scores: Sequence[tuple[str, str]], rewarded: bool) -> t
     means = [_at(number(mean), step) for mean, _, step in rewards.values()] or ["-", "-"]
     cells = means * rewarded
     for name, score in scores:
-        found = best_of(sets.get(name, []), score)
+        best_line = best_of(sets.get(name, []), score)
         cells.append(
-            "-" if found is None else _at(score_text(score, found.score(score)), found.step)
+            "-"
+            if best_line is None
+            else _at(score_text(score, best_line.score(score)), best_line.step)
         )
     total = f"/{start.total_steps:,}" if start is not None else ""
     return (

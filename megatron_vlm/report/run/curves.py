@@ -1,6 +1,6 @@
-"""Which charts a page has: the loss first, what explains it, what it cost, what it scored.
+"""The charts of a page: the loss first, then figures that explain it, costs and scores.
 
-One run has a colour for each set; of several runs, each has its colour.
+On the page of one run, each set has a colour; on the page of several runs, each run has one.
 """
 
 import math
@@ -15,7 +15,7 @@ from megatron_vlm.report.html import Html, table, tag
 from megatron_vlm.report.metrics_lines import EvalLine
 from megatron_vlm.report.run.metrics_arrays import LoggedRun, RunMetrics, best_of
 
-_MOST_ROWS = 200  # of the table of evaluations
+_MOST_ROWS = 200  # rows of the table of evaluations
 _SMOOTH_FROM = 80  # steps
 NAMES = {
     "loss": "loss",
@@ -27,7 +27,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class StepChart:
-    """A chart of what every step logs. `keys`: a field of StepLine for each curve."""
+    """Chart of figures that every step logs. `keys`: a field of StepLine for each curve."""
 
     title: str
     keys: dict[str, str]  # name of the curve: field
@@ -35,7 +35,7 @@ class StepChart:
     percent: bool = False
     may_log: bool = False
     steady: bool = False  # needs no smoothing
-    optional: bool = False  # left out where nothing is above 0
+    optional: bool = False  # left out if no value is above 0
 
 
 _STEP_CHARTS = (
@@ -54,12 +54,12 @@ _STEP_CHARTS = (
 
 
 def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
-    """Curves of what was logged with each step."""
+    """Yield the curves of the figures that are logged with each step."""
     yield tag("h2", "Curves over steps", id="curves")
     if not any(len(run.metrics.steps_N) for run in runs):
         yield tag("p", "No step was logged.", class_="quiet")
         return
-    if not any(run.metrics.samples for run in runs):  # sample_curves has said it above
+    if not any(run.metrics.samples for run in runs):  # sample_curves has yielded the notes above
         yield from chart_notes()
     span = steps_span(runs)
     losses = step_curves(runs, {"training": "loss"}, of_step) + _score_curves(runs, "loss")
@@ -75,7 +75,7 @@ def curve_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
 
 
 def chart_notes() -> Iterator[Html]:
-    """What is said once, above the first chart of a page."""
+    """Yield the notes that a page has once, above its first chart."""
     script = "The curves are drawn by JavaScript, which is off. Nothing else here needs it."
     yield tag("noscript", tag("p", script, class_="alarm"))
     help_ = "Drag over a chart to zoom in on steps, double-click to zoom out."
@@ -83,7 +83,7 @@ def chart_notes() -> Iterator[Html]:
 
 
 def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
-    """Charts and a table of each set; nothing where nothing was evaluated."""
+    """Yield charts and a table of each set; nothing if there was no evaluation."""
     every = [e for run in runs for e in run.metrics.evaluations]
     if not every:
         return
@@ -95,27 +95,27 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
             charts.append(chart_figure(chart, *steps_span(runs)))
     yield tag("div", *charts, class_="charts")
     scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in every)]
-    most = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))
+    max_rows = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
         (run.name, *row) if len(runs) > 1 else row
         for run in runs
         for evaluations in run.metrics.sets().values()
-        for row in _rows(evaluations, scores, most)
+        for row in _rows(evaluations, scores, max_rows)
     ]
     caption = "* the best of its set."
     if len(rows) < len(every):
-        caption += f" Of each set, the best and the last {most:,}."
+        caption += f" Of each set, the best and the last {max_rows:,}."
     columns = ("set", "step", *map(NAMES.__getitem__, scores), "samples", "seconds")
     yield table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
 
 
 def score_text(score: str, value: float) -> str:
-    """A loss as it is, the others in percent."""
+    """Format a score: a loss as a number, all others in percent."""
     return number(value, percent=score != "loss")
 
 
 def of_step(metrics: RunMetrics, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """The steps, and a field of their StepLines."""
+    """Return the steps and a field of their StepLines."""
     return metrics.steps_N, metrics.figures[key]
 
 
@@ -125,9 +125,9 @@ def step_curves(
     read: Callable[[RunMetrics, str], tuple[np.ndarray, np.ndarray]],
     steady: bool = False,
 ) -> tuple[Curve, ...]:
-    """Each step of each run and, where there are enough, the smoothed curve over it. A comparison
-    shows the first key alone. `read`: steps and values of a key."""
-    found = []
+    """Return the curve of each run and, if it has enough steps, the smoothed curve over it. A
+    comparison shows only the first key. `read` returns steps and values of a key."""
+    curves = []
     alone = len(runs) == 1
     for place, run in enumerate(runs):
         for colour, (name, key) in enumerate(keys.items()):
@@ -135,32 +135,33 @@ def step_curves(
             if not alone:
                 colour, name = place, run.name
             if steady or len(x_N) < _SMOOTH_FROM:
-                found.append(Curve(name, x_N, y_N, colour, run=place))
+                curves.append(Curve(name, x_N, y_N, colour, run=place))
             else:
                 raw = name if not alone else f"{name}, each step" if len(keys) > 1 else "each step"
-                found.append(Curve(raw, x_N, y_N, colour, faint=True, run=place, in_legend=alone))
+                curves.append(Curve(raw, x_N, y_N, colour, faint=True, run=place, in_legend=alone))
                 mean = name if len(keys) > 1 or not alone else "smoothed"
-                found.append(Curve(mean, *smooth(x_N, y_N), colour, run=place))
+                curves.append(Curve(mean, *smooth(x_N, y_N), colour, run=place))
             if not alone:
                 break
-    return tuple(found)
+    return tuple(curves)
 
 
 def _score_curves(runs: Sequence[LoggedRun], score: str) -> tuple[Curve, ...]:
-    """A score of every set that has it. A set of a single run has one colour on the whole page."""
-    found = []
+    """Return the curves of a score for the sets that have it. With a single run, a set has the same
+    colour on the whole page."""
+    curves = []
     for place, run in enumerate(runs):
         for colour, (name, evaluations) in enumerate(run.metrics.sets().items(), start=1):
             x = np.array([e.step for e in evaluations])
             y = np.array([e.score(score) for e in evaluations])
             if len(runs) > 1:
                 colour, name = place, f"{run.name}: {name}"
-            found.append(Curve(name, x, y, colour, dots=True, run=place))
-    return tuple(curve for curve in found if np.isfinite(curve.y).any())
+            curves.append(Curve(name, x, y, colour, dots=True, run=place))
+    return tuple(curve for curve in curves if np.isfinite(curve.y).any())
 
 
 def _marks(runs: Sequence[LoggedRun], first: float, last: float) -> Iterator[StepMarks]:
-    """Where steps were not applied, and where a run was resumed."""
+    """Yield marks at steps that were not applied, and at steps where a run was resumed."""
     for place, run in enumerate(runs):
         metrics = run.metrics
         not_applied = metrics.steps_N[metrics.skipped_N | metrics.empty_N]
@@ -182,7 +183,7 @@ def _rows(
 
 
 def steps_span(runs: Sequence[LoggedRun]) -> tuple[float, float]:
-    """All charts of a page reach over the same steps."""
+    """Return the first and the last step, which all charts of a page share."""
     steps: list[float] = []
     for run in runs:
         steps += [*run.metrics.steps_N[:1], *run.metrics.steps_N[-1:]]

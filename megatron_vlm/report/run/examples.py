@@ -1,4 +1,4 @@
-"""What the model answered to a few records of an evaluation set, with their pictures."""
+"""Answers of the model to a few records of an evaluation set, with their pictures."""
 
 import os
 import re
@@ -11,25 +11,27 @@ from megatron_vlm.report.html import Html, tag
 
 _MOST_TEXT = 1500  # characters of a prompt or an answer
 _PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1+")
-# Formats that hold pixels and nothing else.
+# These formats hold pixels and nothing else.
 _PICTURE = re.compile(r"data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+")
 
 
 def example_section(path: Path) -> Iterator[Html]:
-    """A card for each example, right or wrong; nothing where the run has none."""
+    """Yield a card for each example, right or wrong; nothing if the run has no examples."""
     if not os.path.lexists(path):
         return
     yield tag("h2", "Examples", id="examples")
     try:
-        found = Examples.read(path)
+        examples = Examples.read(path)
     except DataError as error:
         problem = f"{path.name} cannot be read: {error}"
         yield tag("p", problem, class_="alarm")
         return
-    right = sum(example.right for example in found.examples)
-    title = f"{found.name}, after {found.step:,} steps: {right} of {len(found.examples)} right"
+    right = sum(example.right for example in examples.examples)
+    title = (
+        f"{examples.name}, after {examples.step:,} steps: {right} of {len(examples.examples)} right"
+    )
     yield tag("p", title, class_="quiet")
-    yield tag("div", *map(_card, found.examples), class_="examples")
+    yield tag("div", *map(_card, examples.examples), class_="examples")
 
 
 def _card(example: Example) -> Html:
@@ -50,12 +52,13 @@ def _said(who: str, text: str) -> tuple[Html, Html]:
 
 
 def picture(uri: str) -> Html:
-    """What a data URI holds; nothing else is loaded."""
+    """Return the picture of a data URI; nothing else is loaded."""
     return tag("img", src=uri, alt="") if _PICTURE.fullmatch(uri) else tag("span", "[no picture]")
 
 
 def shortened(text: str) -> str:
-    """A run of placeholders of an image as one, a long text without its middle."""
+    """Shorten a text: repeated placeholders of an image become one, and a long text loses its
+    middle."""
     text = _PADS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1]):,} ", text)
     if len(text) <= _MOST_TEXT:
         return text

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a run went to, over its steps."""
+"""Map of the tokens that each expert got over the steps of a run."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _PERCENT = 100
 
 
 def expert_section(metrics: RunMetrics) -> Iterator[Html]:
-    """The load of each expert of each layer; nothing for a model without experts."""
+    """Yield the load of each expert of each layer; nothing for a model without experts."""
     if not metrics.loads:
         return
     loads = _alike(metrics.loads)
@@ -25,12 +25,13 @@ def expert_section(metrics: RunMetrics) -> Iterator[Html]:
 
 
 def _alike(loads: tuple[LoadLine, ...]) -> list[LoadLine]:
-    """Those of the model that the last one is of, and of many an even choice."""
+    """Return the loads whose layers and experts are those of the last load. If they are too many,
+    return an evenly spaced choice."""
 
     def shape(line: LoadLine) -> tuple[list[int], int]:
         return line.layers, len(line.load[0])
 
-    kept = [line for line in loads if shape(line) == shape(loads[-1])]
-    if len(kept) <= MOST_LOADS + 1:
-        return kept
-    return [kept[place] for place in np.linspace(0, len(kept) - 1, MOST_LOADS + 1).astype(int)]
+    alike = [line for line in loads if shape(line) == shape(loads[-1])]
+    if len(alike) <= MOST_LOADS + 1:
+        return alike
+    return [alike[place] for place in np.linspace(0, len(alike) - 1, MOST_LOADS + 1).astype(int)]

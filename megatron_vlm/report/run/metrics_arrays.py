@@ -1,7 +1,7 @@
 """metrics.jsonl of a run folder, as arrays.
 
-A step that a resumed run did again replaces the first one. What came after the checkpoint that it
-resumed from is dropped: it was measured on weights that are gone.
+A step that a resumed run repeated replaces the first one. Lines after the checkpoint from which the
+run resumed are dropped, because they were measured on weights that are gone.
 
 Shapes: N steps.
 """
@@ -27,28 +27,28 @@ from megatron_vlm.report.metrics_lines import (
 )
 
 _LONGEST = 2**20  # characters of a line
-_MEAN_OF = 10  # steps: the rewards of one step say little
+_MEAN_OF = 10  # steps; the reward of a single step is too noisy
 _ROW = tuple(field.name for field in fields(StepLine))
-# What an evaluation measures, and which end of it is the best.
+# The scores of an evaluation, and which of their values is the best.
 SCORES = {"loss": min, "token_accuracy": max, "exact_match": max, "ranking": max}
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """What a run logged, in the order of steps. A figure that was null is nan."""
+    """The log of a run in the order of steps. A figure that was null is nan."""
 
-    history: tuple[StartLine | EventLine, ...]  # as they came
+    history: tuple[StartLine | EventLine, ...]  # in the order of the file
     steps_N: np.ndarray
     epochs_N: np.ndarray
     skipped_N: np.ndarray  # their loss or gradient was not finite
     empty_N: np.ndarray  # no token of their batch was trained
     figures: dict[str, np.ndarray]  # by the fields of StepLine, each [N]
     evaluations: tuple[EvalLine, ...]
-    loads: tuple[LoadLine, ...]  # of the experts
-    samples: tuple[RlLine, ...]  # what each step of `megatron-vlm rl` has learnt from
-    seconds: float  # of all steps, with those that were done again
-    replaced: int  # steps that were done again or lost
-    unreadable: int  # lines, such as the last one of a killed run
+    loads: tuple[LoadLine, ...]  # loads of the experts
+    samples: tuple[RlLine, ...]  # one for each step of `megatron-vlm rl`
+    seconds: float  # time of all steps, with those that were repeated
+    replaced: int  # steps that were repeated or lost
+    unreadable: int  # lines that are malformed, such as the last one of a killed run
 
     @property
     def steps_done(self) -> int:
@@ -64,13 +64,13 @@ class RunMetrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """The median; nan where there is none."""
+        """The median; nan if no step has a finite value."""
         rate_N = self.figures["tokens_per_s"]
         rate_N = rate_N[np.isfinite(rate_N)]
         return float(np.median(rate_N)) if len(rate_N) else math.nan
 
     def losses(self) -> dict[str, tuple[float, int]]:
-        """The last and the best loss of training, each with its step."""
+        """Return the last and the best training loss, each with its step."""
         loss_N = self.figures["loss"]
         finite = np.flatnonzero(np.isfinite(loss_N))
         if not len(finite):
@@ -79,8 +79,8 @@ class RunMetrics:
         return {name: (float(loss_N[row]), int(self.steps_N[row])) for name, row in rows.items()}
 
     def rewards(self) -> dict[str, tuple[float, int, int]]:
-        """The last and the best mean reward of ten steps, or of all where there are fewer, each
-        with the first and the last of its steps."""
+        """Return the last and the best mean reward of ten steps, or of all if there are fewer. Each
+        comes with its first and its last step."""
         known = [line for line in self.samples if math.isfinite(line.reward)]
         if not known:
             return {}
@@ -93,11 +93,11 @@ class RunMetrics:
         }
 
     def sets(self) -> dict[str, list[EvalLine]]:
-        """The evaluations of each set."""
-        found: dict[str, list[EvalLine]] = {}
+        """Return the evaluations of each set."""
+        evaluations: dict[str, list[EvalLine]] = {}
         for evaluation in self.evaluations:
-            found.setdefault(evaluation.name, []).append(evaluation)
-        return found
+            evaluations.setdefault(evaluation.name, []).append(evaluation)
+        return evaluations
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class LoggedRun:
 
 
 def best_of(evaluations: list[EvalLine], score: str) -> EvalLine | None:
-    """The first evaluation with the best value of this score."""
+    """Return the first evaluation with the best value of this score."""
     measured = [e for e in evaluations if math.isfinite(e.score(score))]
     return SCORES[score](measured, key=lambda e: e.score(score)) if measured else None
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """All lines of the file. Lines of an unknown kind are skipped."""
+    """Read all lines of the file. Lines of an unknown kind are skipped."""
     reading = _Reading()
     file = UntrustedFile(str(path), remedy="give the folder of a run")
     file.regular()
@@ -127,11 +127,12 @@ def read_metrics(path: Path) -> RunMetrics:
 
 
 class _Reading:
-    """Lines so far. Rows of numbers are in one flat array: there may be hundreds of thousands."""
+    """The lines read so far. Rows of numbers are in one flat array, because there may be hundreds
+    of thousands of them."""
 
     def __init__(self) -> None:
         self.rows = array("d")
-        self.resumes: list[tuple[int, int]] = []  # after so many rows, so many steps were done
+        self.resumes: list[tuple[int, int]] = []  # (rows before a resume, steps done before it)
         self.evaluations: dict[tuple[str, int], EvalLine] = {}
         self.loads: dict[int, LoadLine] = {}
         self.samples: dict[int, RlLine] = {}
@@ -167,8 +168,8 @@ class _Reading:
 
     def metrics(self) -> RunMetrics:
         rows = np.array(self.rows).reshape(-1, len(_ROW))
-        kept = rows[list(self._kept(rows[:, 0].astype(np.int64)))]
-        columns = dict(zip(_ROW, kept.T, strict=True))
+        live_rows = rows[list(self._kept(rows[:, 0].astype(np.int64)))]
+        columns = dict(zip(_ROW, live_rows.T, strict=True))
         return RunMetrics(
             history=tuple(self.history),
             steps_N=columns.pop("step").astype(np.int64),
@@ -180,12 +181,13 @@ class _Reading:
             loads=tuple(load for _, load in sorted(self.loads.items())),
             samples=tuple(line for _, line in sorted(self.samples.items())),
             seconds=float(np.nansum(rows[:, _ROW.index("seconds")])),
-            replaced=len(rows) - len(kept),
+            replaced=len(rows) - len(live_rows),
             unreadable=self.unreadable,
         )
 
     def _kept(self, steps: np.ndarray) -> Iterator[int]:
-        """Rows of the run as it is now: the last one of each step, none that a resume dropped."""
+        """Yield the rows of the run as it is now: the last one of each step, without those that a
+        resume dropped."""
         alive = np.ones(len(steps), dtype=bool)
         for rows_before, steps_done in self.resumes:
             alive[:rows_before] &= steps[:rows_before] < steps_done

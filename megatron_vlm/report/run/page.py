@@ -21,15 +21,15 @@ _MOST_SCORES = 6  # among the tiles
 
 
 def run_page(run: LoggedRun, folder: Path) -> Iterator[Html]:
-    """The body of the page."""
-    shown = [*example_section(folder / "examples.json")]
-    yield from _header(run, bool(shown))
+    """Yield the body of the page."""
+    examples = [*example_section(folder / "examples.json")]
+    yield from _header(run, bool(examples))
     yield from sample_curves([run])
     yield from sample_cards(run.metrics, folder)
     yield from curve_section([run])
     yield from expert_section(run.metrics)
     yield from score_section([run])
-    yield from shown
+    yield from examples
     yield from _history(run.metrics)
     yield from _configuration(run)
 
@@ -49,7 +49,7 @@ def _header(run: LoggedRun, examples: bool) -> Iterator[Html]:
     links += [("evaluation", "Evaluation")] if metrics.evaluations else []
     links += [("examples", "Examples")] if examples else []
     yield contents([*links, ("history", "History"), ("configuration", "Configuration")])
-    # The loss of samples is no measure of what was learnt: it is about 0 from the first step on.
+    # The loss of samples does not measure progress: it is about 0 from the first step on.
     learnt = sample_tiles(metrics) if metrics.samples else _loss_tiles(metrics)
     yield tiles([*learnt, *_score_tiles(metrics), *_run_tiles(metrics)])
 
@@ -63,16 +63,16 @@ def _loss_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
 
 
 def _score_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
-    """The best loss of each set, and the best value of the strictest score of its answers."""
-    found = []
+    """Yield the best loss of each set, and the best value of the strictest score of its answers."""
+    scores = []
     for name, evaluations in metrics.sets().items():
         answers = ("exact_match", "token_accuracy")
         strict = next((score for score in answers if best_of(evaluations, score)), "loss")
         for score in dict.fromkeys(("loss", strict)):
             if (best := best_of(evaluations, score)) is not None:
                 what = f"best {name} {NAMES[score]}, step {best.step:,}"
-                found.append((score_text(score, best.score(score)), what))
-    yield from found[:_MOST_SCORES]
+                scores.append((score_text(score, best.score(score)), what))
+    yield from scores[:_MOST_SCORES]
 
 
 def _run_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
@@ -131,7 +131,7 @@ def _event(line: StartLine | EventLine) -> str:
 
 
 def layout_text(start: StartLine) -> str:
-    """tp1 pp2 dp1."""
+    """Format a layout, such as tp1 pp2 dp1."""
     return " ".join(f"{key}{degree}" for key, degree in start.layout.items()) or "-"
 
 

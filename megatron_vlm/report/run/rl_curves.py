@@ -1,4 +1,5 @@
-"""The curves of learning from samples: the rewards first, what explains them, what they cost."""
+"""The curves of a run that learns from samples: the rewards, then figures that explain them, then
+costs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,14 @@ _MOST_NAME = 60  # characters
 
 @dataclass(frozen=True)
 class SampleChart:
-    """A chart of what a step learnt from. `keys`: a field of RlLine or StepLine for each curve."""
+    """Chart of figures of RL steps. `keys`: a field of RlLine or StepLine for each curve."""
 
     title: str
     keys: dict[str, str]  # name of the curve: field
     unit: str = ""
     percent: bool = False
     may_log: bool = False
-    above: float = -math.inf  # left out where nothing is
+    above: float = -math.inf  # the chart is left out if no value is above it
 
 
 _REWARD = SampleChart("Reward", {"reward": "reward"}, "mean over episodes")
@@ -53,7 +54,7 @@ _CHARTS = (
 
 
 def sample_curves(runs: Sequence[LoggedRun]) -> Iterator[Html]:
-    """Curves of the runs that learn from samples; nothing where there is none."""
+    """Yield the curves of the runs that learn from samples; nothing if there is no such run."""
     if not any(run.metrics.samples for run in runs):
         return
     yield tag("h2", "Samples", id="samples")
@@ -74,7 +75,7 @@ def sample_curves(runs: Sequence[LoggedRun]) -> Iterator[Html]:
 
 
 def sample_tiles(metrics: RunMetrics) -> Iterator[tuple[str, str]]:
-    """What came of it: (figure, what it is)."""
+    """Yield the results of learning: (figure, its meaning)."""
     for name, (reward, first, last) in metrics.rewards().items():
         steps = f"steps {first:,} to {last:,}" if last > first else f"step {last:,}"
         yield number(reward), f"{name} mean reward, {steps}"

@@ -1,7 +1,7 @@
-"""samples.jsonl of a run: what some of its steps drew, read within bounds.
+"""samples.jsonl of a run: the samples of some of its steps, read within bounds.
 
-A step that a resumed run did again replaces the first one, and what came after it is dropped, as
-metrics_arrays.py has it.
+As in metrics_arrays.py, a step that a resumed run repeated replaces the first one, and all samples
+after it are dropped.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,14 @@ from megatron_vlm.io.untrusted import JsonField, UntrustedFile
 _LONGEST = 2**26  # bytes of a line
 _MOST_LINES = 10_000
 _MOST_BYTES = 2**31
-_MOST_STEPS = 6  # that a page shows
-_MOST_PROMPTS = 8  # of a step
+_MOST_STEPS = 6  # steps that a page shows
+_MOST_PROMPTS = 8  # prompts of a step
 
 
 @dataclass(frozen=True)
 class ShownEpisode:
-    """An answer and its reward; of an environment, several answers and what it said after each."""
+    """An answer and its reward. With an environment: several answers, and an observation after each
+    but the last."""
 
     answers: tuple[str, ...]
     heard: tuple[tuple[str, tuple[str, ...]], ...]  # text and pictures after each but the last
@@ -35,7 +36,7 @@ class ShownEpisode:
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """What was asked. Pictures are data URIs."""
+    """A prompt and its episodes. Pictures are data URIs."""
 
     step: int
     where: str
@@ -45,7 +46,7 @@ class ShownPrompt:
 
     @staticmethod
     def of(line: JsonField) -> "ShownPrompt":
-        """A DataError where a line is not one."""
+        """Parse a line; raise DataError if it is malformed."""
         return ShownPrompt(
             step=line["step"].whole(),
             where=line["where"].string(),
@@ -60,33 +61,34 @@ class SampleLines:
     """The prompts of a few steps, in the order of steps."""
 
     steps: dict[int, list[ShownPrompt]]
-    told: int  # steps that the file has
-    unreadable: int  # lines
-    whole: bool  # or there was more than is read
+    told: int  # number of steps in the file
+    unreadable: int  # number of lines
+    whole: bool  # False if the file was longer than is read
 
 
 def read_samples(path: Path, last_step: int) -> SampleLines:
-    """Of the steps to `last_step`: the first, the last and a few between them."""
+    """Read samples of steps up to `last_step`: the first, the last and a few between them."""
     file = UntrustedFile(str(path))
     file.regular()
     with file.border("cannot be read"), path.open("rb") as opened:
         index = _Index(opened, file)
-        told = [step for step in index.places if step <= last_step]
-        chosen = np.linspace(0, len(told) - 1, min(len(told), _MOST_STEPS)).round().astype(int)
+        logged = [step for step in index.places if step <= last_step]
+        chosen = np.linspace(0, len(logged) - 1, min(len(logged), _MOST_STEPS)).round().astype(int)
         steps = {
-            told[place]: [*map(index.read, index.places[told[place]][:_MOST_PROMPTS])]
+            logged[place]: [*map(index.read, index.places[logged[place]][:_MOST_PROMPTS])]
             for place in chosen
         }
-    return SampleLines(steps, len(told), index.unreadable, index.whole)
+    return SampleLines(steps, len(logged), index.unreadable, index.whole)
 
 
 class _Index:
-    """Where the lines of each step begin: a file may be larger than the memory."""
+    """Index of the places where the lines of each step begin. It is needed because a file may be
+    larger than the memory."""
 
     def __init__(self, opened: BinaryIO, file: UntrustedFile):
         self.opened, self.file = opened, file
         self.places: dict[int, list[int]] = {}
-        self.asked: set[str] = set()  # where the prompts of the last step come from
+        self.asked: set[str] = set()  # sources of the prompts of the last step
         self.unreadable = 0
         self.whole = True
         for place, line in self._lines():
@@ -105,7 +107,8 @@ class _Index:
         return ShownPrompt.of(JsonField(self.file.parsed(line), "", self.file))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Where each begins, and its content: cut off where it is too long, which is no JSON."""
+        """Yield the place and the content of each line. A line that is too long is cut off and thus
+        is not JSON."""
         place = 0
         for _ in range(_MOST_LINES):
             line = part = self.opened.readline(_LONGEST)
@@ -121,10 +124,10 @@ class _Index:
 
     def _take(self, prompt: ShownPrompt, place: int) -> None:
         last = next(reversed(self.places), -1)
-        # Of a step that was told in part before it was done again, a prompt comes twice.
+        # A step may have been logged in part before it was repeated. Then a prompt comes twice.
         again = prompt.step < last or (prompt.step == last and prompt.where in self.asked)
         if again:
-            self.places = {k: found for k, found in self.places.items() if k < prompt.step}
+            self.places = {k: places for k, places in self.places.items() if k < prompt.step}
         if again or prompt.step > last:
             self.asked = set()
         self.asked.add(prompt.where)
@@ -132,13 +135,15 @@ class _Index:
 
 
 def _episode(line: JsonField) -> ShownEpisode:
-    heard = ((each["text"].string(), _strings(each["images"])) for each in line["heard"].items())
+    observations = (
+        (each["text"].string(), _strings(each["images"])) for each in line["heard"].items()
+    )
     figures = line["figures"].object()
     if not isinstance(line["cut"].value, bool):
         raise line["cut"].error("true or false")
     return ShownEpisode(
         answers=_strings(line["answers"]),
-        heard=tuple(heard),
+        heard=tuple(observations),
         reward=float(line["reward"].number()),
         figures={name: float(value.number()) for name, value in figures.items()},
         tokens=line["tokens"].whole(),

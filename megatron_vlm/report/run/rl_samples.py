@@ -1,4 +1,4 @@
-"""What a run that learns from samples drew: prompts with their pictures, answers with rewards."""
+"""The samples of a run that learns from them: prompts with pictures, answers with rewards."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -20,32 +20,32 @@ from megatron_vlm.report.run.rl_sample_lines import (
     read_samples,
 )
 
-_MOST_EPISODES = 8  # of a prompt
-_MOST_ANSWERS = 6  # of an episode
-_MOST_IMAGES = 8  # of a prompt, or in one place of an episode
-_MOST_FIGURES = 8  # of an episode
-_PICTURE_BYTES = 6 * 2**20  # of a page
+_MOST_EPISODES = 8  # episodes of a prompt
+_MOST_ANSWERS = 6  # answers of an episode
+_MOST_IMAGES = 8  # images of a prompt, or in one place of an episode
+_MOST_FIGURES = 8  # figures of an episode
+_PICTURE_BYTES = 6 * 2**20  # bytes of all pictures of a page
 
 
 def sample_cards(metrics: RunMetrics, folder: Path) -> Iterator[Html]:
-    """The samples of the last step that tells them, of the first and of some between; nothing
-    where the run told none."""
+    """Yield the samples of the last step that has them, of the first and of some between; nothing
+    if the run logged no samples."""
     path = folder / SAMPLES
     if not metrics.samples or not os.path.lexists(path):
         return
     try:
-        found = read_samples(path, metrics.samples[-1].step)
+        samples = read_samples(path, metrics.samples[-1].step)
     except DataError as error:
         yield tag("p", f"{SAMPLES} cannot be read: {error}", class_="alarm note")
         return
-    yield from _notes(found)
-    every = [prompt for prompts in found.steps.values() for prompt in prompts]
-    cards = _Cards([each.reward for prompt in every for each in prompt.episodes])
-    # The pictures of the steps that are open come first: those of others may find no room.
-    ends = [*dict.fromkeys([*found.steps][-1:] + [*found.steps][:1])]
-    order = [*ends, *(step for step in found.steps if step not in ends)]
-    made = {step: cards.step(step, found.steps[step], step in ends) for step in order}
-    yield from (made[step] for step in sorted(made, reverse=True))
+    yield from _notes(samples)
+    all_prompts = [prompt for prompts in samples.steps.values() for prompt in prompts]
+    cards = _Cards([each.reward for prompt in all_prompts for each in prompt.episodes])
+    # Pictures of steps that are open come first, because those of other steps may find no room.
+    ends = [*dict.fromkeys([*samples.steps][-1:] + [*samples.steps][:1])]
+    order = [*ends, *(step for step in samples.steps if step not in ends)]
+    cards_by_step = {step: cards.step(step, samples.steps[step], step in ends) for step in order}
+    yield from (cards_by_step[step] for step in sorted(cards_by_step, reverse=True))
 
 
 def _notes(found: SampleLines) -> Iterator[Html]:
@@ -67,9 +67,9 @@ def _notes(found: SampleLines) -> Iterator[Html]:
 
 @dataclass
 class _Cards:
-    """Makes them, while there is room for their pictures."""
+    """Maker of cards. It adds pictures while there is room for them."""
 
-    rewards: list[float]  # of all that are shown: what a colour means
+    rewards: list[float]  # rewards of all samples shown, which set the scale of the colours
     room: int = _PICTURE_BYTES
 
     def step(self, step: int, prompts: Sequence[ShownPrompt], is_open: bool) -> Html:
@@ -96,18 +96,18 @@ class _Cards:
         )
 
     def _episode(self, episode: ShownEpisode) -> Html:
-        said: list[Html] = []
+        parts: list[Html] = []
         for place, answer in enumerate(episode.answers[:_MOST_ANSWERS]):
             nothing = tag("span", "(nothing)", class_="quiet")
-            said.append(tag("p", shortened(answer) if answer else nothing, class_="said"))
+            parts.append(tag("p", shortened(answer) if answer else nothing, class_="said"))
             if place < min(len(episode.heard), _MOST_ANSWERS - 1):
                 text, images = episode.heard[place]
-                heard = tag("p", shortened(text), class_="said quiet")
-                said.append(tag("div", heard, *self._pictures(images), class_="heard"))
+                observation = tag("p", shortened(text), class_="said quiet")
+                parts.append(tag("div", observation, *self._pictures(images), class_="heard"))
         if (more := len(episode.answers) - _MOST_ANSWERS) > 0:
-            said.append(tag("p", f"[... {more:,} more answers]", class_="quiet"))
+            parts.append(tag("p", f"[... {more:,} more answers]", class_="quiet"))
         foot = tag("p", " \u00b7 ".join(_facts(episode)), class_="quiet")
-        return tag("div", self._reward(episode.reward), tag("div", *said, foot), class_="episode")
+        return tag("div", self._reward(episode.reward), tag("div", *parts, foot), class_="episode")
 
     def _reward(self, reward: float) -> Html:
         low, high = min(self.rewards), max(self.rewards)
