@@ -1,1 +1,1 @@
-"""`megatron-vlm agree`: whether an engine and the trainer see the same."""
+"""`megatron-vlm agree`: the comparison of an engine with the trainer on the same prompts."""

@@ -1,4 +1,5 @@
-"""`megatron-vlm agree`, on each rank: rank 0 asks the engine, then all score its answers."""
+"""The ranks of `megatron-vlm agree`: rank 0 requests answers of the engine, then all ranks score
+them."""
 
 import argparse
 import sys
@@ -32,7 +33,7 @@ from megatron_vlm.training.worker import MegatronWorker
 
 
 def run_agree(arguments: Sequence[str]) -> int:
-    """Compare, on one rank; UNLIKE where the two differ."""
+    """Compare engine and trainer on one rank; return UNLIKE if they differ."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_agree_arguments(parser)
     args = parse_arguments(parser, arguments)
@@ -44,10 +45,10 @@ def run_agree(arguments: Sequence[str]) -> int:
         if checkpoint is not None:
             watchdog.at(0, "loading the checkpoint", files=True)
             load(worker, checkpoint)
-        found = compare_all(worker, cfg, settings, streams=checkpoint is not None)
-        if found is not None:
-            _say(found, TokenText.of(str(worker.source.path)), settings.html)
-        agrees = found is not None and not found.faults
+        agreement = compare_all(worker, cfg, settings, streams=checkpoint is not None)
+        if agreement is not None:
+            _say(agreement, TokenText.of(str(worker.source.path)), settings.html)
+        agrees = agreement is not None and not agreement.faults
         device = worker.platform.device
         return 0 if broadcast_json(agrees, 0, None, device) else UNLIKE
 
@@ -55,8 +56,8 @@ def run_agree(arguments: Sequence[str]) -> int:
 def compare_all(
     worker: MegatronWorker, cfg: Config, settings: AgreeSettings, streams: bool
 ) -> Agreement | None:
-    """What was found, on rank 0. Where `streams`, the engine is given the worker's weights; else it
-    keeps those of the folder. A collective."""
+    """Return the agreement on rank 0. With `streams`, the engine gets the worker's weights;
+    otherwise it keeps the weights of the folder. A collective."""
     asking = None
     if worker.grid.rank == 0:
         dtype = str(compute_dtype(cfg, worker.platform)).removeprefix("torch.")
@@ -70,8 +71,8 @@ def compare_all(
     finally:
         if asking is not None:
             asking.close()
-    asked = [] if asking is None else asking.asked
-    rows = [continued(each.prompt.prompt, each.answer.ids) for each in asked if each.answer]
+    answered = [] if asking is None else asking.asked
+    rows = [continued(each.prompt.prompt, each.answer.ids) for each in answered if each.answer]
     scores = iter(_scores(worker, rows))
     if asking is None:
         return None
@@ -83,7 +84,7 @@ def compare_all(
         asking.dtype,
         settings.temperature,
         settings.bound or BOUNDS[asking.dtype],
-        tuple(_with_scores(each, scores) for each in asked),
+        tuple(_with_scores(each, scores) for each in answered),
     )
 
 
@@ -97,7 +98,8 @@ def _with_scores(asked: AnsweredPrompt, scores: Iterator[list[float]]) -> Compar
 def _alone(
     worker: MegatronWorker, name: str, asking: Asking | None, action: Callable[[Asking], None]
 ) -> None:
-    """What rank 0 does while the others wait, however long that takes; its error is theirs."""
+    """Run an action of rank 0 while the other ranks wait, however long it takes. All ranks raise
+    its error."""
     failure: MegatronVLMError | None = None
     worker.watchdog.at(0, name, files=True)
     if asking is not None:
@@ -122,7 +124,8 @@ def _stream(worker: MegatronWorker, asking: Asking | None) -> None:
 
 
 def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
-    """The trainer's log-prob of each supervised token of rank 0's rows, on rank 0. A collective."""
+    """Return the trainer's log-prob of each supervised token of rank 0's rows, on rank 0. A
+    collective."""
     device, dp = worker.platform.device, worker.grid.dp
     worker.watchdog.at(0, "scoring the answers")
     count = broadcast_json(len(rows), 0, None, device)
@@ -130,12 +133,12 @@ def _scores(worker: MegatronWorker, rows: list[Row]) -> list[list[float]]:
         return []
     packed = batch_of(rows).to_bytes() if worker.grid.rank == 0 else None
     rows = rows_of(TensorBatch.from_bytes(broadcast_bytes(packed, 0, None, device)))
-    rows += [rows[0]] * (-count % dp.size)  # every replica scores as many
-    mine = rows[dp.rank :: dp.size]
-    pairs = zip(worker.forward(mine), mine, strict=True)
-    scored = [log_probs_S[row.labels_S != IGNORE].tolist() for log_probs_S, row in pairs]
-    found = all_gather_json(scored, dp.group, device)
-    return [found[place % dp.size][place // dp.size] for place in range(count)]
+    rows += [rows[0]] * (-count % dp.size)  # every replica scores the same number of rows
+    local_rows = rows[dp.rank :: dp.size]
+    pairs = zip(worker.forward(local_rows), local_rows, strict=True)
+    local_scores = [log_probs_S[row.labels_S != IGNORE].tolist() for log_probs_S, row in pairs]
+    scores = all_gather_json(local_scores, dp.group, device)
+    return [scores[place % dp.size][place // dp.size] for place in range(count)]
 
 
 def _say(found: Agreement, words: TokenText, html: str | None) -> None:

@@ -15,7 +15,7 @@ from megatron_vlm.errors import ConfigError
 
 
 def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command and of each of its processes."""
+    """Add the arguments of the command and of each of its processes."""
     parser.add_argument(
         "where",
         help="a Hugging Face folder or a name on the Hub; or a run or one of its checkpoints, with "
@@ -26,8 +26,8 @@ def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", metavar="PYTHON", help=python)
     devices = "CUDA_VISIBLE_DEVICES of the engine (default: as here)"
     parser.add_argument("--devices", metavar="LIST", help=devices)
-    most = "prompts, spread over the data (default: 16)"
-    parser.add_argument("--samples", type=int, default=16, metavar="N", help=most)
+    samples = "prompts, spread over the data (default: 16)"
+    parser.add_argument("--samples", type=int, default=16, metavar="N", help=samples)
     tokens = "of an answer, at most (default: 32)"
     parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help=tokens)
     heat = "at which answers are drawn; 0: the likeliest token each time (default: 1)"
@@ -40,7 +40,7 @@ def add_agree_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class AgreeSettings:
-    """What is asked of whom."""
+    """Settings of the engine, of the samples and of the comparison."""
 
     engine: str
     devices: str | None = None
@@ -52,7 +52,7 @@ class AgreeSettings:
 
     @staticmethod
     def of(args: argparse.Namespace) -> "AgreeSettings":
-        """Refuses numbers that cannot be."""
+        """Read the settings from the command line; raise ConfigError for impossible numbers."""
         if args.engine is None:
             raise ConfigError(
                 "is not set",
@@ -74,16 +74,16 @@ class AgreeSettings:
 
     @property
     def words(self) -> list[str]:
-        """As the other processes are given them."""
-        given = {name.replace("_", "-"): value for name, value in vars(self).items()}
-        return [f"--{name}={value}" for name, value in given.items() if value is not None]
+        """The settings as arguments of the other processes."""
+        values = {name.replace("_", "-"): value for name, value in vars(self).items()}
+        return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
 def located(
     where: str, overrides: Sequence[str], file: ConfigFile | None
 ) -> tuple[Config, Path | None]:
-    """The configuration of what is asked, which is refused where it cannot be, and the checkpoint
-    to load; none for a Hugging Face folder."""
+    """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder.
+    Raise ConfigError if the two cannot be compared."""
     cfg, checkpoint = locate(where, overrides, file, needs="model.path")
     if not prompts_of(cfg):
         raise ConfigError(
@@ -116,5 +116,5 @@ def located(
 
 
 def prompts_of(cfg: Config) -> tuple[SourceSpec, ...]:
-    """Where the prompts come from."""
+    """Return the sources of the prompts."""
     return tuple(each.source for each in cfg.data.eval) or cfg.data.train

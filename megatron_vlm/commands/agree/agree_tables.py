@@ -1,4 +1,4 @@
-"""The tables of an agreement, for terminal and page alike."""
+"""The tables of an agreement, for the terminal and the page."""
 
 import math
 from collections import Counter
@@ -10,11 +10,11 @@ from megatron_vlm.io.numbers_as_text import number
 
 PROMPTS = ("prompt", "tokens", "shows", "ids", "grids", "patches", "answer", "worst", "mean")
 
-_UNLIKE = 3  # prompts whose ids differ, of which it is said where
+_UNLIKE = 3  # prompts with different ids whose first difference is shown
 
 
 def agree_figures(found: Agreement) -> list[tuple[str, str]]:
-    """(figure, what it is)."""
+    """Return the main figures: (figure, its meaning)."""
     return [
         (small(found.worst), "worst difference of a log-prob"),
         (small(found.mean), "mean difference"),
@@ -25,7 +25,7 @@ def agree_figures(found: Agreement) -> list[tuple[str, str]]:
 
 
 def verdict(found: Agreement) -> str:
-    """One sentence."""
+    """Return the result of the comparison in one sentence."""
     if found.faults:
         return f"They differ: {'; '.join(found.faults)}."
     return (
@@ -35,7 +35,7 @@ def verdict(found: Agreement) -> str:
 
 
 def settings(found: Agreement) -> str:
-    """Who was compared."""
+    """Describe the engine, the trainer and the sampling that were compared."""
     heat = f"at temperature {found.temperature:g}"
     if found.temperature == 0:
         heat = "greedily"
@@ -46,7 +46,7 @@ def settings(found: Agreement) -> str:
 
 
 def prompt_cells(prompt: ComparedPrompt) -> tuple[str, ...]:
-    """The line of a prompt, as PROMPTS names it."""
+    """Return the cells of a prompt in the order of PROMPTS."""
     differences = [token.difference for token in prompt.tokens]
     mean = sum(differences) / len(differences) if differences else math.nan
     has_media = prompt.prompt.image_grid_I3 is not None or prompt.prompt.video_grid_I3 is not None
@@ -64,15 +64,15 @@ def prompt_cells(prompt: ComparedPrompt) -> tuple[str, ...]:
 
 
 def _shows(prompt: ComparedPrompt) -> str:
-    """Sizes in patches, as height x width; the engine's, too, where they differ."""
+    """Return the sizes in patches as height x width, followed by the engine's if they differ."""
     row = prompt.prompt
     images = [] if row.image_grid_I3 is None else row.image_grid_I3.tolist()
     videos = [] if row.video_grid_I3 is None else row.video_grid_I3.tolist()
-    ours = _sizes(images, videos)
+    sizes = _sizes(images, videos)
     if prompt.grids:
-        return ours
-    seen = prompt.seen
-    return f"{ours}; engine: {_sizes(*([m.grid for m in k] for k in (seen.images, seen.videos)))}"
+        return sizes
+    view = prompt.seen
+    return f"{sizes}; engine: {_sizes(*([m.grid for m in k] for k in (view.images, view.videos)))}"
 
 
 def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> str:
@@ -83,16 +83,16 @@ def _sizes(images: Sequence[Sequence[int]], videos: Sequence[Sequence[int]]) -> 
 
 
 def unlike_ids(found: Agreement, words: TokenText) -> list[str]:
-    """Where the ids of the first few prompts differ, in sentences."""
-    said = []
+    """Describe in sentences where the ids of the first few prompts differ."""
+    sentences = []
     for prompt in [each for each in found.prompts if not each.ids][:_UNLIKE]:
-        place, ours, theirs = prompt.first_unlike
-        said.append(
+        place, our_id, engine_id = prompt.first_unlike
+        sentences.append(
             f"{prompt.where}: the trainer has {len(prompt.prompt.ids_S):,} ids and the engine "
-            f"{len(prompt.seen.ids):,}; at {place} the trainer has {_token(ours, words)}, the "
-            f"engine {_token(theirs, words)}"
+            f"{len(prompt.seen.ids):,}; at {place} the trainer has {_token(our_id, words)}, the "
+            f"engine {_token(engine_id, words)}"
         )
-    return said
+    return sentences
 
 
 def _token(id: int | None, words: TokenText) -> str:
@@ -100,7 +100,7 @@ def _token(id: int | None, words: TokenText) -> str:
 
 
 def small(value: float) -> str:
-    """Two digits."""
+    """Format a number with two digits."""
     if value == math.inf:
         return "other shape"
     return f"{value:.1e}" if 0 < abs(value) < 1e-2 else number(value)

@@ -1,4 +1,4 @@
-"""What rank 0 asks the engine: what it makes of each prompt, and an answer to it."""
+"""Requests of rank 0 to the engine: its view of each prompt, and an answer to it."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -22,13 +22,13 @@ from megatron_vlm.training.completions import Completion, SamplingSettings
 from megatron_vlm.training.worker import MegatronWorker
 
 T = TypeVar("T")
-_BEAT_S = 5.0  # between two signs of life while the engine starts, which ends by itself
-_SHARE = 0.4  # of a GPU's memory for an engine that shares it with the trainer
+_BEAT_S = 5.0  # seconds between two heartbeats while the engine starts, which has its own timeout
+_SHARE = 0.4  # share of a GPU's memory for an engine that is on the trainer's GPU
 
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """A prompt, and the answer to it, where its ids were equal."""
+    """A prompt and the answer to it, which is None if the ids differed."""
 
     prompt: ComparedPrompt
     answer: Completion | None
@@ -36,12 +36,12 @@ class AnsweredPrompt:
 
 @dataclass
 class Asking:
-    """The prompts and the engine, one step after the other: open, start, update, ask, close."""
+    """The prompts and the engine. The steps are, in this order: open, start, update, ask, close."""
 
     worker: MegatronWorker
     cfg: Config
     settings: AgreeSettings
-    dtype: str  # float32 or bfloat16: of both
+    dtype: str  # float32 or bfloat16, for engine and trainer
     prompts: list[tuple[str, Row]] = field(default_factory=list)
     asked: list[AnsweredPrompt] = field(default_factory=list)
     stop_id: int = 0
@@ -49,7 +49,7 @@ class Asking:
     sampler: VllmSampler | None = None
 
     def open(self) -> None:
-        """Take prompts from all over the data."""
+        """Choose prompts that are spread over the data."""
         cfg, key = self.cfg, "data.eval" if self.cfg.data.eval else "data.train"
         sizes = self.worker.source.sizes
         data = open_data(prompts_of(cfg), key, cfg.data, cfg.model.path, sizes, train=False)
@@ -61,7 +61,7 @@ class Asking:
         self.stop_id = data.readers[0].encoder.renderer.end_id
 
     def start(self) -> None:
-        """Start the engine, for prompts as large as these."""
+        """Start the engine with room for prompts of these sizes."""
         rows = [row for _, row in self.prompts]
         is_cuda = self.worker.platform.is_cuda
         options: dict[str, Any] = {"mm_processor_cache_gb": 0, "skip_mm_profiling": not is_cuda}
@@ -81,33 +81,33 @@ class Asking:
         self.sampler = self.runner.run(self._beating(VllmSampler.start(engine, [variables])))
 
     def update(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Give it the trainer's weights."""
+        """Give the trainer's weights to the engine."""
         assert self.sampler is not None
         self.runner.run(self.sampler.update(named, 1))
 
     def ask(self) -> None:
-        """All prompts at a time."""
+        """Request the answers to all prompts at the same time."""
         self.asked = self.runner.run(self._ask())
 
     async def _ask(self) -> list[AnsweredPrompt]:
         tables = PixelTables(str(self.worker.source.path), torch.device("cpu"))
-        asked = (
+        requests = (
             self._ask_one(seed, where, row, tables)
             for seed, (where, row) in enumerate(self.prompts)
         )
-        return list(await asyncio.gather(*asked))
+        return list(await asyncio.gather(*requests))
 
     async def _ask_one(
         self, seed: int, where: str, row: Row, tables: PixelTables
     ) -> AnsweredPrompt:
         assert self.sampler is not None
         stop_ids = (self.stop_id,)
-        drawn = SamplingSettings(
+        sampling = SamplingSettings(
             self.settings.max_tokens, self.settings.temperature, stop_ids=stop_ids
         )
         try:
             prompt = compare(where, row, await self.sampler.inspect(row), tables)
-            answers = await self.sampler.sample(row, drawn, [seed]) if prompt.ids else [None]
+            answers = await self.sampler.sample(row, sampling, [seed]) if prompt.ids else [None]
         except DataError as error:
             raise DataError(**error.within(where).fields()) from error
         self.worker.watchdog.busy()
@@ -126,7 +126,7 @@ class Asking:
             beating.cancel()
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut the engine down."""
         if self.sampler is not None:
             self.runner.run(self.sampler.close())
         self.runner.close()

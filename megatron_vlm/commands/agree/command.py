@@ -13,14 +13,13 @@ from megatron_vlm.training.preflight import check_run
 def agree(args: argparse.Namespace) -> int:
     """prove that an engine and the trainer see the same
 
-    Ask vLLM and the trainer the same prompts, those of data.eval or else of data.train, each up to
-    its last answer: are the ids equal, the grids, the patches, and the log-probs of the tokens that
-    the engine drew those that the trainer gives them, in the layout of parallel.*? The exit status
-    is 1 where they are not.
+    Send the same prompts to vLLM and to the trainer: those of data.eval or else of data.train, each
+    up to its last answer. Compare the ids, the grids, the patches, and the log-probs of the tokens
+    that the engine drew, in the layout of parallel.*. The exit status is 1 if they differ.
 
     example: megatron-vlm agree runs/first --engine .venv-vllm/bin/python parallel.tp=2
     parallel.pp=2 --html agree.html. A run and its checkpoints bring their configuration, and the
-    engine is given their weights by the trainer; a Hugging Face folder it loads itself.
+    trainer gives their weights to the engine; the engine itself loads a Hugging Face folder.
     """
     settings = AgreeSettings.of(args)
     file, arguments = configured(args)

@@ -1,4 +1,4 @@
-"""What two have made of the same prompts, and by how much they differ.
+"""Comparison of the engine and the trainer on the same prompts.
 
 Shapes: P patches, C values of a patch.
 """
@@ -15,17 +15,17 @@ from megatron_vlm.data.media.normalize import PixelTables
 from megatron_vlm.data.tokens.row import Row
 from megatron_vlm.engines.inspection import EngineMedia, EngineView
 
-BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # of a log-prob, by the type that both compute in
-# Half the distance of two bytes of a channel, whose deviation is 0.5 in Qwen3-VL: smaller
-# differences of patches are rounding.
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.25}  # bounds of a log-prob, by the compute type
+# Half the distance between adjacent bytes of a channel, whose standard deviation is 0.5 in
+# Qwen3-VL: smaller differences of patches are rounding.
 HALF_STEP = 0.5 / 255 / 0.5
 
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A token that the engine drew, with both log-probs of it."""
+    """A token that the engine drew, with its log-probs in the engine and in the trainer."""
 
-    place: int  # in the answer
+    place: int  # position in the answer
     id: int
     engine: float
     trainer: float
@@ -37,13 +37,13 @@ class TokenPair:
 
 @dataclass(frozen=True)
 class ComparedPrompt:
-    """One prompt. Without tokens, it was not asked: its ids differ."""
+    """Comparison of a prompt. It has no tokens if its ids differ, because it was not sent then."""
 
     where: str
     prompt: Row
     seen: EngineView
-    grids: bool  # whether they are equal
-    patches: float  # largest difference; 0 without any
+    grids: bool  # True if the grids are equal
+    patches: float  # largest difference of patches; 0 without patches
     tokens: tuple[TokenPair, ...] = ()
 
     @cached_property
@@ -52,28 +52,28 @@ class ComparedPrompt:
 
     @cached_property
     def first_unlike(self) -> tuple[int, int | None, int | None]:
-        """The first place where the ids differ, with the trainer's and the engine's id there."""
+        """The first position where the ids differ, with the ids of trainer and engine there."""
         pairs = zip_longest(self.prompt.ids_S.tolist(), self.seen.ids)
         return next((place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
 
     @property
     def worst(self) -> float:
-        """Of its tokens; nan where one has no number, and where there are none."""
-        found = [token.difference for token in self.tokens]
-        return float(np.max(found)) if found else math.nan
+        """The largest difference of its tokens; nan without tokens or if one is not a number."""
+        differences = [token.difference for token in self.tokens]
+        return float(np.max(differences)) if differences else math.nan
 
     @property
     def same_input(self) -> bool:
-        """Whether ids, grids and patches are equal, but for rounding."""
+        """True if ids, grids and patches are equal up to rounding."""
         return self.ids and self.grids and self.patches < HALF_STEP
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """All prompts."""
+    """Results of all prompts."""
 
     model: str
-    layout: str  # of the trainer
+    layout: str  # parallel degrees of the trainer
     precision: str  # float32 or bfloat16
     temperature: float
     bound: float
@@ -85,7 +85,7 @@ class Agreement:
 
     @cached_property
     def differences(self) -> np.ndarray:
-        """Of all tokens."""
+        """The differences of all tokens."""
         return np.array([t.difference for prompt in self.prompts for t in prompt.tokens])
 
     @property
@@ -102,8 +102,8 @@ class Agreement:
 
     @property
     def faults(self) -> list[str]:
-        """Why they do not agree, in sentences; empty where they do."""
-        found = []
+        """The differences beyond the bounds, in sentences; empty if engine and trainer agree."""
+        sentences = []
         for name, bad in (
             ("other ids", [p for p in self.prompts if not p.ids]),
             ("other grids", [p for p in self.prompts if not p.grids]),
@@ -111,17 +111,17 @@ class Agreement:
         ):
             if bad:
                 share = f"{len(bad)} of {len(self.prompts)} prompts"
-                found.append(f"{share} have {name}, the first {bad[0].where}")
-        over = int((~(self.differences <= self.bound)).sum())  # also what is no number
+                sentences.append(f"{share} have {name}, the first {bad[0].where}")
+        over = int((~(self.differences <= self.bound)).sum())  # a difference of nan is counted, too
         if over:
-            found.append(
+            sentences.append(
                 f"{over:,} of {len(self.differences):,} log-probs differ by more than "
                 f"{self.bound:g}, by {self.worst:.2g} at most"
             )
-        return found
+        return sentences
 
     def worst_tokens(self, most: int) -> list[tuple[ComparedPrompt, TokenPair]]:
-        """Those that differ most; what is no number first."""
+        """Return the tokens that differ most; those whose difference is nan come first."""
         pairs = [(prompt, token) for prompt in self.prompts for token in prompt.tokens]
 
         def rank(pair: tuple[ComparedPrompt, TokenPair]) -> float:
@@ -132,7 +132,7 @@ class Agreement:
 
 
 def compare(where: str, prompt: Row, seen: EngineView, tables: PixelTables) -> ComparedPrompt:
-    """What the trainer makes of a prompt beside what the engine has made of it."""
+    """Compare the trainer's encoding of a prompt with the engine's."""
     images = zip_longest(_media(prompt, tables, "image"), seen.images)
     videos = zip_longest(_media(prompt, tables, "video"), seen.videos)
     pairs = [*images, *videos]
@@ -142,23 +142,24 @@ def compare(where: str, prompt: Row, seen: EngineView, tables: PixelTables) -> C
 
 
 def patch_difference(ours: EngineMedia | None, theirs: EngineMedia | None) -> float:
-    """The largest of two pictures' patches, in the engine's type; inf where their shapes differ."""
+    """Return the largest difference between the patches of two pictures, in the engine's type; inf
+    if their shapes differ."""
     if ours is None or theirs is None or ours.patches_PC.shape != theirs.patches_PC.shape:
         return math.inf
-    mine_PC = ours.patches_PC.to(theirs.patches_PC.dtype).float()
-    return float((mine_PC - theirs.patches_PC.float()).abs().max())
+    our_patches_PC = ours.patches_PC.to(theirs.patches_PC.dtype).float()
+    return float((our_patches_PC - theirs.patches_PC.float()).abs().max())
 
 
 def token_pairs(
     ids: Sequence[int], engine: Sequence[float], trainer: Sequence[float]
 ) -> tuple[TokenPair, ...]:
-    """The tokens of an answer."""
-    found = enumerate(zip(ids, engine, trainer, strict=True))
-    return tuple(TokenPair(place, *each) for place, each in found)
+    """Return the tokens of an answer with both log-probs."""
+    numbered = enumerate(zip(ids, engine, trainer, strict=True))
+    return tuple(TokenPair(place, *each) for place, each in numbered)
 
 
 def _media(prompt: Row, tables: PixelTables, kind: str) -> list[EngineMedia]:
-    """The pictures or videos of a row, as the trainer's tower gets them."""
+    """Return the pictures or videos of a row as the trainer's vision tower gets them."""
     grid_I3, values_PC = prompt.image_grid_I3, tables.images(prompt.pixel_values_PC)
     if kind == "video":
         grid_I3 = prompt.video_grid_I3

@@ -1,4 +1,4 @@
-"""An agreement as one HTML page: figures, two drawings, a table of prompts, the worst tokens."""
+"""An agreement as one HTML page: figures, two plots, a table of prompts, the worst tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ _WORST = 8  # tokens that are shown
 
 
 def render_agreement(found: Agreement, words: TokenText) -> str:
-    """The whole page."""
+    """Return the whole page."""
     css = Path(__file__).with_name("agreement.css").read_text()
     return document("Engine and trainer", css, _body(found, words))
 
@@ -46,7 +46,7 @@ def _card(prompt: ComparedPrompt, token: TokenPair, words: TokenText) -> Html:
     before, text, after = words.around(prompt, token)
     pictures = [tag("img", src=data_uri(p), alt="") for p in words.pictures(prompt.prompt)]
     where = f"{prompt.where}, token {token.place} of the answer"
-    said = (
+    details = (
         f"engine {token.engine:.6f} \u00b7 trainer {token.trainer:.6f} \u00b7 id {token.id} "
         f"{text!r}"
     )
@@ -60,6 +60,6 @@ def _card(prompt: ComparedPrompt, token: TokenPair, words: TokenText) -> Html:
         ),
         *([tag("div", *pictures, class_="pictures")] if pictures else []),
         tag("p", before, tag("mark", text or "\u2400"), after, class_="said"),
-        tag("p", said, class_="quiet"),
+        tag("p", details, class_="quiet"),
         class_="card",
     )

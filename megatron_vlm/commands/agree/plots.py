@@ -1,4 +1,4 @@
-"""The two drawings of an agreement, as SVG: log-probs against each other, and their differences."""
+"""The two plots of an agreement, as SVG: log-probs against each other, and their differences."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 468, 14, 280
 
 
 def plots(found: Agreement) -> Html:
-    """Both, beside each other."""
+    """Return both plots, next to each other."""
     points = _points(found)
     return tag("div", _against(points), _differences(points, found.bound), class_="charts")
 
 
 def _points(found: Agreement) -> np.ndarray:
-    """[tokens, 3]: by the trainer, by the engine, their difference; finite ones."""
+    """Return finite values [tokens, 3]: the trainer's log-prob, the engine's, their difference."""
     tokens = [token for prompt in found.prompts for token in prompt.tokens]
     points = np.array([(t.trainer, t.engine, t.difference) for t in tokens]).reshape(-1, 3)
     points = points[np.isfinite(points).all(axis=1)]
@@ -46,7 +46,7 @@ def _against(points: np.ndarray) -> Html:
 
 
 def _differences(points: np.ndarray, bound: float) -> Html:
-    """On a logarithmic scale, where those that are 0 lie on the lowest line."""
+    """Plot the differences on a logarithmic scale. A difference of 0 lies on the lowest line."""
     low, high = _span(points[:, 0])
     sizes = [size for size in (*points[:, 2].tolist(), bound) if size > 0]
     bottom, top = math.floor(math.log10(min(sizes))) - 1, math.ceil(math.log10(max(sizes)) + 0.05)
@@ -78,17 +78,17 @@ def _figure(title: str, parts: Sequence[Html], words: str) -> Html:
     ]
     label = tag("text", "log-prob by the trainer", x=(_LEFT + _RIGHT) // 2, y=312, class_="middle")
     size = f"0 0 {_WIDE} {_HIGH}"
-    drawn = tag("svg", *frame, *parts, label, viewBox=size, role="img", aria_label=words)
-    return tag("figure", tag("b", title), drawn, class_="card")
+    svg = tag("svg", *frame, *parts, label, viewBox=size, role="img", aria_label=words)
+    return tag("figure", tag("b", title), svg, class_="card")
 
 
 def _dot(x: float, y: float, ours: float, theirs: float, difference: float) -> Html:
-    said = f"trainer {ours:.4f}, engine {theirs:.4f}, difference {difference:.1e}"
-    return tag("circle", tag("title", said), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5)
+    label = f"trainer {ours:.4f}, engine {theirs:.4f}, difference {difference:.1e}"
+    return tag("circle", tag("title", label), cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5)
 
 
 def _mark(value: float, place: float, across: bool, text: str | None = None) -> Html:
-    """A number at one of the axes, and the line of the grid that it names."""
+    """Return a number at one of the axes, with its line of the grid."""
     text = text or f"{value:g}"
     if across:
         line = tag("line", x1=f"{place:.1f}", x2=f"{place:.1f}", y1=_TOP, y2=_BOTTOM, class_="grid")
@@ -105,7 +105,7 @@ def _place(value: float, low: float, high: float, across: bool) -> float:
 
 
 def _span(values: np.ndarray) -> tuple[float, float]:
-    """A little more than the values take, and never nothing."""
+    """Return a range slightly larger than that of the values. It is never empty."""
     if not values.size:
         return -1.0, 0.0
     low, high = float(values.min()), float(values.max())
@@ -114,9 +114,9 @@ def _span(values: np.ndarray) -> tuple[float, float]:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """About five, 1, 2 or 5 times a power of ten apart."""
-    least = (high - low) / 6
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least)
+    """Return about five round numbers, which are 1, 2 or 5 times a power of ten apart."""
+    min_step = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= min_step)
     first = math.ceil(low / step)
     return [place * step for place in range(first, math.floor(high / step) + 1)]

@@ -13,7 +13,7 @@ _CONTEXT = 40  # characters before the worst token
 
 
 def print_agreement(found: Agreement, words: TokenText, console: Console) -> None:
-    """All of it. Nothing of a record is markup."""
+    """Print the whole agreement. Text of a record is never markup."""
 
     def line(text: str) -> None:
         console.print(Text(visible(text)), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Tokens as text and prompts with their pictures, for terminal and page."""
+"""Tokens as text and prompts with their pictures, for the terminal and the page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from megatron_vlm.engines.prompts import seen_by_trainer, seen_videos
 from megatron_vlm.family import read_sizes
 from megatron_vlm.family.spec import Tokens
 
-_TEXT = 300  # characters of a prompt, around the place that is looked at
-_SIDE = 360  # pixels of a picture's longer side, at most
-_FRAMES = 4  # of a video
+_TEXT = 300  # characters of a prompt around the token shown
+_SIDE = 360  # maximum of a picture's longer side, in pixels
+_FRAMES = 4  # frames of a video
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """The words of one model."""
+    """Decoder of the tokens and pictures of one model."""
 
     tokenizer: PreTrainedTokenizerBase
     images: ImageSettings
@@ -31,12 +31,12 @@ class TokenText:
 
     @staticmethod
     def of(folder: str) -> "TokenText":
-        """Of a checkpoint's folder."""
+        """Read the tokenizer and the settings of a checkpoint's folder."""
         tokens = read_sizes(folder).tokens
         return TokenText(read_tokenizer(folder), ImageSettings.from_checkpoint(folder), tokens)
 
     def text(self, ids: Sequence[int]) -> str:
-        """A run of placeholders is one word."""
+        """Decode tokens. A run of placeholders becomes one word."""
         return "".join(self._parts(ids))
 
     def _parts(self, ids: Sequence[int]) -> Iterator[str]:
@@ -47,19 +47,20 @@ class TokenText:
             yield str(text)
 
     def around(self, prompt: ComparedPrompt, token: TokenPair) -> tuple[str, str, str]:
-        """The text before a token of an answer, its own, and what follows."""
+        """Return the text before a token of an answer, the text of the token, and the text after
+        it."""
         answer = [each.id for each in prompt.tokens]
         place = token.place
         before = self.text([*prompt.prompt.ids_S.tolist(), *answer[:place]])
         return before[-_TEXT:], self.text(answer[place : place + 1]), self.text(answer[place + 1 :])
 
     def pictures(self, row: Row) -> list[np.ndarray]:
-        """Its pictures and a few frames of its videos, as the model sees them, but not larger than
-        a page needs."""
-        found = seen_by_trainer(row, self.images)
+        """Return the pictures and a few frames of the videos as the model sees them, but not larger
+        than a page needs."""
+        images = seen_by_trainer(row, self.images)
         for frames in seen_videos(row, self.images):
-            found += list(frames[:: math.ceil(len(frames) / _FRAMES)])
-        return [_smaller(pixels) for pixels in found]
+            images += list(frames[:: math.ceil(len(frames) / _FRAMES)])
+        return [_smaller(pixels) for pixels in images]
 
 
 def _smaller(pixels: np.ndarray) -> np.ndarray:

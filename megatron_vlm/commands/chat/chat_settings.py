@@ -12,11 +12,11 @@ PLATFORMS = get_args(PlatformName)
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers are made."""
+    """Settings of the answers."""
 
     max_new_tokens: int = 512
-    temperature: float = 0.0  # 0: the likeliest token each time
-    seed: int = 0  # of sampled answers
+    temperature: float = 0.0  # 0: the most likely token each time
+    seed: int = 0  # seed of sampled answers
     platform: PlatformName = "auto"
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ _CONFIGS = ("config.json", "adapter_config.json")
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "where", metavar="DIR", help="a Hugging Face folder or an adapter; or a run: its export"
     )
@@ -22,8 +22,8 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--video", action="append", default=[], metavar="PATH", help=picture)
     one = "answer this one question and end; nothing but the answer goes to stdout"
     parser.add_argument("--prompt", metavar="TEXT", help=one)
-    most = "of an answer (default: 512)"
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=most)
+    max_tokens = "of an answer (default: 512)"
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help=max_tokens)
     heat = "above 0, tokens are sampled (default: 0, the likeliest each time)"
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=heat)
     parser.add_argument("--seed", type=int, default=0, help="of sampled answers (default: 0)")
@@ -32,7 +32,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def start_chat(args: argparse.Namespace) -> int:
-    """Check the arguments, load the model and chat; the exit status."""
+    """Check the arguments, load the model and chat; return the exit status."""
     settings = Settings(args.max_new_tokens, args.temperature, args.seed, args.platform)
     folder, adapter = find_model(args.where)
     for path in (*args.image, *args.video):
@@ -49,24 +49,24 @@ def start_chat(args: argparse.Namespace) -> int:
 
 
 def find_model(given: str) -> tuple[str, Path | None]:
-    """The folder itself, or the export of a run; and where that is an adapter, the model that it
-    was trained on. Checked as far as that takes no torch."""
+    """Return the folder itself or the export of a run. If that is an adapter, return the model that
+    it was trained on, and the adapter. Check both as far as is possible without torch."""
     folder = home_path(given)
-    found = folder
+    model_dir = folder
     if not any((folder / name).is_file() for name in _CONFIGS):
         if any((folder / "export" / name).is_file() for name in _CONFIGS):
-            found = folder / "export"
+            model_dir = folder / "export"
         elif (folder / "checkpoints").is_dir() or (folder / "complete.json").is_file():
             raise ConfigError(
                 "has no export to chat with",
                 place=given,
                 remedy=f"write one: megatron-vlm export {given} DIR",
             )
-    if (found / "config.json").is_file() or not (found / "adapter_config.json").is_file():
-        check_model(str(found))
-        return str(found), None
+    if (model_dir / "config.json").is_file() or not (model_dir / "adapter_config.json").is_file():
+        check_model(str(model_dir))
+        return str(model_dir), None
     from megatron_vlm.lora.peft_folder import base_of
 
-    base = base_of(found)
+    base = base_of(model_dir)
     check_model(base)
-    return base, found
+    return base, model_dir

@@ -1,7 +1,7 @@
-"""A conversation with a checkpoint: what has been said, and the next answer.
+"""A conversation with a checkpoint: its messages so far, and the next answer.
 
 The model is that of training and evaluation, in one process. Each question is encoded with all
-that went before, as a record would be.
+messages before it, as a record would be.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,8 @@ from megatron_vlm.training.worker import MegatronWorker
 
 
 class AnswerStopped(Exception):  # noqa: N818 - not an error
-    """Raised by whoever hears an answer, to end it; what has been said until then stays."""
+    """Signal to end an answer, raised by the callback that receives it. The text until then
+    stays."""
 
 
 class ChatSession:
@@ -34,7 +35,7 @@ class ChatSession:
 
     def __init__(self, folder: str, settings: Settings, adapter: Path | None = None):
         longest = read_sizes(folder).text.max_positions
-        # Users may open any file of theirs; what they type is text, whatever it spells.
+        # Users may open any of their files. Their input is text, even if it spells a special token.
         typed = {"special_tokens": "escape", "lone_marks": "text"}
         self.rows = RowMaker(folder, image_root="/", max_tokens=longest, **typed)
         self.tokenizer = self.rows.reader.encoder.renderer.tokenizer
@@ -51,8 +52,8 @@ class ChatSession:
         self.messages: list[dict[str, Any]] = []
 
     def medium(self, kind: str, given: str) -> dict[str, str]:
-        """The part of a message that shows a picture or a video of the disk; a DataError where it
-        cannot be opened."""
+        """Return the part of a message that shows a picture or a video of the disk; raise DataError
+        if it cannot be opened."""
         path = str(real_path(require_file(home_path(given))))
         if kind == "image":
             image_size(Image(path), self.rows.reader.policy, given)
@@ -61,21 +62,21 @@ class ChatSession:
         return {"type": kind, kind: path}
 
     def ask(self, text: str, media: Sequence[dict[str, str]], hear: Callable[[str], None]) -> str:
-        """The answer, which is heard piece by piece before. A question that cannot be asked is an
-        error, and forgotten."""
+        """Return the answer; `hear` receives it piece by piece before. A question that cannot be
+        encoded raises an error and is forgotten."""
         content = [*media, {"type": "text", "text": text}] if media else text
-        asked = [*self.messages, {"role": "user", "content": content}]
-        prompt = self.rows.row({"messages": asked}, prompt=True, where="this conversation")
+        messages = [*self.messages, {"role": "user", "content": content}]
+        prompt = self.rows.row({"messages": messages}, prompt=True, where="this conversation")
         ids: list[int] = []
-        told = ""
+        sent = ""
 
         def take(_: int, token: int) -> None:
-            nonlocal told
+            nonlocal sent
             ids.append(token)
-            said = self._text(ids)
+            decoded = self._text(ids)
             # A character may take several tokens: until the last one it ends in U+FFFD.
-            said = told if said.endswith("\ufffd") else said
-            piece, told = said[len(told) :], said
+            decoded = sent if decoded.endswith("\ufffd") else decoded
+            piece, sent = decoded[len(sent) :], decoded
             hear(piece)
 
         settings = self.settings
@@ -90,14 +91,14 @@ class ChatSession:
                 seeds=seeds,
                 on_token=take,
             )
-        said = self._text(ids)
+        answer = self._text(ids)
         with suppress(AnswerStopped):
-            hear(said[len(told) :])
-        self.messages = [*asked, {"role": "assistant", "content": said}]
-        return said
+            hear(answer[len(sent) :])
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget all messages."""
         self.messages = []
 
     def _text(self, ids: Sequence[int]) -> str:

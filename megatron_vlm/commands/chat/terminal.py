@@ -1,5 +1,6 @@
-"""The conversation in the terminal. Answers go to stdout and nothing else
-does, but for the prompt where people type; what the program has to say goes to stderr.
+"""The conversation in the terminal.
+
+stdout has only the answers and the input prompt; messages of the program go to stderr.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ def run_chat(
     prompt: str | None,
     settings: Settings,
 ) -> int:
-    """Answer one question, or all that are typed; the exit status."""
+    """Answer one question, or all that are typed; return the exit status."""
     conversation = ChatSession(folder, settings, adapter)
     media = [conversation.medium("image", path) for path in images]
     media += [conversation.medium("video", path) for path in videos]
@@ -42,7 +43,7 @@ def run_chat(
         else:
             say(f"{adapter or folder} on {conversation.worker.platform.name}. {HELP}.")
             talk(conversation, media, typed, sys.stdout)
-    except KeyboardInterrupt:  # a second one, or one while a question is encoded
+    except KeyboardInterrupt:  # a second Ctrl-C, or one while a question is encoded
         return INTERRUPTED
     return 0
 
@@ -53,8 +54,8 @@ def talk(
     read: Callable[[], str],
     out: TextIO,
 ) -> None:
-    """Answer each line that `read` returns, until /quit or EOFError. A mistake is said, and the
-    conversation goes on."""
+    """Answer each line that `read` returns, until /quit or EOFError. An error is printed, and the
+    conversation continues."""
     while True:
         try:
             line = read().strip()
@@ -72,7 +73,7 @@ def talk(
 
 
 def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out: TextIO) -> None:
-    """Do what a line says. `media` waits for the next question."""
+    """Execute a line. `media` waits for the next question."""
     command, _, rest = line.partition(" ")
     if command == "/reset":
         conversation.reset()
@@ -83,14 +84,14 @@ def _take(line: str, conversation: ChatSession, media: list[dict[str, str]], out
         say(HELP)
     elif line:
         shown = list(media)
-        media.clear()  # one that cannot be decoded is not shown again
+        media.clear()  # a medium that cannot be decoded is not shown again
         _answer(conversation, line, shown, out)
 
 
 def _answer(
     conversation: ChatSession, text: str, media: Sequence[dict[str, str]], out: TextIO
 ) -> None:
-    """Write the answer as it comes."""
+    """Write the answer as it is generated."""
     with _interrupts() as received:
 
         def hear(piece: str) -> None:
@@ -109,7 +110,7 @@ def _answer(
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C is put into this list, so that an answer ends between two tokens; a second one before
+    """Append Ctrl-C to the list, so that an answer ends between two tokens. A second Ctrl-C before
     that ends the program."""
     received: list[int] = []
 
@@ -126,13 +127,14 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def typed() -> str:
-    """A line of stdin; people at a terminal are asked for it, and can edit it. A DataError where
-    it is no text; what follows is read on."""
-    if sys.stdin is None:  # it was closed before we began
+    """Read a line of stdin; at a terminal, people can edit it. Raise DataError if the line is not
+    text; the next call reads the line after it."""
+    if sys.stdin is None:  # it was closed before the program started
         raise EOFError
     try:
         if not sys.stdin.isatty():
-            # Of bytes each line is decoded by itself: a reader of text would lose its place.
+            # Each line of bytes is decoded by itself, because a text reader would lose its
+            # position.
             line = sys.stdin.buffer.readline()
             if not line:
                 raise EOFError

@@ -1,1 +1,1 @@
-"""`megatron-vlm inspect`: what the model will see of a data set, in the terminal and as a page."""
+"""`megatron-vlm inspect`: the model's view of a data set, in the terminal and as a page."""

@@ -1,4 +1,4 @@
-"""`megatron-vlm inspect`: open the data of a configuration and report what is in it."""
+"""`megatron-vlm inspect`: open the data of a configuration and report its contents."""
 
 import logging
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ def run_inspect(
     sample: int | None,
     ranks: int,
 ) -> None:
-    """Print what the model will see of data.train, and write it as a page where `html` names one:
-    the first `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
+    """Print the model's view of data.train, and write it as a page if `html` is a path: the first
+    `samples`, or the one with number `sample`, and figures for `ranks` replicas."""
     if samples < 0:
         raise ConfigError(key="--samples", found=samples, allowed="at least 0")
     if ranks < 1:
@@ -58,7 +58,7 @@ def run_inspect(
 
 @contextmanager
 def _no_warnings_of_the_data() -> Iterator[None]:
-    """What they would say stands in the report, once."""
+    """Suppress the warnings of the data, because the report contains them once."""
     log = logging.getLogger("megatron_vlm.data")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The tables of an inspection, for the terminal and the page alike: header, rows, caption."""
+"""The tables of an inspection, for the terminal and the page: header, rows, caption."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,20 @@ TableContent = tuple[tuple[str, ...], Sequence[tuple[str, ...]], str]
 
 
 def source_table(inspection: Inspection) -> TableContent:
-    """What happened to the records of each source."""
+    """Return the counts of the records of each source: kept, dropped and wrong ones."""
     sources = inspection.sources
     rows = [(name, f"{weight:g}", *map(column_figure, counts)) for name, weight, counts in sources]
     return ("source", "weight", *SOURCE_COUNTS), rows, ""
 
 
 def size_table(inspection: Inspection) -> TableContent:
-    """How tokens, images and patches are distributed over the samples."""
+    """Return the distribution of tokens, images and patches over the samples."""
     rows = [(column.name, *map(column_figure, column.summary)) for column in inspection.columns]
     return (f"of {inspection.num_samples:,} samples", *SUMMARY), rows, ""
 
 
 def inspect_batch_table(inspection: Inspection) -> TableContent:
-    """Padding and balance of each way to form micro-batches."""
+    """Return padding and balance of each method of batching."""
     header = ("rows taken", "padding", "busiest rank", "in its worst step", "micro-batches a step")
     rows = []
     for way in inspection.batching.ways:
@@ -36,6 +36,6 @@ def inspect_batch_table(inspection: Inspection) -> TableContent:
 
 
 def dropped_table(inspection: Inspection) -> TableContent:
-    """The rules that dropped records."""
+    """Return the rules that dropped records."""
     rows = [(rule, column_figure(count), where) for rule, count, where in inspection.rules]
     return ("dropped by rule", "records", "the first"), rows, ""

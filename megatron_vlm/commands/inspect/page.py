@@ -18,12 +18,12 @@ from megatron_vlm.report.html import Html, contents, document, table, tag, tiles
 
 _MOST_ERRORS = 50
 _MOST_BARS = 24
-_MOST_OUTLINES = 200  # on a picture
-_COLOURS = 6  # of boxes, in inspection.css
+_MOST_OUTLINES = 200  # outlines on a picture
+_COLOURS = 6  # colours of boxes, in inspection.css
 
 
 def render_inspection(inspection: Inspection) -> str:
-    """The whole page."""
+    """Return the whole page."""
     body = (*_header(inspection), *_samples(inspection), *_figures(inspection))
     css = Path(__file__).with_name("inspection.css").read_text()
     return document("What the model sees", css, body)
@@ -77,17 +77,17 @@ def _sample(shown: ShownSample, total: int) -> Html:
 
 
 def _turn(turn: ShownTurn) -> Html:
-    """Role and text, and below the text the pictures whose placeholders are in it."""
-    said: list[Html] = []
+    """Return role and text, and below the text the pictures whose placeholders are in it."""
+    spans: list[Html] = []
     runs = itertools.groupby(turn.pieces, lambda piece: (piece.trained, piece.mark))
     for (trained, mark), pieces in runs:
         parts = [_piece(piece) for piece in pieces]
-        said += [tag("span", mark, class_="weight", title="weight of the loss")] if mark else []
-        said += [tag("mark", *parts)] if trained else parts
+        spans += [tag("span", mark, class_="weight", title="weight of the loss")] if mark else []
+        spans += [tag("mark", *parts)] if trained else parts
     views = [piece.view for piece in turn.pieces if piece.view and piece.view.pictures]
     gallery = [tag("div", *map(_view, views), class_="gallery")] if views else []
     role = tag("div", turn.role, class_="role")
-    text = tag("div", tag("div", *said, class_="said"), *gallery)
+    text = tag("div", tag("div", *spans, class_="said"), *gallery)
     return tag("div", role, text, class_="turn")
 
 
@@ -98,18 +98,18 @@ def _piece(piece: TextPiece) -> Html:
         return tag("span", piece.text, class_="special")
     if not piece.trained:
         return Html(escape(visible(piece.text)))
-    # A trained newline would be invisible otherwise. The sign is not part of what is copied.
+    # A trained newline would be invisible otherwise. The sign is not copied with the text.
     newline = tag("span", class_="newline") + "\n"
     return Html(newline.join(escape(visible(line)) for line in piece.text.split("\n")))
 
 
 def _view(view: View) -> Html:
-    """An image, or the frames of a temporal patch, with what each token sees as a cell."""
+    """Return an image, or the frames of a temporal patch; a cell of the grid is one token."""
     merge = math.isqrt(view.height * view.width // view.num_tokens)
     cell = f"--cell:{100 * merge / view.width:.4f}% {100 * merge / view.height:.4f}%"
     outlines = [tag("i", *map(_outline, itertools.count(), view.outlines[:_MOST_OUTLINES]))]
-    drawn = outlines if view.outlines else []
-    pictures = (tag("span", _image(pixels), *drawn, style=cell) for pixels in view.pictures)
+    overlay = outlines if view.outlines else []
+    pictures = (tag("span", _image(pixels), *overlay, style=cell) for pixels in view.pictures)
     height, width = view.pictures[0].shape[:2]
     words = [view.label, f"{width} x {height}", view.name]
     words += [_counted(view.outlines)] if view.outlines else []
@@ -127,8 +127,9 @@ def _counted(outlines: Sequence[Outline]) -> str:
 
 
 def _outline(place: int, outline: Outline) -> Html:
-    """A frame around a box, a ring around a point; its label on the side that has more room."""
-    x1, y1, x2, y2 = (outline.numbers * 2)[:4]  # a point's corners are the same
+    """Return a frame around a box, or a ring around a point, with the label on the side that has
+    more room."""
+    x1, y1, x2, y2 = (outline.numbers * 2)[:4]  # both corners of a point are the same
     sides = {"left": x1, "top": y1, "width": x2 - x1, "height": y2 - y1}
     style = ";".join(f"{name}:{value / 10:.2f}%" for name, value in sides.items())
     kind = "point" if len(outline.numbers) == 2 else "box"
@@ -171,7 +172,7 @@ def _faults(inspection: Inspection) -> Iterator[Html]:
 
 
 def histogram(column: Column) -> Html:
-    """A histogram of whole numbers, as inline SVG of 320 x 130."""
+    """Return a histogram of integers, as inline SVG of 320 x 130."""
     start, step, counts = bins(column.values)
     width = min(312 / len(counts), 44)
     bars = []
@@ -191,16 +192,16 @@ def histogram(column: Column) -> Html:
         tag("text", f"tallest bar: {max(counts):,} samples", x=4, y=12),
     ]
     line = tag("line", x1=4, y1=104.5, x2=316, y2=104.5)
-    drawn = tag("svg", *bars, line, *labels, viewBox="0 0 320 130", role="img")
-    return tag("div", tag("span", column.name), drawn, class_="card")
+    svg = tag("svg", *bars, line, *labels, viewBox="0 0 320 130", role="img")
+    return tag("div", tag("span", column.name), svg, class_="card")
 
 
 def bins(values: np.ndarray) -> tuple[int, int, list[int]]:
-    """Where the first bin starts, how wide each is (1, 2 or 5 times a power of ten), and how many
-    values lie in each."""
+    """Return the start of the first bin, the width of the bins (1, 2 or 5 times a power of ten),
+    and the number of values in each bin."""
     low, high = int(values.min()), int(values.max())
-    least = math.ceil((high - low + 1) / _MOST_BARS)
-    step = next(m * 10**k for k in range(20) for m in (1, 2, 5) if m * 10**k >= least)
+    min_step = math.ceil((high - low + 1) / _MOST_BARS)
+    step = next(m * 10**k for k in range(20) for m in (1, 2, 5) if m * 10**k >= min_step)
     start = low // step * step
     counts: list[int] = np.bincount((values - start) // step).tolist()
     return start, step, counts

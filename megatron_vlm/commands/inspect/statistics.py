@@ -1,6 +1,6 @@
-"""What `inspect` reports about a whole data set: statistics, faults, padding and balance.
+"""Figures of a whole data set for `inspect`: statistics, faults, padding and balance.
 
-Sizes come from the index alone: nothing is decoded for them.
+Sizes come from the index alone, so nothing is decoded for them.
 """
 
 import itertools
@@ -26,12 +26,12 @@ from megatron_vlm.data.batches.dataset import DataSet
 from megatron_vlm.data.media.video import CHOSEN
 from megatron_vlm.data.tokens.sample_views import ShownSample
 
-MOST_STEPS = 500  # whose plans are measured: planning a whole large epoch would take minutes
+MOST_STEPS = 500  # steps to measure, because planning a whole large epoch would take minutes
 
 
 @dataclass(frozen=True)
 class Column:
-    """One measure of every sample."""
+    """Measure of all samples."""
 
     name: str
     values: np.ndarray
@@ -50,29 +50,29 @@ Source = tuple[str, float, tuple[int, ...]]  # name, weight, and the figures of 
 
 @dataclass(frozen=True)
 class BatchingMethod:
-    """One way of forming micro-batches, over all measured steps."""
+    """A method of forming micro-batches, measured over all measured steps."""
 
     name: str
-    padding: float  # part of all positions that is padding
-    imbalance: float  # cost of the busiest rank over the mean rank's, mean over steps
-    worst: float  # the same, of the worst step
-    micro_batches: float  # of a step, mean
+    padding: float  # share of padding among all positions
+    imbalance: float  # cost of the busiest rank over that of the mean rank, mean over steps
+    worst: float  # imbalance of the worst step
+    micro_batches: float  # micro-batches of a step, mean
 
 
 @dataclass(frozen=True)
 class Batching:
-    """The first epoch's global batches."""
+    """The global batches of the first epoch."""
 
     ranks: int
     batch_size: int
     limits: Limits
     steps: int
-    measured: int  # of these
+    measured: int  # number of these steps that were measured
     ways: tuple[BatchingMethod, ...]
 
     @property
     def caption(self) -> str:
-        """What was measured, in a sentence."""
+        """The measured steps and their settings, in a sentence."""
         rows, tokens = self.limits.rows, self.limits.tokens
         size = f"train.micro_batch_size={rows}"
         if tokens is not None:
@@ -89,7 +89,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that `inspect` shows."""
+    """Content of the report."""
 
     settings: tuple[tuple[str, str], ...]
     num_samples: int
@@ -98,12 +98,13 @@ class Inspection:
     columns: tuple[Column, ...]
     dropped: tuple[tuple[str, str], ...]  # place and rule
     errors: tuple[str, ...]
-    passed: str  # the keys that nothing is made of, in a sentence; or nothing
+    passed: str  # the keys that the data ignores, in a sentence; or empty
     batching: Batching
 
     @property
     def rules(self) -> list[tuple[str, int, str]]:
-        """Each rule that dropped records, how many, and where the first was; most first."""
+        """The rules that dropped records, each with its count and its first place; the largest
+        count comes first."""
         counts = Counter(rule for _, rule in self.dropped)
         first = {rule: where for where, rule in reversed(self.dropped)}
         return [(rule, count, first[rule]) for rule, count in counts.most_common()]
@@ -112,7 +113,7 @@ class Inspection:
 def collect_statistics(
     cfg: Config, data: DataSet, numbers: Sequence[int], ranks: int, pictures: bool
 ) -> Inspection:
-    """Everything about a data set; the samples with these numbers are shown."""
+    """Collect the statistics of a data set; the samples with these numbers are shown."""
     faults = [index.faults for index in data.indexes]
     titles = {"supervised": "trained tokens"}
     columns = tuple(
@@ -133,7 +134,7 @@ def collect_statistics(
 
 
 def column_figure(value: float) -> str:
-    """1,234 or 12.5: at most one decimal."""
+    """Format a number with at most one decimal, such as 1,234 or 12.5."""
     return f"{value:,.1f}".removesuffix(".0")
 
 
@@ -154,8 +155,8 @@ def _sources(data: DataSet) -> Iterator[Source]:
 
 
 def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
-    """Padding and balance of the first epoch's steps, planned as the loader plans them, and as
-    plain order would make them with as many rows in each micro-batch."""
+    """Measure padding and balance over the steps of the first epoch, once as the loader plans them,
+    and once in plain order with the same number of rows in each micro-batch."""
     batch_size = cfg.train.global_batch_size
     limits = Limits.of(cfg.train)
     epoch = itertools.islice(data.epoch(Position()), MOST_STEPS * batch_size)
@@ -176,7 +177,7 @@ def measure_batching(cfg: Config, data: DataSet, ranks: int) -> Batching:
 def _way(
     name: str, measured: Sequence[Balance], steps: Sequence[Sequence[RowSize]]
 ) -> BatchingMethod:
-    """All steps together: padding over all positions, the other figures as means."""
+    """Summarize all steps: padding over all positions, and means of the other figures."""
     real = [sum(size.tokens for size in sizes) for sizes in steps]
     positions = sum(n / (1 - step.padding) for n, step in zip(real, measured, strict=True))
     imbalances = [step.imbalance for step in measured]

@@ -1,7 +1,7 @@
-"""An inspection in the terminal. Without colours, trained text is in {+ +}, as in a word diff;
-before it stands its loss weight, (x0.5), unless that is 1.
+"""An inspection in the terminal. Without colours, trained text is in {+ +}, as in a word diff. A
+loss weight other than 1 precedes it, such as (x0.5).
 
-Everything from records is `Text`, never rich's markup, with control characters spelled out.
+All text of records is `Text`, never rich's markup, with control characters spelled out.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _MOST_ERRORS = 5
 
 
 def print_inspection(inspection: Inspection, console: Console) -> None:
-    """Samples first, then the figures of the whole set."""
+    """Print the samples, then the figures of the whole set."""
     coloured = console.color_system is not None and not console.no_color
     for shown in inspection.shown:
         _print_sample(shown, inspection.num_samples, console, coloured)
@@ -40,7 +40,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
 
 
 def turn_text(turn: ShownTurn, coloured: bool) -> Text:
-    """A turn's pieces, the trained ones marked."""
+    """Return the pieces of a turn, with the trained ones marked."""
     text = Text(overflow="fold")
     for (trained, mark), pieces in groupby(turn.pieces, lambda piece: (piece.trained, piece.mark)):
         brackets = ("{+", "+}") if trained and not coloured else ("", "")
@@ -48,7 +48,7 @@ def turn_text(turn: ShownTurn, coloured: bool) -> Text:
             text.append(f"({mark})", WEIGHT)
         text.append(brackets[0])
         for piece in pieces:
-            # A trained newline would not be seen otherwise.
+            # A trained newline would be invisible otherwise.
             shown = piece.text.replace("\n", "\u21b5\n") if trained else piece.text
             text.append(visible(shown), TRAINED if trained else _style(piece))
         text.append(brackets[1])
@@ -73,8 +73,8 @@ def _print_sample(shown: ShownSample, total: int, console: Console, coloured: bo
     console.print(grid)
     for view in (piece.view for turn in shown.turns for piece in turn.pieces if piece.view):
         if view.outlines:
-            drawn = "; ".join(outline.text for outline in view.outlines)
-            console.print(Text(visible(f"{view.label}: {drawn}"), VIEW))
+            outlines = "; ".join(outline.text for outline in view.outlines)
+            console.print(Text(visible(f"{view.label}: {outlines}"), VIEW))
     if shown.problem is not None:
         console.print(Text(visible(shown.problem), "red"))
     console.print()

@@ -84,8 +84,8 @@ def chart_notes() -> Iterator[Html]:
 
 def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
     """Yield charts and a table of each set; nothing if there was no evaluation."""
-    every = [e for run in runs for e in run.metrics.evaluations]
-    if not every:
+    all_evaluations = [e for run in runs for e in run.metrics.evaluations]
+    if not all_evaluations:
         return
     yield tag("h2", "Evaluation", id="evaluation")
     charts = []
@@ -94,7 +94,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
             chart = Chart(name.capitalize(), curves, percent=score != "loss")
             charts.append(chart_figure(chart, *steps_span(runs)))
     yield tag("div", *charts, class_="charts")
-    scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in every)]
+    scores = [s for s in NAMES if any(math.isfinite(e.score(s)) for e in all_evaluations)]
     max_rows = max(3, _MOST_ROWS // sum(len(run.metrics.sets()) for run in runs))
     rows = [
         (run.name, *row) if len(runs) > 1 else row
@@ -103,7 +103,7 @@ def score_section(runs: Sequence[LoggedRun]) -> Iterator[Html]:
         for row in _rows(evaluations, scores, max_rows)
     ]
     caption = "* the best of its set."
-    if len(rows) < len(every):
+    if len(rows) < len(all_evaluations):
         caption += f" Of each set, the best and the last {max_rows:,}."
     columns = ("set", "step", *map(NAMES.__getitem__, scores), "samples", "seconds")
     yield table(("run", *columns) if len(runs) > 1 else columns, rows, caption)
