@@ -1,6 +1,6 @@
-"""`megatron-vlm doctor`: what this machine can run, and how to install what is missing.
+"""`megatron-vlm doctor`: abilities of this machine, and how to install missing packages.
 
-Each check is a pure function of facts. Those come from machine_facts.py, which assumes nothing:
+Each check is a pure function of facts. The facts come from machine_facts.py, which assumes nothing:
 torch itself may be missing.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 _COLOURS = {OK: "green", WARNING: "yellow", MISSING: "red"}
-# What the extras of pyproject.toml are for; others are for developers.
+# Purpose of the extras of pyproject.toml; the others are for developers.
 EXTRAS = {
     "te": "for model.backend=te, on CUDA",
     "ray": "to start training over Ray",
@@ -47,7 +47,7 @@ _FEW_FILES = 4096
 
 @dataclass(frozen=True)
 class Check:
-    """A line of the table. Training cannot run without what is missing; with a warning it can."""
+    """A line of the table. Training can run with a warning, but not if something is missing."""
 
     name: str
     status: str  # ok | warning | missing
@@ -56,8 +56,8 @@ class Check:
 
 
 def run_doctor(model: str | None = None) -> int:
-    """Print every check, also of a checkpoint given as model.path=PATH; 0 if training can run here,
-    else 1."""
+    """Print every check, also that of a checkpoint given as model.path=PATH. Return 0 if training
+    can run here, else 1."""
     key, _, path = (model or "").partition("=")
     if model is not None and (key != "model.path" or not path):
         raise ConfigError(
@@ -80,25 +80,25 @@ def run_doctor(model: str | None = None) -> int:
 
 
 def as_table(checks: Sequence[Check]) -> Table:
-    """One line per check, with its advice below."""
+    """Return a table with one line per check, with its advice below."""
     table = plain_table()
     for column in ("status", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        found = Text(visible(check.found))
+        detail = Text(visible(check.found))
         if check.advice:
-            found.append(f"\n{check.advice}", "dim")
-        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.name), found)
+            detail.append(f"\n{check.advice}", "dim")
+        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.name), detail)
     return table
 
 
 def all_checks() -> Iterator[Check]:
-    """Every check of this machine, in the order in which one would fix them."""
+    """Yield the checks of this machine, in the order in which one would fix them."""
     yield python_check(platform.python_version(), machine_facts.python_range())
     for extra, requirement in machine_facts.requirements(EXTRAS):
-        found = machine_facts.installed(requirement.name)
-        problem = None if found is None else machine_facts.import_problem(requirement.name)
-        yield package_check(extra, requirement, found, problem)
+        version = machine_facts.installed(requirement.name)
+        problem = None if version is None else machine_facts.import_problem(requirement.name)
+        yield package_check(extra, requirement, version, problem)
     if machine_facts.import_problem("torch") is None:
         from megatron_vlm.distributed.device import find_gpus, nccl_version, unseen_gpu, why_unseen
 
@@ -123,20 +123,20 @@ def all_checks() -> Iterator[Check]:
 
 
 def _check(name: str, good: bool, found: str, advice: str, otherwise: str = WARNING) -> Check:
-    """Where all is good, no advice is needed."""
+    """Return a check, which has advice only if it is not good."""
     return Check(name, OK, found) if good else Check(name, otherwise, found, advice)
 
 
 def python_check(version: str, allowed: SpecifierSet) -> Check:
-    """The interpreter against requires-python."""
+    """Check the interpreter against requires-python."""
     return _check("Python", version in allowed, version, f"needs {allowed}", MISSING)
 
 
 def package_check(
     extra: str, requirement: Requirement, found: str | None, problem: str | None
 ) -> Check:
-    """One package: is it installed, in the range, and does it import? `extra` is empty for what
-    every run needs; packages of extras are never missing."""
+    """Check that a package is installed, has a version in the range, and can be imported. `extra`
+    is empty for packages that every run needs; packages of extras are never missing."""
     get = f"pip install 'megatron_vlm[{extra}]'" if extra else f"pip install '{requirement}'"
     advice = f"{EXTRAS[extra]}: {get}" if extra else get
     if found is None:
@@ -151,46 +151,46 @@ def package_check(
 
 
 def gpu_checks(gpus: "Sequence[Gpu]", driver: str | None, nccl: str | None) -> Iterator[Check]:
-    """The devices, the types they compute in, and what connects them."""
+    """Check the devices, the types that they compute in, and their interconnect."""
     if not gpus:
         yield Check("GPU", OK, "none: CPU with gloo, in fp32")
         return
     kinds = Counter((gpu.name, round(gpu.memory / _GIB)) for gpu in gpus)
     names = ", ".join(f"{count} x {name}, {size} GiB" for (name, size), count in kinds.items())
     yield Check("GPU", OK, f"{names}; driver {driver or 'unknown'}")
-    found, advice = nccl or "not in this torch", "install a CUDA build of torch"
-    yield _check("NCCL", nccl is not None, found, advice, MISSING)
+    detail, advice = nccl or "not in this torch", "install a CUDA build of torch"
+    yield _check("NCCL", nccl is not None, detail, advice, MISSING)
     without = ", ".join(sorted({gpu.name for gpu in gpus if not gpu.bf16}))
-    found = f"not in the hardware of {without}" if without else "in the hardware"
+    detail = f"not in the hardware of {without}" if without else "in the hardware"
     advice = "set train.precision=fp32; bf16 needs compute capability 8.0"
-    yield _check("bf16", not without, found, advice)
+    yield _check("bf16", not without, detail, advice)
     unknown = ", ".join(sorted({gpu.name for gpu in gpus if gpu.peak_flops is None}))
     peaks = sorted({gpu.peak_flops / 1e12 for gpu in gpus if gpu.peak_flops is not None})
     known = ", ".join(f"{peak:,.0f} TFLOP/s" for peak in peaks)
-    found = f"not known of {unknown}" if unknown else known
+    detail = f"not known of {unknown}" if unknown else known
     advice = "MFU will not be shown; add the device to PEAK_FLOPS_BF16 in distributed/device.py"
-    yield _check("peak FLOP/s", not unknown, found, advice)
+    yield _check("peak FLOP/s", not unknown, detail, advice)
 
 
 def unseen_gpu_check(sign: str, driver: str | None, remedy: str) -> Check:
-    """A GPU that torch does not see: a run refuses to take the CPU in its place by itself."""
-    found = f"torch sees none, though {sign} is there; driver {driver or 'unknown'}"
-    return Check("GPU", MISSING, found, f"{remedy}; on the CPU: platform=cpu")
+    """Report a GPU that torch does not see. A run refuses to fall back to the CPU by itself."""
+    detail = f"torch sees none, though {sign} is there; driver {driver or 'unknown'}"
+    return Check("GPU", MISSING, detail, f"{remedy}; on the CPU: platform=cpu")
 
 
 def gloo_check(problem: str | None, has_gpu: bool) -> Check:
-    """Whether two processes can add up a tensor. On GPUs, NCCL does that."""
-    found = problem or "two processes can communicate"
+    """Check that two processes can add up a tensor. On GPUs, NCCL does that."""
+    detail = problem or "two processes can communicate"
     advice = (
         "loopback must be up (`ip link show lo`) and nothing may filter it; "
         "GLOO_SOCKET_IFNAME names another interface"
     )
-    return _check("gloo", problem is None, found, advice, WARNING if has_gpu else MISSING)
+    return _check("gloo", problem is None, detail, advice, WARNING if has_gpu else MISSING)
 
 
 def compiler_check(path: str | None, has_gpu: bool) -> Check:
-    """On GPUs, Triton compiles the launchers of Megatron's fused kernels when it first runs them.
-    On the CPU nothing is compiled."""
+    """Check the C compiler. On GPUs, Triton compiles the launchers of Megatron's fused kernels when
+    it first runs them. On the CPU nothing is compiled."""
     if path is None and not has_gpu:
         return Check("C compiler", OK, "none, and training on the CPU needs none")
     advice = "Triton needs one: apt-get install gcc, or set CC"
@@ -198,8 +198,8 @@ def compiler_check(path: str | None, has_gpu: bool) -> Check:
 
 
 def model_check(path: str) -> Check:
-    """Whether a checkpoint can be had and is one that is trained here: a folder, or a name on the
-    Hub, of which the settings are downloaded and no weights."""
+    """Check that a checkpoint is available and can be trained here: a folder, or a name on the Hub,
+    for which the settings are downloaded, but no weights."""
     try:
         name = pin(path)
         check_model(str(folder_of(name)))
@@ -212,26 +212,27 @@ def model_check(path: str) -> Check:
 
 
 def shm_check(free: int | None) -> Check:
-    """Workers hand their batches over in shared memory."""
-    found = "does not exist" if free is None else f"{free / _GIB:,.1f} GiB free"
+    """Check the shared memory, through which workers pass their batches."""
+    detail = "does not exist" if free is None else f"{free / _GIB:,.1f} GiB free"
     advice = "docker run --shm-size=8g (or --ipc=host); or data.num_workers=0"
-    return _check("/dev/shm", (free or 0) >= _LITTLE_SHM, found, advice)
+    return _check("/dev/shm", (free or 0) >= _LITTLE_SHM, detail, advice)
 
 
 def disk_check(key: str, folder: Path, free: int, writable: bool) -> Check:
-    """Room for what the configuration's `key` stores there: encoded text or checkpoints."""
-    name, found = f"disk for {key}", f"{free / _GIB:,.1f} GiB free at {folder}"
+    """Check the disk space for the files of the configuration's `key`: encoded text or
+    checkpoints."""
+    name, detail = f"disk for {key}", f"{free / _GIB:,.1f} GiB free at {folder}"
     if not writable:
         return Check(name, WARNING, f"{folder} cannot be written", f"set {key} to another folder")
     advice = (
         "a checkpoint of the 2B model with its optimizer takes about 30 GiB; "
         f"set {key} to a folder on a larger disk"
     )
-    return _check(name, free >= _LITTLE_DISK, found, advice)
+    return _check(name, free >= _LITTLE_DISK, detail, advice)
 
 
 def files_check(limit: int) -> Check:
-    """Sockets, workers and shards are all open files."""
+    """Check the limit of open files. Sockets, workers and shards are all open files."""
     if limit == resource.RLIM_INFINITY:
         return Check("open files", OK, "unlimited")
     return _check("open files", limit >= _FEW_FILES, f"{limit:,}", "ulimit -n 65536")

@@ -1,6 +1,6 @@
-"""`megatron-vlm train --dry-run`: what a run would do, before any weight is read.
+"""`megatron-vlm train --dry-run`: the plan of a run, before any weight is read.
 
-One process plans for all: the layout, the memory of each stage, the first batches.
+One process plans for all ranks: the layout, the memory of each stage, the first batches.
 """
 
 import os
@@ -41,7 +41,7 @@ MEASURED_STEPS = 50  # the largest step among these decides the memory of activa
 
 
 def dry_run(cfg: Config) -> int:
-    """Print the plan; errors are those that the run would end with."""
+    """Print the plan; raise the errors that would end the run."""
     console = Console(highlight=False)
     platform = pick_platform(cfg.platform)
     if cfg.checkpoint.push is not None:
@@ -53,12 +53,12 @@ def dry_run(cfg: Config) -> int:
     gpus = count_gpus() if platform.is_cuda else 0
     world = int(os.environ.get("WORLD_SIZE", "0")) or processes_for(cfg, gpus)
     if needs_auto_split(cfg):
-        found = decide(cfg, source.sizes, world, platform, mix_of(cfg, source.sizes))
-        cfg = with_layers(cfg, found.layers)
-        console.print(found.text, soft_wrap=True)
+        split = decide(cfg, source.sizes, world, platform, mix_of(cfg, source.sizes))
+        cfg = with_layers(cfg, split.layers)
+        console.print(split.text, soft_wrap=True)
     dims = ParallelDims.create(cfg.parallel, world, source.sizes.text.layers)
     check_config(cfg, source.sizes, dims)
-    # A folder may have no weights yet, and for a plan none are downloaded.
+    # A folder may have no weights yet, and a plan does not download them.
     if hub_name(cfg.model.path) is None and any(source.path.glob("*.safetensors")):
         source.read_headers()
         check_tensors(source)
@@ -93,8 +93,8 @@ def dry_run(cfg: Config) -> int:
 def plan_steps(
     data: DataSet | StreamSet, cfg: Config, dims: ParallelDims
 ) -> Iterator[list[list[BatchSizes]]]:
-    """The micro-batches of each replica, step by step, through the first epoch; none for a stream,
-    whose sizes are not known in advance."""
+    """Yield the micro-batches of each replica, step by step, through the first epoch. Yield nothing
+    for a stream, whose sizes are not known in advance."""
     if not isinstance(data, DataSet):
         return
     limits = Limits.of(cfg.train)
@@ -118,7 +118,7 @@ def _sizes(data: DataSet, handles: Sequence[Handle]) -> BatchSizes:
 
 
 def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
-    """The first steps' micro-batches: rows x tokens, patches."""
+    """Return a table of the micro-batches of the first steps: rows x tokens, patches."""
     table = plain_table()
     table.add_column("step")
     table.add_column("replica")
@@ -131,7 +131,7 @@ def batch_table(steps: Sequence[Sequence[Sequence[BatchSizes]]]) -> Table:
 
 
 def memory_table(memory: Sequence[StageMemory]) -> Table:
-    """One line per stage."""
+    """Return a table with one line per stage."""
     table = plain_table()
     columns = ("weights", "gradients", "optimizer", "activations", "working", "total")
     for column in ("stage", *columns):
@@ -142,7 +142,7 @@ def memory_table(memory: Sequence[StageMemory]) -> Table:
 
 
 def warning(memory: Sequence[StageMemory], platform: Platform) -> str:
-    """What to change if the estimate does not fit; empty if it does."""
+    """Return the changes to try if the estimate does not fit; empty if it fits."""
     need = max(parts.total for parts in memory)
     if need <= USABLE * platform.memory_total():
         return ""
@@ -161,7 +161,7 @@ def warning(memory: Sequence[StageMemory], platform: Platform) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes in a readable unit."""
+    """Format bytes in a readable unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if size >= unit:
             return f"{size / unit:,.1f} {name}"

@@ -27,8 +27,8 @@ from megatron_vlm.io.hub import hub_name, pin
 
 @contextmanager
 def held_in_place(where: str) -> Iterator[str]:
-    """The checkpoint of a run that all processes of a command are to read, which stays as long as
-    they do; anything else as it was given."""
+    """Yield the checkpoint of a run that all processes of a command will read, and keep it from
+    deletion until they end. Yield anything else unchanged."""
     folder = Path(where)
     if _is_hugging_face(where) or (folder / "adapter_config.json").is_file():
         yield where
@@ -44,8 +44,8 @@ def _is_hugging_face(where: str) -> bool:
 def locate(
     where: str, overrides: Sequence[str], file: ConfigFile | None = None, needs: str = "data.eval"
 ) -> tuple[Config, Path | None]:
-    """The configuration, and the checkpoint to load; none for a Hugging Face folder, or a name
-    on the Hub. `file`: of --config; `needs`: a key that must be set."""
+    """Return the configuration and the checkpoint to load, which is None for a Hugging Face folder
+    or a name on the Hub. `file`: the file of --config; `needs`: a key that must be set."""
     folder = Path(where)
     if _is_hugging_face(where):
         cfg, checkpoint = load_config([f"model.path={where}", *overrides], file), None
@@ -54,24 +54,25 @@ def locate(
     else:
         checkpoint = find_checkpoint(folder)
         cfg = read_saved(checkpoint, overrides, file)
-        cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint went on from there
+        cfg = replace(cfg, lora=replace(cfg.lora, path=None))  # the checkpoint continued from there
     require(cfg, needs)
     path = pin(cfg.model.path, weights=True)
     return replace(cfg, model=replace(cfg.model, path=path)), checkpoint
 
 
 def _with_adapter(folder: Path, overrides: Sequence[str], file: ConfigFile | None) -> Config:
-    """The base model that an adapter names, unless another one is given, and the adapter."""
+    """Return the configuration with an adapter, and with the base model that it names unless
+    `overrides` name another one."""
     from megatron_vlm.lora.peft_folder import base_of, lora_of
 
-    given = any(override.startswith("model.path=") for override in overrides)
-    base = [] if given else [f"model.path={base_of(folder)}"]
+    has_model = any(override.startswith("model.path=") for override in overrides)
+    base = [] if has_model else [f"model.path={base_of(folder)}"]
     cfg = load_config([*base, *overrides], file)
     return replace(cfg, lora=lora_of(folder), checkpoint=CheckpointConfig(export=False))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command and of each of its processes."""
+    """Add the arguments of the command and of each of its processes."""
     parser.add_argument(
         "where",
         help="a Hugging Face folder, an adapter or a name on the Hub; or a run or one of its "
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Evaluate, on one rank."""
+    """Evaluate on one rank."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_arguments(parser)
     args = parse_arguments(parser, arguments)
@@ -99,7 +100,7 @@ def _evaluate(
     cfg: Config, checkpoint: Path | None, predictions: str | None, watchdog: Watchdog
 ) -> None:
     if cfg.data.num_workers and loads_data(cfg.parallel, rank_of_process(), world_of_process()):
-        start_server()  # it imports at the same time as we do
+        start_server()  # the server imports at the same time as this process
     import torch.distributed as dist
 
     from megatron_vlm.checkpoint.save_load import load

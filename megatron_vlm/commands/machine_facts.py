@@ -24,7 +24,7 @@ _MODULES = {
     "hydra-core": "hydra",
 }
 _TALK_S = 20.0
-_START_S = 60.0  # that two processes may take to import torch
+_START_S = 60.0  # seconds in which two processes must import torch
 _TALK = (
     "import sys; from megatron_vlm.commands.machine_facts import talk_over_gloo; "
     "talk_over_gloo(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))"
@@ -32,8 +32,9 @@ _TALK = (
 
 
 def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:
-    """(extra, requirement) from the checkout's pyproject.toml, which may be newer than an editable
-    installation, or from the installed package. What every run needs has the extra ""."""
+    """Return (extra, requirement) from the checkout's pyproject.toml, which may be newer than an
+    editable installation, or from the installed package. The extra "" marks packages that every run
+    needs."""
     if (project := _pyproject()) is not None:
         groups = {"": project["dependencies"], **project["optional-dependencies"]}
         pairs = [(extra, Requirement(text)) for extra, lines in groups.items() for text in lines]
@@ -49,7 +50,7 @@ def requirements(extras: Container[str]) -> list[tuple[str, Requirement]]:
 
 
 def python_range() -> SpecifierSet:
-    """requires-python."""
+    """Return the range of requires-python."""
     if (project := _pyproject()) is not None:
         return SpecifierSet(project["requires-python"])
     return SpecifierSet(importlib.metadata.metadata("megatron_vlm")["Requires-Python"])
@@ -69,7 +70,7 @@ def _extra_of(requirement: Requirement) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The installed version of a distribution."""
+    """Return the installed version of a distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -77,7 +78,8 @@ def installed(name: str) -> str | None:
 
 
 def import_problem(name: str) -> str | None:
-    """Why a distribution's module cannot be imported: a CUDA library, say, is not found."""
+    """Return why a distribution's module cannot be imported, such as a missing CUDA library; None
+    if it can."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -88,7 +90,7 @@ def import_problem(name: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The version that nvidia-smi reports; None without a driver."""
+    """Return the version that nvidia-smi reports; None without a driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TALK_S)
@@ -98,7 +100,7 @@ def driver_version() -> str | None:
 
 
 def cache_folder() -> Path:
-    """The default of data.cache_dir, or the home folder if the schema cannot be imported."""
+    """Return the default of data.cache_dir, or the home folder if the schema cannot be imported."""
     try:
         from megatron_vlm.config.schema import DataConfig
     except ImportError:
@@ -107,7 +109,7 @@ def cache_folder() -> Path:
 
 
 def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
-    """Start two processes that communicate; why they could not, or None."""
+    """Start two processes that communicate; return why they could not, or None."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", program, f"{folder}/store"]
         pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -119,19 +121,19 @@ def gloo_problem(program: str = _TALK, start_s: float = _START_S) -> str | None:
         problems = []
         for process in processes:
             try:
-                said = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
+                stderr = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
                 problems.append(f"no answer within {start_s + _TALK_S:g} s")
                 continue
             if process.returncode:
-                problems.append((said.strip() or "no message").splitlines()[-1])
+                problems.append((stderr.strip() or "no message").splitlines()[-1])
     return problems[0] if problems else None
 
 
 def talk_over_gloo(store: str, rank: int, timeout_s: float) -> None:
-    """One of the two processes."""
+    """Communicate with the other one of two processes."""
     import torch
     import torch.distributed as dist
 

@@ -9,7 +9,7 @@ from megatron_vlm.training.preflight import check_run
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
-    """Recipes, keys and --config, as for training."""
+    """Add recipes, keys and --config, as for training."""
     recipe = "a recipe of a group (rl=dapo) or a value (rl.samples=16); values win"
     add_overrides(parser, recipe)
 
@@ -17,13 +17,13 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
 def rl(args: argparse.Namespace) -> int:
     """let a checkpoint learn from its own answers
 
-    Reinforcement learning: answers to the prompts of data.train are sampled, a function of yours
-    says how good each is (rl.reward), or an environment answers them (rl.environment), and what was
-    better becomes likelier. Run, checkpoints, resume, evaluation, report and export are those of
+    Reinforcement learning: answers to the prompts of data.train are sampled. A function of yours
+    scores them (rl.reward), or an environment responds to them (rl.environment), and better answers
+    become more likely. Run, checkpoints, resume, evaluation, report and export are those of
     training.
 
     example: megatron-vlm rl rl=grpo rl.reward=rewards.py:score model.path=DIR data.train=asks.jsonl
-    train.global_batch_size=32 rl.samples=8 run=runs/rl. docs/rl.md says more.
+    train.global_batch_size=32 rl.samples=8 run=runs/rl. See docs/rl.md.
     """
     from megatron_vlm.config import load_config
     from megatron_vlm.config.command_checks import check_rl

@@ -11,7 +11,7 @@ from megatron_vlm.training.preflight import check_run
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Keys and --config, as for training."""
+    """Add keys and --config, as for training."""
     add_overrides(parser, "a value (serve.port=8000); docs/configuration.md has all keys")
 
 
@@ -19,11 +19,12 @@ def serve(args: argparse.Namespace) -> int:
     """train and sample for clients that speak the Tinker protocol
 
     A service: researchers write their loops against the public Tinker client, and this machine or
-    cluster does the work. Many models at a time, with adapters or as a whole, at any layout; what
-    it has promised it keeps, also when it is killed and started again with the same run=.
+    cluster does the work. It trains many models at a time, with adapters or as a whole, at any
+    layout. It completes every call that it has accepted, also after it is killed and started again
+    with the same run=.
 
-    example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000.
-    docs/serve.md says more.
+    example: megatron-vlm serve model.path=DIR parallel.tp=2 run=runs/serve serve.port=8000. See
+    docs/serve.md.
     """
     from megatron_vlm.config import load_config
     from megatron_vlm.config.command_checks import check_serve
@@ -44,7 +45,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def add_serve_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whose key, and where."""
+    """Add the name of the key and the file of keys."""
     parser.add_argument("name", metavar="NAME", help="whose key it is")
     parser.add_argument("file", metavar="FILE", help="the file that serve.keys names")
 
@@ -52,8 +53,8 @@ def add_serve_key_arguments(parser: argparse.ArgumentParser) -> None:
 def serve_key(args: argparse.Namespace) -> int:
     """make an API key for clients of megatron-vlm serve
 
-    Prints a new key for NAME, once, and writes its digest into FILE; a former key of that name
-    ends. A service that is running reads the file again by itself.
+    Print a new key for NAME, once, and write its digest into FILE; a former key of that name
+    becomes invalid. A running service reads the file again by itself.
 
     example: megatron-vlm serve-key alice keys.txt
     """

@@ -27,8 +27,8 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "star")
 ABOUT_ONE_PICTURE = {"colour": 10, "shape": 14, "count": 14, "position": 16}
-# Shares in per cent. A chat asks two or three of the questions above about one picture, a pair
-# asks about one of two pictures, a text has none.
+# Shares in per cent. A chat has two or three of the questions above about one picture. A pair has a
+# question about one of two pictures, and a text has no picture.
 KINDS = {**ABOUT_ONE_PICTURE, "chat": 38, "pair": 5, "text": 3}
 _FACTS = {
     "What colour is a ripe tomato?": "red",
@@ -48,22 +48,22 @@ _CHOICE = 8  # pictures to choose from, so that rare answers come as often as ot
 
 @dataclass(frozen=True)
 class ShapesSpec:
-    """How many records, and how varied they are."""
+    """Number of records, and their variety."""
 
     train: int = 2000
     eval: int = 200
-    easy: int = 0  # to start with: one shape, and what it is called
+    easy: int = 0  # records to start with: one shape, and its name
     seed: int = 0
     kinds: tuple[str, ...] = tuple(KINDS)
     max_shapes: int = 3
-    # Part of the pictures with several shapes, apart from those to count in. A tiny model learns to
-    # tell several shapes apart long after it has learned everything about one.
+    # Share of the pictures with several shapes, apart from those for counting. A tiny model learns
+    # to distinguish several shapes long after it has learned everything about one.
     crowded: float = 0.03
-    sides: tuple[int, ...] = (64, 96, 100)  # of a picture, in pixels
+    sides: tuple[int, ...] = (64, 96, 100)  # sides of a picture, in pixels
     # With its margin a shape fits a square of 32 pixels, which is one token of an image. Shapes
-    # that spread over several take a tiny model many more pictures to learn.
+    # that spread over several tokens take a tiny model many more pictures to learn.
     sizes: tuple[int, ...] = (24, 28)
-    step: int = 1  # pixels from a place to the next
+    step: int = 1  # pixels from one possible position to the next
 
     @property
     def cell(self) -> int:
@@ -84,7 +84,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture before it is drawn. Its shapes are sorted: equal pictures are equal scenes."""
+    """A picture before it is drawn. Its shapes are sorted, so that equal pictures are equal
+    scenes."""
 
     width: int
     height: int
@@ -95,7 +96,7 @@ class Scene:
 class ShapeQuestion:
     """A question with its one right answer. Answers are balanced within a form."""
 
-    form: str  # the kind, and which of its ways to ask
+    form: str  # the kind, and the variant of its wording
     text: str
     answer: str
 
@@ -106,8 +107,8 @@ class ShapeQuestion:
 
 def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
     """Write OUT/eval.jsonl, OUT/train.jsonl, OUT/easy.jsonl and OUT/images. The same spec gives the
-    same bytes; no two pictures are equal, within a split or across. The held-out set is made first:
-    it does not depend on how many training records follow."""
+    same bytes. No two pictures are equal, within a split or across splits. The held-out set is
+    written first, so that it does not depend on the number of training records."""
     _check(spec)
     easy = replace(spec, kinds=("shape",), max_shapes=1)
     out = Path(out)
@@ -116,42 +117,42 @@ def write_shapes(out: str | Path, spec: ShapesSpec = ShapesSpec()) -> None:
             "is not empty", place=str(out), remedy="choose a new folder for the shapes"
         )
     (out / "images").mkdir(parents=True)
-    drawn: set[Scene] = set()
+    used_scenes: set[Scene] = set()
     splits = [("eval", spec.eval, spec), ("train", spec.train, spec)]
     splits += [("easy", spec.easy, easy)] if spec.easy else []
-    for split, count, asked in splits:
-        maker = _Maker(asked, random.Random(f"{spec.seed} {split}"), drawn, out)
+    for split, count, split_spec in splits:
+        maker = _Maker(split_spec, random.Random(f"{spec.seed} {split}"), used_scenes, out)
         lines = [json.dumps(maker.record()) + "\n" for _ in range(count)]
         (out / f"{split}.jsonl").write_text("".join(lines), encoding="ascii")
 
 
 def questions(scene: Scene) -> list[ShapeQuestion]:
-    """All that can be asked about a picture without ambiguity."""
+    """Return the questions about a picture that are not ambiguous."""
     names = Counter(shape.name for shape in scene.shapes)
     colours = Counter(shape.colour for shape in scene.shapes)
-    found = [ShapeQuestion("count all", "How many shapes are there?", str(len(scene.shapes)))]
+    items = [ShapeQuestion("count all", "How many shapes are there?", str(len(scene.shapes)))]
     for colour, count in colours.items():
         text = f"How many {colour} shapes are there?"
-        found.append(ShapeQuestion("count coloured", text, str(count)))
+        items.append(ShapeQuestion("count coloured", text, str(count)))
     for shape in scene.shapes:
         if colours[shape.colour] == 1:
             text = f"What shape is the {shape.colour} one?"
-            found.append(ShapeQuestion("shape", text, shape.name))
+            items.append(ShapeQuestion("shape", text, shape.name))
         if names[shape.name] == 1:
-            found.append(ShapeQuestion("colour", f"What colour is the {shape.name}?", shape.colour))
+            items.append(ShapeQuestion("colour", f"What colour is the {shape.name}?", shape.colour))
             for form, start, length, sides in (
                 ("position x", shape.left, scene.width, ("left", "right")),
                 ("position y", shape.top, scene.height, ("top", "bottom")),
             ):
                 off_centre = start + shape.size / 2 - length / 2
-                if abs(off_centre) >= shape.size / 2:  # all of it is on one side
+                if abs(off_centre) >= shape.size / 2:  # the whole shape is on one side
                     text = f"Where is the {shape.name}: {sides[0]} or {sides[1]}?"
-                    found.append(ShapeQuestion(form, text, sides[off_centre > 0]))
-    return found
+                    items.append(ShapeQuestion(form, text, sides[off_centre > 0]))
+    return items
 
 
 def draw(scene: Scene) -> Image.Image:
-    """The picture. Edges are not smoothed: a pixel has the colour of a shape, or is grey."""
+    """Draw the picture. Edges are not smoothed: a pixel has the colour of a shape, or is grey."""
     image = Image.new("RGB", (scene.width, scene.height), _GREY)
     pen = ImageDraw.Draw(image)
     for shape in scene.shapes:
@@ -174,26 +175,27 @@ _Asked = tuple[tuple[Scene, ...], ShapeQuestion]
 
 
 class _Maker:
-    """Makes the records of one split, always with the answer that has come least often."""
+    """Maker of the records of one split. It always chooses the answer that has come least often."""
 
     def __init__(self, spec: ShapesSpec, rng: random.Random, drawn: set[Scene], out: Path):
         self.spec, self.rng, self.drawn, self.out = spec, rng, drawn, out
         self.given: Counter[tuple[str, str]] = Counter()
 
     def record(self) -> dict[str, Any]:
-        """The next record; its pictures are saved."""
+        """Return the next record, and save its pictures."""
         kind = self.rng.choices(self.spec.kinds, [KINDS[k] for k in self.spec.kinds])[0]
-        asked = [k for k in self.spec.kinds if k in ABOUT_ONE_PICTURE]
-        # A picture to count in has several shapes: a chat begins with another question, if it can.
-        first = [k for k in asked if k != "count"] or asked
+        topics = [k for k in self.spec.kinds if k in ABOUT_ONE_PICTURE]
+        # A picture for counting has several shapes, so a chat begins with another question if
+        # possible.
+        first = [k for k in topics if k != "count"] or topics
         opening = self.rng.choice(first) if kind == "chat" else kind
         scenes, question = self._rarest(self._askable(opening))
         turns = [question]
         for _ in range(self.rng.choice((1, 2)) if kind == "chat" else 0):
-            said = " ".join(turn.text + turn.answer for turn in turns)
-            left = [q for q in questions(scenes[0]) if q.kind in asked and q.answer not in said]
-            unsaid = [(scenes, q) for q in left if not self._comes_often(q)]
-            turns += [self._rarest(unsaid)[1]] if unsaid else []
+            earlier = " ".join(turn.text + turn.answer for turn in turns)
+            left = [q for q in questions(scenes[0]) if q.kind in topics and q.answer not in earlier]
+            rare = [(scenes, q) for q in left if not self._comes_often(q)]
+            turns += [self._rarest(rare)[1]] if rare else []
         content = [{"type": "image", "image": self._save(scene)} for scene in scenes]
         messages: list[dict[str, Any]] = []
         for turn in turns:
@@ -204,23 +206,23 @@ class _Maker:
         return {"messages": messages, "kind": "chat" if len(turns) > 1 else question.kind}
 
     def _askable(self, kind: str) -> list[_Asked]:
-        """Questions of a kind, to a handful of new pictures."""
+        """Return questions of a kind about a handful of new pictures."""
         if kind == "text":
             return [((), ShapeQuestion(kind, text, answer)) for text, answer in _FACTS.items()]
         for _ in range(_TRIES):
-            fewest, most = self._how_many(kind)
-            made = (self._scene(self.rng.randint(fewest, most)) for _ in range(_CHOICE))
-            scenes = [scene for scene in made if scene not in self.drawn]
-            found: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
-            found = [(asked, q) for asked, q in found if q.kind == kind]
+            fewest, max_count = self._how_many(kind)
+            candidates = (self._scene(self.rng.randint(fewest, max_count)) for _ in range(_CHOICE))
+            scenes = [scene for scene in candidates if scene not in self.drawn]
+            options: list[_Asked] = [((s,), q) for s in scenes for q in questions(s)]
+            options = [(chosen, q) for chosen, q in options if q.kind == kind]
             pairs = zip(scenes[::2], scenes[1::2], strict=False) if kind == "pair" else ()
-            for both in pairs:
-                for which, scene in zip(("first", "second"), both, strict=True):
+            for pair in pairs:
+                for which, scene in zip(("first", "second"), pair, strict=True):
                     text = f"What colour is the shape in the {which} picture?"
                     answer = scene.shapes[0].colour
-                    found.append((both, ShapeQuestion(f"pair {which}", text, answer)))
-            if found:
-                return found
+                    options.append((pair, ShapeQuestion(f"pair {which}", text, answer)))
+            if options:
+                return options
         raise ConfigError(
             f": after {len(self.drawn)} pictures there is no other for a question of {kind!r}",
             key="train",
@@ -230,30 +232,31 @@ class _Maker:
 
     def _rarest(self, candidates: list[_Asked]) -> _Asked:
         times = [self.given[question.form, question.answer] for _, question in candidates]
-        least = [c for c, count in zip(candidates, times, strict=True) if count == min(times)]
-        scenes, question = self.rng.choice(least)
+        rarest = [c for c, count in zip(candidates, times, strict=True) if count == min(times)]
+        scenes, question = self.rng.choice(rarest)
         self.given[question.form, question.answer] += 1
         return scenes, question
 
     def _comes_often(self, question: ShapeQuestion) -> bool:
-        """Whether its answer is ahead of others. One picture leaves a chat little to choose."""
+        """Return whether its answer is ahead of others. One picture leaves a chat few questions."""
         counts = [n for (form, _), n in self.given.items() if form == question.form]
         return self.given[question.form, question.answer] > min(counts, default=0) + 1
 
     def _how_many(self, kind: str) -> tuple[int, int]:
-        """Shapes in the pictures for a question: any number for a count, one for a pair, else
-        mostly one."""
-        most = self.spec.max_shapes
+        """Return the minimum and maximum number of shapes in a picture for a question: any number
+        for a count, one for a pair, else mostly one."""
+        max_shapes = self.spec.max_shapes
         if kind == "count":
-            return 1, most
-        if kind == "pair" or most == 1:
+            return 1, max_shapes
+        if kind == "pair" or max_shapes == 1:
             return 1, 1
-        return (2, most) if self.rng.random() < self.spec.crowded else (1, 1)
+        return (2, max_shapes) if self.rng.random() < self.spec.crowded else (1, 1)
 
     def _scene(self, count: int) -> Scene:
-        """A random picture: a grid with room for the largest shape, each shape in a cell."""
+        """Return a random picture: a grid with room for the largest shape, and each shape in a
+        cell."""
         rng, spec = self.rng, self.spec
-        # Few colours in a picture: counting those of one colour is then worth a question.
+        # A picture has few colours, so that it makes sense to count the shapes of one colour.
         palette = rng.sample(list(COLOURS), min(len(COLOURS), rng.randint(1, count)))
         columns = rows = 0
         while columns * rows < count:
@@ -268,7 +271,7 @@ class _Maker:
         return Scene(width, height, tuple(sorted(shapes)))
 
     def _within(self, length: int, parts: int, part: int, size: int) -> int:
-        """Where something of this size begins, in one of the equal parts of a length."""
+        """Return a random start for an item of this size, in one of the equal parts of a length."""
         start, end = part * length // parts + _MARGIN, (part + 1) * length // parts - _MARGIN
         return self.rng.randrange(start, end - size + 1, self.spec.step)
 
@@ -280,8 +283,8 @@ class _Maker:
 
 
 def _check(spec: ShapesSpec) -> None:
-    asked = [kind for kind in spec.kinds if kind in ABOUT_ONE_PICTURE]
-    if not spec.kinds or not set(spec.kinds) <= set(KINDS) or ("chat" in spec.kinds and not asked):
+    topics = [kind for kind in spec.kinds if kind in ABOUT_ONE_PICTURE]
+    if not spec.kinds or not set(spec.kinds) <= set(KINDS) or ("chat" in spec.kinds and not topics):
         raise ConfigError(
             key="kinds",
             found=spec.kinds,

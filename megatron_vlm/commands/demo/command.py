@@ -1,4 +1,5 @@
-"""The commands that write what the demo trains: `megatron-vlm shapes` and `megatron-vlm tiny`."""
+"""The commands that write data and model of the demo: `megatron-vlm shapes`, `megatron-vlm
+tiny`."""
 
 import argparse
 from dataclasses import fields
@@ -8,7 +9,7 @@ from megatron_vlm.io.printable import visible
 
 
 def add_shapes_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `megatron-vlm shapes`."""
+    """Add the options of `megatron-vlm shapes`."""
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     parser.add_argument("--train", type=int, default=2000, help="records to learn from")
     parser.add_argument("--eval", type=int, default=200, help="records held out")
@@ -30,7 +31,7 @@ def shapes(args: argparse.Namespace) -> None:
 
 
 def add_tiny_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `megatron-vlm tiny`."""
+    """Add the options of `megatron-vlm tiny`."""
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     dtypes = ["float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights")

@@ -1,5 +1,6 @@
 """A complete random Qwen3-VL checkpoint, small enough for a laptop: weights, config, a tokenizer
-trained on the spot, the ChatML template and the image processor. The oracle of our tests."""
+that is trained here, the ChatML template and the image processor. Tests use it as their
+reference."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,7 @@ _NAMES = """endoftext im_start im_end object_ref_start object_ref_end box_start 
 quad_end vision_start vision_end vision_pad image_pad video_pad"""
 SPECIAL_TOKENS = [f"<|{name}|>" for name in _NAMES.split()]
 
-# Renders what the template of the released Qwen3-VL renders.
+# It renders the same text as the template of the released Qwen3-VL.
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text()
 
 _CORPUS = """system user assistant You are a helpful assistant. What is the name of the subject in
@@ -63,7 +64,8 @@ def write_tiny(out: str | Path, spec: TinySpec = TinySpec(), dtype: str = "float
 
 
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Fresh models have zero biases and unit norms, which would hide a swapped tensor."""
+    """Add noise to all biases and norms. Fresh models have zero biases and unit norms, which would
+    hide a swapped tensor."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -72,8 +74,8 @@ def _spread(model: torch.nn.Module, seed: int) -> None:
 
 
 def _show_positions(model: Any, seed: int) -> None:
-    """In fresh weights the position embeddings are a fiftieth of the patch embeddings: where
-    something is would be the last thing that a model learns."""
+    """Enlarge the position embeddings. In fresh weights they are a fiftieth of the patch
+    embeddings, so that a model would learn the positions of objects last."""
     generator = torch.Generator().manual_seed(seed)
     weight = model.model.visual.pos_embed.weight
     with torch.no_grad():
@@ -81,14 +83,14 @@ def _show_positions(model: Any, seed: int) -> None:
 
 
 def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qwen3VLMoeConfig:
-    """The same fields as the config.json of a released Qwen3-VL."""
+    """Return the same fields as the config.json of a released Qwen3-VL."""
     token = tokenizer.convert_tokens_to_ids
-    # A released model splits 64 frequencies as 24, 20, 20: here 6, 3, 3 of 12.
+    # A released model splits 64 frequencies into 24, 20, 20; here 12 are split into 6, 3, 3.
     part = spec.head_dim // 8
     section = [spec.head_dim // 2 - 2 * part, part, part]
     depth, count = spec.vision_depth, spec.deepstack
     spread = [(i + 1) * depth // (count + 1) for i in range(count)]
-    # 0.02 suits thousands of inputs: of a hundred it leaves next to nothing.
+    # 0.02 suits thousands of inputs; with a hundred, the outputs would be almost 0.
     std = 0.08 if spec.from_scratch else 0.02
     experts: dict[str, Any] = {}
     if spec.experts:
@@ -99,9 +101,9 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qw
             decoder_sparse_step=spec.sparse_step,
             mlp_only_layers=list(range(spec.dense_layers)),
         )
-    made: Any = Qwen3VLMoeConfig if experts else Qwen3VLConfig
+    config_class: Any = Qwen3VLMoeConfig if experts else Qwen3VLConfig
     name = "Qwen3VLMoe" if experts else "Qwen3VL"
-    found: Qwen3VLConfig | Qwen3VLMoeConfig = made(
+    config: Qwen3VLConfig | Qwen3VLMoeConfig = config_class(
         architectures=[f"{name}ForConditionalGeneration"],
         tie_word_embeddings=spec.tied,
         image_token_id=token("<|image_pad|>"),
@@ -144,11 +146,12 @@ def tiny_config(spec: TinySpec, tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig | Qw
             deepstack_visual_indexes=spread if depth > count else list(range(depth)),
         ),
     )
-    return found
+    return config
 
 
 def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
-    """Qwen's own tokenizer class with a BPE trained on a few sentences, special tokens last."""
+    """Train a BPE on a few sentences for Qwen's own tokenizer class, with the special tokens
+    last."""
     size = vocab - len(SPECIAL_TOKENS)
     if size < 256:
         raise ConfigError(
@@ -176,7 +179,8 @@ def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
 
 
 def write_processor(out: Path, spec: TinySpec) -> None:
-    """preprocessor_config.json and its video twin, as the released checkpoints have them."""
+    """Write preprocessor_config.json and its video counterpart, as released checkpoints have
+    them."""
     settings: dict[str, Any] = {
         "patch_size": spec.patch_size,
         "temporal_patch_size": 2,
@@ -186,7 +190,7 @@ def write_processor(out: Path, spec: TinySpec) -> None:
         "image_std": [0.5, 0.5, 0.5],
     }
     image = Qwen2VLImageProcessorPil(**settings).to_dict()
-    image["image_processor_type"] = "Qwen2VLImageProcessorFast"  # the released name
+    image["image_processor_type"] = "Qwen2VLImageProcessorFast"  # the name in released checkpoints
     video = {**settings, "video_processor_type": "Qwen3VLVideoProcessor"}
     for name, config in (("preprocessor_config", image), ("video_preprocessor_config", video)):
         config["processor_class"] = "Qwen3VLProcessor"

@@ -1,5 +1,5 @@
-"""The sizes of a tiny checkpoint. Separate from tiny_model.py, so that the command line need not
-import torch to know its own options."""
+"""The sizes of a tiny checkpoint. They are separate from tiny_model.py, so that the command line
+knows its own options without importing torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +11,14 @@ def _option(default: int, text: str) -> Any:
 
 @dataclass(frozen=True)
 class TinySpec:
-    """Sizes of a tiny model. Odd on purpose where round numbers could hide a mistake."""
+    """Sizes of a tiny model. They are odd on purpose where round numbers could hide a mistake."""
 
     layers: int = _option(4, "decoder layers")
     hidden: int = _option(64, "width of the decoder")
     intermediate: int = _option(176, "width of the decoder's MLP")
     heads: int = _option(4, "attention heads; parallel.tp must divide them")
     kv_heads: int = _option(2, "heads of keys and values; parallel.tp must divide them")
-    head_dim: int = _option(24, "width of a head")  # not hidden / heads
+    head_dim: int = _option(24, "width of a head")  # it is not hidden / heads
     vocab: int = _option(512, "tokens of the tokenizer, trained on the spot")
     vision_depth: int = _option(3, "blocks of the vision tower")
     vision_hidden: int = _option(32, "width of the tower")

@@ -1,1 +1,1 @@
-"""`megatron-vlm plan`: which layout of a number of GPUs is the fastest, before there are any."""
+"""`megatron-vlm plan`: the fastest layout for a number of GPUs, before the GPUs are available."""

@@ -1,4 +1,4 @@
-"""`megatron-vlm plan`: search, print, write the page; where nothing fits, say what would."""
+"""`megatron-vlm plan`: search, print and write the page; if nothing fits, suggest changes."""
 
 import re
 
@@ -21,15 +21,15 @@ from megatron_vlm.report.html import save_page
 from megatron_vlm.run.resolve_model import with_model
 
 SHOWN = 8
-_POLISHED = 3  # of the fastest, whose layers are split once more, with more care
+_POLISHED = 3  # the fastest layouts, whose layers are split again with more care
 _UNITS = {"GIB": 2**30, "GB": 10**9, "": 2**30}
 
 
 def run_plan(
     cfg: Config, gpus: int, memory: str, name: str, efficiency: float, html: str | None
 ) -> None:
-    """Print the best layouts of `gpus` devices called `name`, and write a page where `html` names
-    one. ConfigError where nothing fits, with what would."""
+    """Print the best layouts of `gpus` devices called `name`, and write a page if `html` is a path.
+    Raise ConfigError with a remedy if nothing fits."""
     cluster = _cluster(gpus, memory, name, efficiency)
     if not cfg.lora.rank and not any(learns(cfg, part) for part in SWITCHES):
         raise ConfigError(
@@ -40,11 +40,11 @@ def run_plan(
     cfg = with_model(cfg, weights=False)
     sizes = read_sizes(cfg.model.path, cfg.data.add_tokens)
     mix = mix_of(cfg, sizes)
-    found = search(cfg, sizes, mix, cluster)
-    if found.leanest is not None:
-        problem, remedy = advice(cfg, sizes, mix, cluster, found.leanest)
+    results = search(cfg, sizes, mix, cluster)
+    if results.leanest is not None:
+        problem, remedy = advice(cfg, sizes, mix, cluster, results.leanest)
         raise ConfigError(problem, key="model.path", found=cfg.model.path, remedy=remedy)
-    if not found.fitting:
+    if not results.fitting:
         raise ConfigError(
             f": no layout has at most train.global_batch_size={cfg.train.global_batch_size} "
             "replicas",
@@ -52,10 +52,10 @@ def run_plan(
             found=gpus,
             remedy="raise that key, or give fewer GPUs",
         )
-    best = [polished(each, sizes, mix, cluster) for each in found.fitting[:_POLISHED]]
-    ranked = sorted([*best, *found.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
+    best = [polished(each, sizes, mix, cluster) for each in results.fitting[:_POLISHED]]
+    ranked = sorted([*best, *results.fitting[_POLISHED:]], key=lambda each: -each.tokens_per_s)
     shown = ranked[:SHOWN]
-    if not any(each.dims.pp > 1 for each in shown):  # one with a pipeline, to compare
+    if not any(each.dims.pp > 1 for each in shown):  # add one layout with a pipeline, to compare
         shown += [each for each in ranked[SHOWN:] if each.dims.pp > 1][:1]
     has_experts = sizes.text.experts is not None
     plan = Plan(cfg, mix, cluster, tuple(shown), len(ranked), has_experts)

@@ -14,7 +14,7 @@ _LEAST_NUMBERED = 15  # units of width that a number needs
 
 
 def render_plan(plan: Plan) -> str:
-    """The whole page."""
+    """Return the whole page."""
     css = Path(__file__).with_name("planning.css").read_text()
     return document("Plan of a layout", css, _body(plan))
 
@@ -36,10 +36,10 @@ def _body(plan: Plan) -> Iterator[Html]:
     columns, *lines = plan.layouts
     yield table(columns, lines, caption)
     yield tag("p", "The fastest: ", tag("code", " ".join(best.overrides)), class_="keys")
-    drawn = plan.pipeline
-    if drawn is not None:
+    pipelined = plan.pipeline
+    if pipelined is not None:
         yield tag("h2", "Pipeline")
-        yield _pipeline(drawn)
+        yield _pipeline(pipelined)
     yield tag("h2", "Memory of the fastest")
     yield table(MEMORY, memory_cells(best), "GiB of one rank of each stage.")
     yield tag("h2", "Assumed")
@@ -66,7 +66,7 @@ def _pipeline(drawn: Candidate) -> Html:
 
 
 def pipeline_picture(stages: Stages, words: str) -> Html:
-    """The pipeline as SVG: a row for each stage, a box for each forward and backward."""
+    """Return the pipeline as SVG: a row for each stage, a box for each forward and backward."""
     count, end = stages.forward_GS.shape[1], stages.seconds
     scale, high = (_WIDE - _LEFT) / end, _TOP + _ROW * count
     parts: list[Html] = []
@@ -86,7 +86,7 @@ def _box(task: Task, scale: float) -> Html:
     left, wide = _LEFT + task.start * scale, (task.end - task.start) * scale
     top = _TOP + task.stage * _ROW
     kind = "forward" if task.forward else "backward"
-    said = (
+    label = (
         f"{kind} of micro-batch {task.micro} on stage {task.stage}: {task.end - task.start:.3f} s"
     )
     gap = min(0.8, wide / 4)
@@ -96,4 +96,4 @@ def _box(task: Task, scale: float) -> Html:
     if wide >= _LEAST_NUMBERED:
         middle = f"{left + wide / 2:.2f}"
         number.append(tag("text", str(task.micro), x=middle, y=top + 16, text_anchor="middle"))
-    return tag("g", tag("title", said), rect, *number)
+    return tag("g", tag("title", label), rect, *number)

@@ -6,7 +6,7 @@ from megatron_vlm.config.arguments import add_overrides
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options; importing this file imports nothing heavy."""
+    """Add the options of the command. Importing this file imports no large package."""
     add_overrides(parser)
     parser.add_argument("--gpus", type=int, default=8, help="how many there are (default: 8)")
     memory = "of each GPU (default: 80GiB)"

@@ -1,4 +1,4 @@
-"""What a plan says, for terminal and page alike."""
+"""Content of a plan, for the terminal and the page."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ MEMORY = ("stage", "layers", "weights", "gradients", "optimizer", "activations",
 
 
 def cells(found: Candidate) -> tuple[str, ...]:
-    """A layout's line."""
+    """Return the cells of a layout."""
     dims, cfg = found.dims, found.cfg
     split = dims.layers_per_stage
     layers = " ".join(map(str, split))
@@ -47,7 +47,7 @@ def cells(found: Candidate) -> tuple[str, ...]:
 
 
 def memory_cells(found: Candidate) -> list[tuple[str, ...]]:
-    """The memory of each stage of a layout, in GiB."""
+    """Return the memory of each stage of a layout, in GiB."""
     rows = []
     for stage, memory in enumerate(found.memory):
         parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
@@ -57,20 +57,20 @@ def memory_cells(found: Candidate) -> list[tuple[str, ...]]:
 
 
 def degrees(found: Candidate) -> str:
-    """As the pictures of a pipeline name a layout."""
+    """Format a layout as the pictures of a pipeline name it."""
     dims = found.dims
     return f"tp={dims.tp} pp={dims.pp} {f'ep={dims.ep} ' * (dims.ep > 1)}dp={dims.dp}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is shown."""
+    """Layouts and assumptions that are shown."""
 
     cfg: Config
     mix: RowSample
     cluster: Cluster
     candidates: tuple[Candidate, ...]  # the fastest first
-    tried: int  # layouts that fit
+    tried: int  # number of layouts that fit
     has_experts: bool = False
 
     @property
@@ -82,12 +82,12 @@ class Plan:
 
     @property
     def pipeline(self) -> Candidate | None:
-        """The fastest that has stages."""
-        return next((found for found in self.candidates if found.dims.pp > 1), None)
+        """The fastest layout that has several stages."""
+        return next((candidate for candidate in self.candidates if candidate.dims.pp > 1), None)
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """Every number that is not counted but assumed, in sentences."""
+    """Return the assumed numbers, which were not counted, in sentences."""
     machine, cluster = plan.cluster.machine, plan.cluster
     speeds = [speed / 1e12 for speed in (machine.matmul, machine.attention, machine.moved)]
     experts = "Experts: all have equally many tokens; replicas that share them wait for each other."

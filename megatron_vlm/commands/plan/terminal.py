@@ -13,7 +13,7 @@ _IDLE = "."
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """All of it."""
+    """Print the whole plan."""
     for sentence in assumptions(plan):
         console.print(sentence, markup=False, soft_wrap=True)
     columns, *lines = plan.layouts
@@ -21,14 +21,14 @@ def print_plan(plan: Plan, console: Console) -> None:
     best = plan.candidates[0]
     console.print(f"The fastest: {' '.join(best.overrides)}", markup=False, soft_wrap=True)
     console.print(_table(MEMORY, memory_cells(best)))
-    if (drawn := plan.pipeline) is not None:
-        console.print(heading(drawn), markup=False, soft_wrap=True)
-        assert drawn.stages is not None
-        console.print(pipeline_text(drawn.stages), markup=False, soft_wrap=True)
+    if (pipelined := plan.pipeline) is not None:
+        console.print(heading(pipelined), markup=False, soft_wrap=True)
+        assert pipelined.stages is not None
+        console.print(pipeline_text(pipelined.stages), markup=False, soft_wrap=True)
 
 
 def heading(drawn: Candidate) -> str:
-    """What the drawing shows."""
+    """Return the title of the drawing."""
     return (
         f"Pipeline of {degrees(drawn)}, one step: digits are forwards, letters backwards, dots "
         f"wait ({drawn.bubble:.0%})"
@@ -36,7 +36,8 @@ def heading(drawn: Candidate) -> str:
 
 
 def pipeline_text(stages: Stages, width: int = _WIDTH) -> str:
-    """A line for each stage. Micro-batch 0 is 0 forward and a backward; 10 is 0 and a again."""
+    """Return a line for each stage. Micro-batch 0 is 0 in forward and a in backward; micro-batch 10
+    is 0 and a again."""
     end = stages.seconds
     lines = [[_IDLE] * width for _ in range(stages.forward_GS.shape[1])]
     for task in stages.tasks:
